@@ -28,6 +28,7 @@ def sections() -> dict[str, list[Any]]:
             line("Training loss", "train/loss", x="tokens"),
             line("Validation loss", "val/loss", x="tokens"),
             wr.LinePlot(title="Validation loss by source", x="tokens", metric_regex="val/sources/.*"),
+            wr.LinePlot(title="Scores of tasks", x="tokens", metric_regex="tasks/.*"),
             line("Learning rate", "train/lr", x="tokens"),
             line("Gradient norm before clipping", "train/grad_norm", x="tokens", log_y=True),
             wr.LinePlot(title="Gradient norm by layer", x="tokens", metric_regex="layers/grad_norm/.*", log_y=True),

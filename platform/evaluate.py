@@ -101,11 +101,12 @@ def _evaluate(given: argparse.Namespace) -> int:
         rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]
         translated = {}
         if given.bleu:
-            from platform.answers.asked_model import AskedModel
             from platform.answers.translations import bleu
+            from platform.cluster.asking.asked_model import AskedModel
 
             split, row = next(iter(splits.values())), rows[0]
-            translated = bleu(AskedModel(crew, planned), corpus, split, row.samples, given.beams)
+            asked = AskedModel(crew.call, planned.config.model, planned.vocabulary)
+            translated = bleu(asked, corpus, split, row.samples, given.beams)
     print_losses(rows, print_line)
     if translated:
         print_line(f"BLEU {translated['bleu']:.2f} of {translated['pairs']} pairs ({translated['signature']})")
@@ -115,18 +116,18 @@ def _evaluate(given: argparse.Namespace) -> int:
 
 def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> int:
     """Run tasks of lm-eval on a trained model; return the exit status."""
-    from platform.answers.asked_model import AskedModel
-    from platform.answers.harness_tasks import run_tasks
     from platform.answers.session import open_session
     from platform.answers.trained import plan_answers
+    from platform.cluster.asking.asked_model import AskedModel
+    from platform.cluster.asking.harness_tasks import HarnessTasks
 
     planned = plan_answers(trained, overrides, given.config_dir)
     if planned.vocabulary is None:
         reason = "there is none beside the model, and tasks are texts"
         raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
-    names = [name for name in given.tasks.split(",") if name]
+    tasks = HarnessTasks([name for name in given.tasks.split(",") if name], given.include, given.shots)
     with open_session(planned.config, planned.plan, _note) as crew:
-        found = run_tasks(AskedModel(crew, planned), names, given.include, given.samples, given.shots)
+        found = tasks.results(AskedModel(crew.call, planned.config.model, planned.vocabulary), given.samples)
     for task, values in found.items():
         for metric, value in values.items():
             print_line(f"{task:<30} {metric:<20} {value:.4f}")

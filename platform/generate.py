@@ -98,10 +98,10 @@ def _generate(given: argparse.Namespace) -> int:
     overrides, words = sorted_words(given.words)
     if wrong := list(_wrong(given, words)):
         raise ConfigError(wrong)
-    from platform.answers.asked_model import AskedModel
     from platform.answers.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
     from platform.answers.session import open_session
     from platform.answers.trained import find_trained, plan_answers
+    from platform.cluster.asking.asked_model import AskedModel
     from platform.train.protocol.asked import Choice
 
     prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
@@ -121,7 +121,7 @@ def _generate(given: argparse.Namespace) -> int:
     with ExitStack() as opened:
         crew = opened.enter_context(open_session(planned.config, planned.plan, _note))
         out = opened.enter_context(open(given.out, "x")) if given.out else None
-        asked = AskedModel(crew, planned, given.batch)
+        asked = AskedModel(crew.call, model, vocabulary, given.batch)
         for number, found in asked.write(rows, tokens, how, ends_of(vocabulary, trained.generation)):
             text = _shown(vocabulary, [] if asked.pairs else rows[number], found.ids)
             _tell(out, prompts[number].given, text, found, alone=len(rows) == 1)

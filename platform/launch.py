@@ -185,6 +185,7 @@ def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], type
 # Keys that hold a path or URL, and the words that may stand there instead.
 PATHS: dict[str, Sequence[str]] = {
     **dict.fromkeys(("run.dir", "data.cache", "pipeline.file", "checkpoint.url", "model.source"), ()),
+    "eval.task_folder": (),
     "checkpoint.resume": RESUME,
     "train.init": ("random",),
     "data.tokenizer": ("train",),

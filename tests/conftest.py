@@ -19,23 +19,17 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("ours", deadline=None)  # a busy machine is slow, not wrong
 hypothesis.settings.load_profile("ours")
 
-MANY = {
-    "test_end_to_end.py",
-    "test_driver.py",
-    "test_crew.py",
-    "test_extend.py",
-    "test_api.py",
-    "test_examples.py",
-    "test_ray_cluster.py",
-    "test_name.py",
-    "test_stage_failures.py",
-    "test_timeline.py",
-    "test_kill_by_command.py",
-    "test_resume_by_command.py",
-    "test_chaos.py",
-    "test_drivers.py",
+# Groups of tests, by file or folder, each for one process of the suite.
+GROUPS = {
+    # what starts many processes: never two of them at a time
+    "processes": """test_end_to_end.py test_driver.py test_crew.py test_extend.py test_api.py test_examples.py
+        test_ray_cluster.py test_name.py test_stage_failures.py test_timeline.py test_kill_by_command.py
+        test_resume_by_command.py test_chaos.py test_drivers.py""",
+    "peers": "weights tokenizers",  # what compares with other libraries, whose imports take seconds
+    "answers": "test_evaluate.py test_generate.py test_tasks.py",  # what asks one model, which is trained for it
+    "data": "test_data_by_command.py",  # what compares with one run of a process
 }
-PEERS = {"weights", "tokenizers"}  # folders of tests that compare with other libraries, whose imports take seconds
+GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 
 
 def pytest_collection_finish() -> None:
@@ -49,14 +43,14 @@ EVERY_ONE = "`make test-all` runs every one"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start many processes form one group, so that never two of them run at a time; those that import other
-    libraries another one, so that one process has to. Tests marked `gpu` are skipped where there is none; torch is
-    imported only if there is one to skip."""
+    """Tests that use the pool of processes or start Ray are of the group of those that start many; the others are of
+    that of their file or folder. Tests marked `gpu` are skipped where there is none; torch is imported only if there is
+    one to skip."""
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()) or item.path.name in MANY or item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
-        elif item.path.parent.name in PEERS:
-            item.add_marker(pytest.mark.xdist_group("peers"))
+        many = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ray")
+        group = "processes" if many else GROUP_OF.get(item.path.name) or GROUP_OF.get(item.path.parent.name)
+        if group:
+            item.add_marker(pytest.mark.xdist_group(group))
         if counted := item.get_closest_marker("counted"):
             item.user_properties.append(("count", (*counted.args, EVERY_ONE)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

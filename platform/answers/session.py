@@ -11,7 +11,7 @@ from pathlib import Path
 
 from platform.boundary.redaction import known_secrets
 from platform.cluster.crew.base.crew import ByRank, Crew
-from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.base.job import ANSWERER, Job
 from platform.cluster.crew.open import open_crew
 from platform.cluster.run import resources
 from platform.config.fields import Config, ConfigError, violation
@@ -21,8 +21,6 @@ from platform.plan.schedule.rows import stage_rows
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import schedule_of
 from platform.weights.initial import initial_weights
-
-WORKER = "platform.train.answerer:Answerer"
 
 
 @contextmanager
@@ -39,7 +37,7 @@ def open_session(config: Config, plan: Plan, say: Callable[[str], None], corpus:
     coordinates = [plan.mesh.coordinates(rank) for rank in range(size)]
     with tempfile.TemporaryDirectory(prefix="answers-") as logs:
         job = Job(config=config, coordinates=coordinates, device=places.device, run_dir=Path(logs),
-                  secrets=known_secrets(), worker=WORKER)  # fmt: skip
+                  secrets=known_secrets(), worker=ANSWERER)  # fmt: skip
         with open_crew(resources.crew_kind(config.cluster), job) as crew:
             crew.seat(job, list(range(size)))
             stage_of = list(schedule.placement)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from platform.answers.asked_model import AskedModel
+from platform.cluster.asking.asked_model import AskedModel
 from platform.config.fields import ConfigError, violation
 from platform.data.corpus import Corpus
 from platform.data.tokens.streams import PairStream

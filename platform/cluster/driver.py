@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from platform.boundary.redaction import known_secrets
 from platform.boundary.undo import missing_directories, remove_empty
+from platform.cluster.asking.run_tasks import RunTasks, missing_for_tasks, open_tasks
 from platform.cluster.control.forming.context import RunContext
-from platform.cluster.crew.base.job import WORKER, Job
+from platform.cluster.crew.base.job import ANSWERER, WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
@@ -48,13 +49,13 @@ def run(
     *,
     experiment: str = "",
     command: Command | None = None,
-    worker: str = WORKER,
+    worker: str = "",
     guard: CallbackGuard | None = None,
     phases: Phases | None = None,
 ) -> int:
     """Train the model of `config` under `plan` to the run's last step, as its driver, and return the exit status
     (docs/design.md, section 7). `command`: the command line of the run, by default that of the experiment alone.
-    `worker`: "module:Class" of the workers. `guard`: calls the user's callbacks.
+    `worker`: "module:Class" of the workers, "" for the platform's own. `guard`: calls the user's callbacks.
     `phases`: those that the run has reached before.
 
     Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it (a
@@ -116,8 +117,8 @@ def _check_and_drive(
     from platform.train.recovery.urls import saves
 
     found = origin(config)
-    if not (found and found.manifest):
-        _check_initial(config)
+    _check_initial(config, bool(found and found.manifest))
+    tasks = open_tasks(config)
     places = places or reserve(state.say)
     for line in found_early:
         state.say(line)
@@ -128,7 +129,7 @@ def _check_and_drive(
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
         check_writable(config)
-    corpus = _corpus(config, plan, directory.path, state.say)
+    corpus = _corpus(config, plan, directory.path, state.say, tasks)
     orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
@@ -140,9 +141,9 @@ def _check_and_drive(
         device=places.device,
         run_dir=directory.path,
         secrets=known_secrets(),
-        worker=worker,
+        worker=worker or (ANSWERER if tasks else WORKER),
     )
-    run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus)
+    run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
     _drive(run, state, orphan)
     status = end(None, state)
     if config.cluster.check:
@@ -151,9 +152,9 @@ def _check_and_drive(
     return status
 
 
-def _check_initial(config: Config) -> None:
-    """Raise ConfigError if a run could not start from the weights of train.init."""
-    if config.train.init not in ("", "random"):
+def _check_initial(config: Config, resumes: bool) -> None:
+    """Raise ConfigError if a run could not start from the weights of train.init, unless it resumes from others."""
+    if not resumes and config.train.init not in ("", "random"):
         from platform.weights.initial import initial_weights
 
         initial_weights(config)
@@ -177,7 +178,9 @@ def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonito
     return DONE if all(finding.proven for finding in found) else FAILED
 
 
-def _corpus(config: Config, plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Corpus:
+def _corpus(
+    config: Config, plan: Plan, run_dir: Path, say: Callable[[str], None], tasks: RunTasks | None = None
+) -> Corpus:
     """Open the training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the cache
     or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a file of
     data, and then leaves no empty directories behind."""
@@ -189,6 +192,8 @@ def _corpus(config: Config, plan: Plan, run_dir: Path, say: Callable[[str], None
             lengths = {name: config.model.length for name in plan.readers}
             if "source" in lengths:
                 lengths["source"] = config.model.source_length or config.model.length
+            if tasks:
+                tasks.check(corpus.vocabulary)
             check_sample(objective_of(config), lambda: corpus.batch("train", 0, 1), lengths)
             return corpus
         except ConfigError:
@@ -260,7 +265,8 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a line for the user if elastic.max_workers or elastic.min_workers contradicts the plan's number of
-    workers."""
+    workers, and for what eval.tasks lacks on this machine."""
+    yield from missing_for_tasks(config)
     e, size = config.elastic, plan.mesh.size
     if 0 < e.max_workers < size:
         constraint = f"must be 0 or >= the {size} workers of the plan"

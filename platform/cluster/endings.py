@@ -194,7 +194,7 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
     except Exception as error:  # affects the account alone: the end of the run is already recorded
         return monitor.say(f"WARNING: what failures cost cannot be told ({type(error).__name__}: {error})")
     journal.write(cost)
-    monitor.summary(events.own(cost))
+    monitor.summary(cost.own())
     if text:
         monitor.say(text)
 

@@ -19,6 +19,7 @@ from platform.config.groups.batch_ramp import samples_before
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON
+from platform.data.tokens.streamed import StreamedTokens
 from platform.data.tokens.streams import PairStream, documents
 from platform.launch import DONE, FAILED, REFUSED, compose
 
@@ -71,10 +72,14 @@ def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
     run reads it."""
     needed = samples_before(config.train, config.train.steps + 1)
     for part, share in zip(corpus.parts, corpus.shares, strict=True):
+        name = f"{part.name}: " if part.name else ""
+        if isinstance(streamed := part.streams["train"], StreamedTokens):
+            first = corpus.objective.samples(streamed.first())
+            print_line(f"{name}read and tokenised while it is trained on: {first:,} samples in the first block")
+            continue
         of_part = {split: max(0, corpus.objective.samples(stream)) for split, stream in part.streams.items()}
         read = needed * share / sum(corpus.shares) / max(1, of_part["train"])
         counts = ", ".join(f"{count:,} {split} samples" for split, count in of_part.items())
-        name = f"{part.name}: " if part.name else ""
         print_line(f"{name}{counts}; {config.train.steps} steps read it {read:.3g} times")
     print_line(f"in {corpus.entry or 'no file'}")
 
@@ -84,6 +89,8 @@ def _convert(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
     prefix: Path = given.prefix
     if any(isinstance(stream, PairStream) for part in corpus.parts for stream in part.streams.values()):
         raise ConfigError(violation("data", config.data.kind, "pairs are no stream of tokens", ["data=text"]))
+    if any(isinstance(stream, StreamedTokens) for part in corpus.parts for stream in part.streams.values()):
+        raise ConfigError(violation("data.streaming", True, "its tokens are never there as a whole", [False]))
     if not prefix.parent.is_dir():
         raise ConfigError(f"{prefix}: there is no folder {prefix.parent}")
     for part in corpus.parts:

@@ -13,6 +13,8 @@ from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
 from platform.data import synthetic
 from platform.data.data_checks import check_data, make_objective, too_small
+from platform.data.kinds.of_documents import Form, write_tokens
+from platform.data.kinds.of_streams import BlockReader, form_of, is_streamed
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import Objective, SampleShape
 from platform.data.permutation import mix, order
@@ -20,6 +22,7 @@ from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
 from platform.data.tokens import cache, entry, packing
 from platform.data.tokens.entry import FORMAT, TokenFiles
+from platform.data.tokens.streamed import StreamedTokens
 from platform.data.tokens.streams import Ints, starts_of
 from platform.data.vocabulary import Vocabulary, given_vocabulary, open_vocabulary
 
@@ -33,6 +36,11 @@ class SourceTokens:
     name: str  # "" if it is the only one
     streams: Mapping[str, Any]  # by split (train, validation): ids at an array of positions, or a class of `streams`
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
+
+    def beginning(self, split: str) -> Any:
+        """Return the stream of a split; of one that is read block by block that of the first block."""
+        stream = self.streams[split]
+        return stream.first() if isinstance(stream, StreamedTokens) else stream
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,8 @@ class Corpus:
         numbers = np.arange(start, end)
         keys = mix(self.seed, split == TRAIN, numbers)
         found: dict[str, NDArray[np.int64]] = {}
-        for part, rows, index in self._places(split, numbers):
-            made = self.objective.batch(part.streams[split.partition("/")[0]], index, keys[rows])
+        for stream, rows, index in self._places(split, numbers):
+            made = self.objective.batch(stream, index, keys[rows])
             if len(rows) == len(numbers):
                 return made
             for name, values in made.items():
@@ -105,11 +113,11 @@ class Corpus:
         """Count the labels in samples [start, end) of the split's global order that are not padding: the mean loss is
         over these."""
         places = self._places(split, np.arange(start, end))
-        return sum(self.objective.predicted(part.streams[split.partition("/")[0]], index) for part, _, index in places)
+        return sum(self.objective.predicted(stream, index) for stream, _, index in places)
 
-    def _places(self, split: str, numbers: Ints) -> Iterator[tuple[SourceTokens, Ints, Ints]]:
-        """Yield each part that has some of the samples `numbers` of the split's endless global order: it, which of
-        `numbers` these are, and their indices in its split."""
+    def _places(self, split: str, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
+        """Yield each stream of tokens that has some of the samples `numbers` of the split's endless global order: it,
+        which of `numbers` these are, and their indices in it."""
         split, _, name = split.partition("/")
         if split == TRAIN:
             source, count = turns(self.shares, numbers)
@@ -118,13 +126,17 @@ class Corpus:
             count = numbers
         for number in np.unique(source):
             rows = np.nonzero(source == number)[0]
-            samples = self._samples(part := self.parts[number], split)
-            epoch, index = np.divmod(count[rows], samples)
-            yield part, rows, order(self.seed, epoch, samples, index) if split == TRAIN else index
+            part = self.parts[number]
+            if isinstance(stream := part.streams[split], StreamedTokens):
+                for block, some, index in stream.places(count[rows]):
+                    yield block, rows[some], index
+                continue
+            epoch, index = np.divmod(count[rows], samples := self._samples(part, split))
+            yield stream, rows, order(self.seed, epoch, samples, index) if split == TRAIN else index
 
     def _samples(self, part: SourceTokens, split: str) -> int:
-        """Return the samples of an epoch of a part."""
-        return max(0, self.objective.samples(part.streams[split]))
+        """Return the samples of an epoch of a part; of one that is streamed, those of its first block."""
+        return max(0, self.objective.samples(part.beginning(split)))
 
 
 def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
@@ -160,7 +172,7 @@ def open_corpus(
 
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
     an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
-    where another process of this run has found it; then no text is read, tokenised or hashed.
+    where another process of this run has found it; then no text is read, tokenised or hashed, unless it is streamed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
@@ -181,14 +193,22 @@ def open_corpus(
         corpus = _trusted(entry, sources, goal, small, seed, length)
     else:
         corpus = _tokenised(sources, goal, small, seed, length, shared, known)
-    if violations := [
-        line
-        for source, part in zip(sources, corpus.parts, strict=True)
-        for line in too_small(source, part.streams, goal, length)
-    ]:
-        raise ConfigError(violations)
-    samples = [max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
+    if not entry:
+        _check_sizes(corpus, sources, length)
+    streamed = any(
+        isinstance(part.streams[TRAIN], StreamedTokens) for part in corpus.parts
+    )  # and then weights are given
+    samples = [1 if streamed else max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
     return replace(corpus, shares=tuple(shares_of(sources, samples)))
+
+
+def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
+    """Raise ConfigError if a split of a source has no whole sample."""
+    violations = []
+    for source, part in zip(sources, corpus.parts, strict=True):
+        violations += too_small(source, {s: part.beginning(s) for s in part.streams}, corpus.objective, length)
+    if violations:
+        raise ConfigError(violations)
 
 
 def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
@@ -284,7 +304,9 @@ def _of_entries(
     for source, (place, found) in zip(sources, entries, strict=True):
         begin = special_of(vocabulary, source.data).begin
         with naming(source):
-            streams = _rows_of(source.data, entry.streams_of(place, found), place, length, begin, trusted)
+            streams = dict(_rows_of(source.data, entry.streams_of(place, found), place, length, begin, trusted))
+            if form := form_of(source.data) if is_streamed(source.data) else None:
+                streams[TRAIN] = _streamed(source.data, form, place, objective, vocabulary, vocab, seed, length, begin)
         parts.append(SourceTokens(source.name, streams, found.digest(place)))
     return Corpus(
         vocab=vocabulary.size if vocabulary else vocab,
@@ -297,6 +319,39 @@ def _of_entries(
         special=special,
         vocabulary=vocabulary,
         entry=folder,
+    )
+
+
+def _streamed(
+    data: Data,
+    form: Form,
+    head: Path,
+    objective: Objective,
+    vocabulary: Vocabulary | None,
+    vocab: int,
+    seed: int,
+    length: int,
+    begin: int,
+) -> StreamedTokens:
+    """Return the training tokens of a source that is streamed, whose `head` is in the cache. Raises ConfigError if its
+    files are not there."""
+
+    def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
+        return write_tokens(form, folder, vocabulary, vocab, [(iter(documents), 0), (iter(()), 0)])
+
+    def cut(place: Path, found: TokenFiles) -> Any:
+        train = {TRAIN: entry.streams_of(place, found)[TRAIN]}
+        return _rows_of(data, train, place, length, begin, trusted=False)[TRAIN]
+
+    decisive = [head.name, data.packing, length, type(objective).__name__, objective.needs, begin]
+    return StreamedTokens(
+        folder=head.parent / cache.hash_of(["blocks", *decisive]),
+        reader=BlockReader(form, entry.kind_of(data).find(data), data),
+        write=write,
+        read=partial(entry.read_entry, vocab=vocab),
+        cut=cut,
+        count=lambda stream: max(0, objective.samples(stream)),
+        seed=seed,
     )
 
 

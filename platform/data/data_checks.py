@@ -10,6 +10,7 @@ import numpy as np
 from platform.config.fields import ConfigError, Data, violation
 from platform.config.surroundings import wrong_protocol
 from platform.data import tokenizer
+from platform.data.kinds.of_streams import check_stream, is_streamed
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
 from platform.data.objectives import GIVEN, OBJECTIVES, Objective, SampleShape
 from platform.data.sources import iterables
@@ -68,7 +69,7 @@ def _check_source(source: DataSource) -> list[str]:
         wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
         lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
         lines += [] if remote else kind_of(data).check(data)
-    return [of_source(source, line) for line in lines]
+    return [of_source(source, line) for line in lines + (check_stream(data) if is_streamed(data) else [])]
 
 
 def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objective, length: int) -> list[str]:
@@ -76,7 +77,7 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
     nearest legal settings."""
     tokens = {split: len(stream) for split, stream in streams.items()}
     needed, total = objective.needs, sum(tokens.values())
-    violations = []
+    violations, more = [], "a larger data.block" if is_streamed(source.data) else "more text"
     unread = "train" if not source.trained else "validation" if source.data.validation == 0 else ""
     none = [split for split, stream in streams.items() if objective.samples(stream) < 1]
     for split in (split for split in none if split != unread):
@@ -86,7 +87,7 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
         of = f" of {source.key}" if source.name else ""
         violations.append(
             f"model.length={length}: a sample is {needed} tokens, and the {split} split{of} has {tokens[split]}; "
-            f"nearest legal: {' or '.join([*remedies, 'more text'])}"
+            f"nearest legal: {' or '.join([*remedies, more])}"
         )
     return violations
 

@@ -22,7 +22,7 @@ _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are
 _MOST = 100  # sources
 _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
 # Keys of group data that a source of a mixture may have; the others are those of the whole.
-OWN = ("kind", "path", "field", "target_path", "target_field", "dtype", "validation", "validation_path")
+OWN = ("kind", "path", "field", "target_path", "target_field", "dtype", "validation", "validation_path", "streaming")
 PATHS = ("path", "target_path", "validation_path")
 Ints = NDArray[np.int64]
 
@@ -67,6 +67,8 @@ def sources_of(data: Data) -> list[DataSource]:
         elif weighted and len(weighted) < len(trained):
             without = next(source for source in trained if not source.weight)
             lines = [f"{without.key}.weight: must be given, as {weighted[0].key}.weight is"]
+        elif len(trained) > 1 and not weighted and (streamed := [s for s in trained if s.data.streaming]):
+            lines = [f"{source.key}.weight: must be given, as {streamed[0].key} is streamed" for source in trained]
     if lines:
         raise ConfigError(lines)
     return found

@@ -15,6 +15,7 @@ from platform.boundary import terminal
 from platform.boundary.redaction import redact
 from platform.monitor.records.metrics import MetricsRow
 
+_SCORES = 6  # of tasks that are shown
 _HEADER_EVERY = 25  # lines between headers: about one per screen
 _ERASE = "\r\x1b[2K"
 
@@ -68,6 +69,8 @@ class Console:
         if row.val_loss is not None:
             of = "".join(f"  {name} {loss:.4f}" for name, loss in (row.val_losses or {}).items())
             self.say(f"{step:>{_COLUMNS[0][1]}}{row.val_loss:>{_COLUMNS[1][1]}.4f}  validation loss{of}")
+        if row.task_scores:
+            self.say(f"{step:>{_COLUMNS[0][1]}}  tasks{_some(row.task_scores)}")
         if self._live:
             status = f"step {step}/{self._total}  loss {row.loss:.4f}  "
             status += f"{row.tokens_per_second:,.0f} tokens/s  {left} left"
@@ -97,6 +100,12 @@ class Console:
 
     def _write(self, text: str) -> None:
         terminal.write_text(self._stream, redact(text))
+
+
+def _some(scores: dict[str, float]) -> str:
+    """Return the first scores of tasks as text, and how many more there are."""
+    shown = "".join(f"  {name} {score:.4f}" for name, score in list(scores.items())[:_SCORES])
+    return shown + (f"  and {len(scores) - _SCORES} more" if len(scores) > _SCORES else "")
 
 
 def _duration(seconds: float) -> str:

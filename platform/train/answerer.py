@@ -1,6 +1,9 @@
-"""Answerer: a worker that does not train, but continues and scores texts for the driver."""
+"""Answerer: a worker that also continues and scores texts for the driver."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from platform.plan.core.passes import pass_groups
 from platform.train.answers.generator import Generator
@@ -10,8 +13,9 @@ from platform.train.worker import Worker
 
 
 class Answerer(Worker):
-    """Worker whose model answers: `form`, `build` and `begin` of `Worker` come first, then these calls, each on all
-    ranks."""
+    """Worker whose model answers, after a training step or without any: `form` and `build` of `Worker` come first, and
+    its weights, then these calls, each on all ranks. As in evaluations, the weights are those that are trained, or
+    their averages, as eval.averaged says."""
 
     _generator: Generator | None = None
 
@@ -19,20 +23,26 @@ class Answerer(Worker):
         found = {*super()._groups(), *pass_groups(self.plan, answering_model(self.config))}
         return sorted(found, key=lambda axes: (len(axes), axes))
 
-    @property
-    def _made(self) -> Generator:
+    @contextmanager
+    def _answering(self) -> Iterator[Generator]:
+        """Yield what answers by the weights that are to be evaluated. What the clock notes meanwhile is forgotten: it
+        is of no step, and an evaluation may have very many passes."""
         assert self.communicator
         if self._generator is None:
             self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
-        return self._generator
+        with self.trainer.evaluated():
+            yield self._generator
+        self.trainer.clock.read()
 
     def continue_texts(self, texts: AskedTexts, tokens: int, how: Choice, ends: list[int]) -> list[Written]:
         """Continue texts; see `Generator.write`."""
-        return self._made.write(texts, tokens, how, ends)
+        with self._answering() as generator:
+            return generator.write(texts, tokens, how, ends)
 
     def score_texts(self, texts: AskedTexts, starts: list[int]) -> list[Scored]:
         """Score texts; see `Generator.score`."""
-        return self._made.score(texts, starts)
+        with self._answering() as generator:
+            return generator.score(texts, starts)
 
     def measure_loss(self, split: str, samples: int) -> float:
         """Return the mean loss per token over the first samples of a split of the data; see `Trainer.mean_loss`."""

@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "eval"
 PACKAGES = ("lm-eval==0.4.13", "sacrebleu==2.6.0")
-RUN = "import sys; sys.path.append({folder!r}); from platform.evaluate import main; sys.exit(main(sys.argv[1:]))"
+RUN = "import sys; sys.path.append({folder!r}); from platform.{module} import main; sys.exit(main(sys.argv[1:]))"
 
 
 @cache
@@ -25,10 +25,11 @@ def installed() -> str:
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["pip failed"])[-1]
 
 
-def evaluated(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What platform.evaluate says where these packages are; the project's own come first, and nothing is downloaded."""
+def evaluated(cwd: Path, *arguments: str, module: str = "evaluate") -> subprocess.CompletedProcess[str]:
+    """What platform.evaluate, or another command, says where these packages are; the project's own come first, and
+    nothing is downloaded."""
     if why := installed():
         pytest.skip(why)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cwd / "home"), **environment}
-    command = [sys.executable, "-c", RUN.format(folder=str(FOLDER)), *arguments]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cwd / "home")}
+    command = [sys.executable, "-c", RUN.format(folder=str(FOLDER), module=module), *arguments]
     return subprocess.run(command, cwd=cwd, env=os.environ | offline, capture_output=True, text=True)

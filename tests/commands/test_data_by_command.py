@@ -47,7 +47,9 @@ def place(tmp_path_factory) -> Path:
     (root / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     roles = ("user", "assistant")
     talks = ([{"role": role, "content": f"{i} {role} sheep"} for role in roles] for i in range(200))
-    (root / "c.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    lines = [json.dumps({"messages": talk}) + "\n" for talk in talks]
+    (root / "c.jsonl").write_text("".join(lines))
+    (root / "held.jsonl").write_text("".join(lines[:20]))
     return root
 
 
@@ -60,7 +62,8 @@ MIXTURE = (
 PACKED = [*MIXTURE, "data.packing=best_fit", "data.document_mask=true"]
 TALKS = [*PACKED, "data.sources.c.path=c.jsonl", "data.sources.c.kind=instructions", "data.sources.c.field=messages",
          "data.sources.c.weight=0.5", "data.chat_template=chatml"]  # fmt: skip
-KINDS = {"mixture": MIXTURE, "packed": PACKED, "instructions": TALKS}
+STREAMED = [*TALKS, "data.sources.c.streaming=true", "data.sources.c.validation_path=held.jsonl", "data.block=1000"]
+KINDS = {"mixture": MIXTURE, "packed": PACKED, "instructions": TALKS, "streamed": STREAMED}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,8 @@ def whole(place) -> Callable[[str], list[dict]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["instructions", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("mixture", "packed"))]
+    "kind",
+    ["streamed", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS if kind != "streamed")],
 )
 def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, kind):
     run = f"run.dir={kind}-parts"
@@ -83,7 +87,7 @@ def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, 
 
 
 def test_each_source_has_a_validation_of_its_own(whole):
-    losses = whole("instructions")[2]["val_losses"]
+    losses = whole("streamed")[2]["val_losses"]
     assert set(losses) == {"a", "b", "c"} and len(set(losses.values())) == 3
 
 

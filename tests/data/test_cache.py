@@ -188,7 +188,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
 
 
 def test_an_entry_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_verified", lambda entry, read: None)
+    monkeypatch.setattr(cache, "verified", lambda entry, read: None)
     with pytest.raises(OSError, match="does not hold what was just written"):
         cache.fetch(tmp_path / "key", lambda folder: {"a": 1}, lambda folder, content: content)
 
@@ -236,7 +236,7 @@ def no_link(*_):
     raise OSError("another file system")
 
 
-def test_what_is_shared_is_verified_by_whoever_shares_it(data, tmp_path, monkeypatch):
+def test_what_is_shared_isverified_by_whoever_shares_it(data, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", no_link)
     first = open_corpus(data, **SIZES, shared=tmp_path / "run")
     tokens = first.entry / "tokens.bin"

@@ -15,7 +15,7 @@ from platform.config.fields import ConfigError, Data
 from platform.data import tokenizer
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import check_data
-from platform.data.tokens.kinds import held_out
+from platform.data.kinds.source_kind import held_out
 from platform.data.vocabulary import own_files, vocabulary_of
 
 END_OF_TEXT = 0

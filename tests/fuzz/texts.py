@@ -94,7 +94,7 @@ def tokens(world: World, draw: Random) -> None:
             with suppress(ValueError, RecursionError):
                 raw = json.dumps({"content": (c := json.loads(raw)), "sha256": cache._hash(c)}).encode()
             (entry / "meta.json").write_bytes(raw)
-        found = cache._verified(entry, partial(read_entry, vocab=SIZES["vocab"]))
+        found = cache.verified(entry, partial(read_entry, vocab=SIZES["vocab"]))
         if found and kind != "file":
             known = ("files", "dtype")
             assert {k: vars(found)[k] for k in known} == {k: original[k] for k in known}, "another entry is trusted"

@@ -26,6 +26,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "initialised": {"weights": "mine/hf", "differences": ["model.length: 12, theirs 16"], "seconds": 0.5},
     "restored": {"step": 8, "source": "memory", "seconds": 0.25},
     "sampled": {"step": 8, "prompt": "A wolf", "text": "A wolf and two sheep"},
+    "not_scored": {"step": 8, "reason": "KeyError: 'question'"},
     "learned_out": {"step": 8, "best_step": 4, "best_loss": 2.5},
     "rolled_back": {"step": 8, "steps_lost": 0, "lost_seconds": 0.0},
     "running": {"step": 9, "parameters_per_worker": 1128},

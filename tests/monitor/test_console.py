@@ -50,6 +50,16 @@ def test_validation_loss_has_its_own_line_at_any_step() -> None:
     assert line.split() == ["7", "6.5432", "validation", "loss"]
 
 
+def test_scores_of_tasks_have_a_line_and_many_are_counted() -> None:
+    out = io.StringIO()
+    shown = console(out)
+    shown.step(row(7, task_scores={"mmlu/acc": 0.25, "mmlu/acc_norm": 0.5}))
+    shown.step(row(8, task_scores={f"part{i}/acc": i / 100 for i in range(60)}))
+    few, many = [line for line in out.getvalue().splitlines() if "tasks" in line]
+    assert few == "      7  tasks  mmlu/acc 0.2500  mmlu/acc_norm 0.5000"
+    assert many.startswith("      8  tasks  part0/acc 0.0000  part1") and many.endswith("part5/acc 0.0500  and 54 more")
+
+
 def test_the_header_comes_back_about_once_a_screen() -> None:
     out = io.StringIO()
     shown = console(out, total_steps=60, every=1)

@@ -18,6 +18,7 @@ from platform.checkpoint.storage.storage import UNKNOWN, Storage, open_storage, 
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _LOOKS = 5  # times that a storage is listed if it changes while it is read
+SAVED = "; a run saves some with checkpoint.every=STEPS, its last step among them"
 BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by hand lifts the quarantine
 
 
@@ -59,7 +60,7 @@ def select(url: str, key: str, none: str = "holds no checkpoint") -> tuple[Stora
     found = find(storage, deep=False, mark=False)
     if found.directory is None or found.manifest is None:
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
-        raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else ''}")
+        raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else SAVED}")
     return storage, found.directory, found.manifest
 
 

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from platform.boundary.terminal import tolerated
+from platform.cluster.control.evaluations import Evaluations
 from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.forming.former import Former
 from platform.cluster.control.forming.reform_advisor import ReformAdvisor
@@ -49,7 +50,7 @@ class Controller:
     def __init__(self, run: RunContext, former: Former):
         self._config, self._steps, self._former = run.config, run.steps, former
         self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
-        self._checkpoints = run.checkpoints
+        self._checkpoints, self._evaluations = run.checkpoints, Evaluations(run)
         self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
         self._pace = Pace()
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
@@ -132,13 +133,12 @@ class Controller:
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
             report = reports[0]
-            bubble = losses = None
+            bubble = losses = scores = None
             if generation.timeline:
                 bubble = generation.timeline.step(step, start, [report.timeline for report in reports])
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
-                losses = crew.call("evaluate", within=within)[0]
-                self._sample(crew, step, within)
+                losses, scores = self._evaluations.take(crew, generation.plan, step, within)
             row = metrics_row(
                 report,
                 generation,
@@ -147,6 +147,7 @@ class Controller:
                 stalled=self._stall,  # after the previous step, whose row was already written
                 bubble=bubble,
                 val_losses=losses,
+                task_scores=scores,
                 recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
             )
             self._commit(generation, row, report.held)
@@ -159,13 +160,6 @@ class Controller:
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
-
-    def _sample(self, crew: Crew, step: int, within: float) -> None:
-        """Let the model continue eval.prompts; tell the user and the journal what it makes of them."""
-        for prompt in self._config.eval.prompts:
-            text = crew.call("sample", self._config.eval.prompt_tokens, prompt, within=within)[0]
-            self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
-            self._monitor.say(f"after step {step}: {text!r}")
 
     def _end_early(self) -> None:
         """Make the last committed step the run's last if evaluations say that it learns no more."""

@@ -16,6 +16,7 @@ def metrics_row(
     stalled: float,
     bubble: dict[str, float] | None,
     val_losses: dict[str, float] | None,
+    task_scores: dict[str, float] | None,
     recovery_seconds: float | None,
 ) -> MetricsRow:
     """Convert rank 0's report on a committed training step, which covers all ranks (see
@@ -26,7 +27,7 @@ def metrics_row(
     counts this step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown.
     `stalled`: seconds for which saving has held up the run since the step before; `bubble`: planned and measured
     pipeline bubble, None without timeline or pipeline; `val_losses`: by source of the data, "" being all of
-    them, None if no evaluation followed the step;
+    them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC;
     `recovery_seconds`: time since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
@@ -54,6 +55,7 @@ def metrics_row(
         bubble=bubble,
         val_loss=None if val_losses is None else val_losses[""],
         val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,
+        task_scores=task_scores,
         recovery_seconds=recovery_seconds,
         layer_grad_norms=report.layer_gradients or None,
         layer_rms=report.layer_activations or None,

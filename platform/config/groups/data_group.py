@@ -47,6 +47,10 @@ class Data:
     separator: int = key(
         -1, "data=tokens: the token with which a document begins; -1 = none, or an index says", ">= -1", most=2**24
     )
+    streaming: bool = key(False, "tokenise a source while it is trained on, block by block, and keep the newest blocks")
+    block: int = key(
+        16_000_000, "data.streaming: characters of a block, of which samples are shuffled", ">= 100", most=10**9
+    )
     validation_path: str = key("", 'files that are held out for validation; "" = a part of data.path')
     validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
     cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')

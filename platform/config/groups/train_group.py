@@ -68,3 +68,6 @@ class Eval:
     prompt_tokens: int = key(
         32, "eval.prompts: tokens of each continuation, each a pass of the model", ">= 1", most=10**4
     )
+    tasks: list[str] = key([], "tasks of lm-eval, such as [lambada_openai], that score the model at each evaluation")
+    task_folder: str = key("", "eval.tasks: a folder with task files of your own")
+    task_samples: int = key(0, "eval.tasks: documents of each task; 0 = all", ">= 0")

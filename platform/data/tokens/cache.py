@@ -58,7 +58,7 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[
     Malformed for an entry that `build` cannot have made. Of several processes that build at once, the first to finish
     wins. Raises ConfigError if the cache cannot be written.
     """
-    if found := _verified(entry, read):
+    if found := verified(entry, read):
         return found
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[
         except OSError as error:
             if error.errno not in (EEXIST, ENOTEMPTY):  # these two: another process was faster
                 raise
-    if not (found := _verified(entry, read)):
+    if not (found := verified(entry, read)):
         raise OSError(f"{entry} does not hold what was just written into it")
     return found
 
@@ -90,7 +90,7 @@ def fetch_shared(
     or corrupt, it is put there from the cache, as `fetch` finds or builds it: linked, or copied if that is on another
     file system. Raises ConfigError, OSError."""
     shared = folder / entry.name
-    if found := _verified(shared, read):
+    if found := verified(shared, read):
         return shared, found
     made = fetch(entry, build, read)
     folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ class _Meta:
     sha256: str
 
 
-def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
+def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
     """Return what `read` makes of a cache entry if its files hold what was written, by their sizes and the hashes of
     their blocks, and `read` accepts it, None otherwise."""
     try:

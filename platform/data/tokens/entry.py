@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
 from platform.config.fields import ConfigError, Data, short_hash
+from platform.data.kinds.of_instructions import INSTRUCTIONS
+from platform.data.kinds.of_iterables import OWN_TEXTS, OWN_TOKENS
+from platform.data.kinds.of_pairs import PAIRS
+from platform.data.kinds.of_streams import form_of, head_kind, is_streamed
+from platform.data.kinds.of_texts import TEXTS
+from platform.data.kinds.of_tokens import TOKENS
+from platform.data.kinds.source_kind import SourceKind, Texts, train_on, training_options
 from platform.data.mixture import DataSource, naming
 from platform.data.sources import iterables
 from platform.data.sources.data_files import DataFile
 from platform.data.tokens import cache
-from platform.data.tokens.kinds import SourceKind, Texts, train_on, training_options
-from platform.data.tokens.of_instructions import INSTRUCTIONS
-from platform.data.tokens.of_iterables import OWN_TEXTS, OWN_TOKENS
-from platform.data.tokens.of_pairs import PAIRS
-from platform.data.tokens.of_texts import TEXTS
-from platform.data.tokens.of_tokens import TOKENS
-from platform.data.tokens.streams import DocumentStream, JoinedTokens, PairStream
+from platform.data.tokens.streams import DocumentStream, JoinedTokens, PairStream, mapped
 from platform.data.vocabulary import Vocabulary, open_vocabulary
 
 FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
@@ -35,9 +36,10 @@ KINDS: dict[str, SourceKind] = {"text": TEXTS, "pairs": PAIRS, "tokens": TOKENS,
 
 
 def kind_of(data: Data) -> SourceKind:
-    """Return the kind of a source; text, unless it is another."""
+    """Return the kind of a source; text, unless it is another. Of a streamed one only a head is written."""
     own = OWN_TOKENS if data.kind in iterables.TOKENS else OWN_TEXTS if data.kind in iterables.TEXTS else TEXTS
-    return KINDS.get(data.kind, own)
+    kind, form = KINDS.get(data.kind, own), form_of(data)
+    return head_kind(kind, form) if form and is_streamed(data) else kind
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class TokenFiles:
         if not self.arrays:
             if not self.dtype or "tokens.bin" not in self.files:
                 raise Malformed("lacks tokens")
-            return [np.memmap(folder / "tokens.bin", self.dtype, "r").view(np.ndarray)]
+            return [mapped(folder / "tokens.bin", self.dtype)]
         found = []
         for place in self.arrays:
             if Path(place.path).stat().st_size != place.bytes:
@@ -127,7 +129,7 @@ def streams_of(folder: Path, entry: TokenFiles) -> dict[str, Any]:
 
 def _learned(folder: Path) -> NDArray[np.bool_]:
     """Return for each token of an entry whether it is to be predicted, mapped into memory."""
-    return np.memmap(folder / "learned.bin", "|b1", "r").view(np.ndarray)
+    return mapped(folder / "learned.bin", "|b1")
 
 
 def _pair_streams(tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -160,7 +162,11 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
         raise Malformed("its splits are not its tokens")
     if "learned.bin" in entry.files:
         wanted = _learned(folder)
-        if len(wanted) != total or "starts.bin" not in entry.files or (deep and int(wanted.view("|u1").max()) > 1):
+        if (
+            len(wanted) != total
+            or "starts.bin" not in entry.files
+            or (deep and int(wanted.view("|u1").max(initial=0)) > 1)
+        ):
             raise Malformed("what is to be learned is not said of its tokens")
     if entries > vocab or (deep and not entry.arrays and _beyond(arrays[0], entries)):
         raise Malformed("a token is not in the vocabulary")

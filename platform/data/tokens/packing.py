@@ -18,7 +18,7 @@ import numpy as np
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OneOf, Span
 from platform.data.tokens import cache
-from platform.data.tokens.streams import Ints, PackedStream, beginnings
+from platform.data.tokens.streams import Ints, PackedStream, beginnings, mapped
 
 FORMAT = 1  # of an entry: raise it when the same documents would give other rows
 _COUNT = Annotated[int, Span(0, 1 << 50)]
@@ -63,7 +63,7 @@ def _read(
     described: _Rows = schema.read(_Rows, meta)
     found = {}
     for split, size in sizes.items():
-        pieces, rows = (_mapped(folder / f"{split}_{name}.bin") for name in ("pieces", "rows"))
+        pieces, rows = (mapped(folder / f"{split}_{name}.bin", "<i8") for name in ("pieces", "rows"))
         counts = [len(pieces) / 2, len(rows)]
         if counts != list(described.splits.get(split, ())) or (
             deep and not _fits(pieces.reshape(-1, 2), rows, size, length)
@@ -71,11 +71,6 @@ def _read(
             raise Malformed(f"the rows of {split} are not its tokens")
         found[split] = pieces.reshape(-1, 2), rows
     return found
-
-
-def _mapped(file: Path) -> Ints:
-    """Return the int64 numbers in a file, mapped into memory."""
-    return np.memmap(file, "<i8", "r").view(np.ndarray) if file.stat().st_size else np.empty(0, np.int64)
 
 
 def _fits(pieces: Ints, rows: Ints, size: int, length: int) -> bool:

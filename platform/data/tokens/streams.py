@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,11 @@ from numpy.typing import NDArray
 PADDING = -1
 _WINDOW = 1 << 22  # tokens that are looked at once
 Ints = NDArray[np.int64]
+
+
+def mapped(file: Path, dtype: str) -> NDArray[Any]:
+    """Return the numbers in a file, mapped into memory. Raises OSError, ValueError."""
+    return np.memmap(file, dtype, "r").view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
 
 def beginnings(stream: Any, end: int) -> Ints:

@@ -157,6 +157,13 @@ class Sampled(JournalEvent):
     text: str
 
 
+class NotScored(JournalEvent):
+    """The evaluation after a step gives no scores of eval.tasks, for this reason."""
+
+    step: Steps
+    reason: str
+
+
 class LearnedOut(JournalEvent):
     """Evaluations say that the run learns no more (eval.patience), and it ends; `best_...`: of the lowest loss."""
 
@@ -368,17 +375,9 @@ class Timing(JournalEvent):
     ended: Seconds | None = None
 
 
-def own(event: JournalEvent) -> dict[str, Any]:
-    """Return the fields of an event as plain data, without `time` and `generation`: those that its own class declares,
-    then those of its groups (Committed, End)."""
-    values = records.plain(event)
-    groups = type(event).__mro__[: -len(JournalEvent.__mro__)]
-    return {name: values[name] for group in groups for name in group.__annotations__ if name in values}
-
-
 def to_plain(event: JournalEvent) -> dict[str, Any]:
     """Return an event as the plain data of its line in the journal."""
-    return {"time": event.time, "generation": event.generation, "event": event.word} | own(event)
+    return {"time": event.time, "generation": event.generation, "event": event.word} | event.own()
 
 
 def named(event: str, **fields: Any) -> JournalEvent:

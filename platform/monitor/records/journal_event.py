@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass
 from typing import Annotated, Any, ClassVar, dataclass_transform
 
 from platform.boundary.schema import Span
+from platform.monitor.records import records
 from platform.monitor.records.records import Seconds, Steps
 
 EVENTS: dict[str, type[JournalEvent]] = {}  # word in the journal -> class
@@ -33,6 +34,13 @@ class JournalEvent(_Registered, group=True):
 
     time: Seconds = 0.0
     generation: Annotated[int, Span(0, 10**9)] = 0
+
+    def own(self) -> dict[str, Any]:
+        """Return the fields of an event as plain data, without `time` and `generation`: those that its own class
+        declares, then those of its groups (Committed, End)."""
+        values = records.plain(self)
+        groups = type(self).__mro__[: -len(JournalEvent.__mro__)]
+        return {name: values[name] for group in groups for name in group.__annotations__ if name in values}
 
 
 class Committed(JournalEvent, group=True):

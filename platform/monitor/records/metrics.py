@@ -47,6 +47,7 @@ class MetricsRow:
     bubble: Annotated[dict[str, float] | None, Wandb("bubble")] = None  # planned, measured: makespan / ideal - 1
     val_loss: Annotated[float | None, Wandb("val/loss")] = None  # of steps after which the model was evaluated
     val_losses: Annotated[dict[str, float] | None, Wandb("val/sources")] = None  # of the sources of a mixture, by name
+    task_scores: Annotated[dict[str, float] | None, Wandb("tasks")] = None  # of eval.tasks, by TASK/METRIC
     layer_grad_norms: Annotated[dict[str, float] | None, Wandb("layers/grad_norm")] = None  # see monitor.layers
     layer_rms: Annotated[dict[str, float] | None, Wandb("layers/rms")] = (
         None  # root mean square of what a layer returns

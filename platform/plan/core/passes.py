@@ -102,9 +102,9 @@ class PassRecorder(Recorder):
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """Pass as the ranks of one pipeline stage execute it: the `body` up to the head, and the `head` on the tokens that
-    are asked. `placement`: number -> stage of the chunks that take part. `logits`: their type; `told`: what flows into
-    the first chunk beside data."""
+    """Pass, as the ranks of one pipeline stage execute it or of all stages together: the `body` up to the head, and the
+    `head` on the tokens that are asked. `placement`: number -> stage of the chunks that take part. `logits`: their
+    type; `told`: what flows into the first chunk beside data."""
 
     body: Plan
     head: Plan
@@ -120,6 +120,12 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
     `model`: that of the run, with positions that are looked up. Raises ModelMistake for one that does not give logits
     part by part, IllegalPlan if axes do not divide heads or what passes hold.
     """
+    found = _all_stages(plan, model, shape)
+    return replace(found, body=found.body.at(stage), head=found.head.at(plan.chunks[-1].stage))
+
+
+def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
+    """Plan a pass as `plan_pass` does, for all pipeline stages together."""
     scheme, last = of_rows(plan.scheme), plan.chunks[-1]
     lying = {p.name: plan.layout(p) for p in plan.parameters}
     parameters = tuple(model.parameters())
@@ -153,7 +159,7 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
     *others, end = body.chunks
     body = replace(body, chunks=(*others, replace(end, sends=())))
     placement = {number: stage for number, stage, _ in parts}
-    return PlannedPass(body.at(stage), head.at(last.stage), placement, dict(head.chunks[-1].sends)["logits"], told)
+    return PlannedPass(body, head, placement, dict(head.chunks[-1].sends)["logits"], told)
 
 
 def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
@@ -162,12 +168,11 @@ def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
     mesh = plan.mesh
     found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
     shape = PassShape(1, rows_at_once(plan.scheme, mesh), memory_unit(plan.scheme, mesh), reads=True)
-    for stage in range(plan.stages):
-        planned = plan_pass(plan, model, shape, stage)
-        operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]
-        found |= {mesh.ordered(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
-        sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
-        found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
+    planned = _all_stages(plan, model, shape)
+    operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]
+    found |= {mesh.ordered(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
+    sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
+    found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
     return (found | {mesh.ordered(mesh.axes)}) - {()}
 
 

@@ -17,14 +17,19 @@ ROUND = 16  # shorter texts are padded to a multiple of it, so that batches of l
 class Batch:
     """Texts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
     continued (`left`), so that all go on at one index. Each text has `copies` rows next to each other. `source`: the
-    tokens of an encoder's row, 0 without."""
+    tokens of an encoder's row, 0 without; `most`: those of a text that is scored."""
 
-    def __init__(self, texts: AskedTexts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0):
+    def __init__(
+        self, texts: AskedTexts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0, most: int = 0
+    ):
         count = len(texts.ids)
         more = padded(count, unit) - count
         rows = [*texts.ids, *[[0]] * more]
         longest = max(map(len, rows))
-        self.longest = longest if longest == 1 or not left else padded(longest, ROUND if longest <= PIECE else PIECE)
+        if not left:  # the last token of a text is only predicted
+            self.longest = max(longest, min(padded(longest - 1, ROUND) + 1, most))
+        else:
+            self.longest = longest if longest == 1 else padded(longest, ROUND if longest <= PIECE else PIECE)
         self.texts, self.rows = count, len(rows) * copies
         ids = torch.zeros(len(rows), self.longest, dtype=torch.int64)
         for row, found in zip(ids, rows, strict=True):

@@ -102,7 +102,7 @@ class Generator:
     def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
         """Return a batch of texts for passes under this plan."""
         source = self._source(texts)
-        return Batch(texts, self._unit, left=left, copies=copies, source=source)
+        return Batch(texts, self._unit, left=left, copies=copies, source=source, most=self._config.model.length + 1)
 
     def _source(self, texts: AskedTexts) -> int:
         """Return the tokens of an encoder's row: as configured where positions are learned, else those of the longest
@@ -135,17 +135,23 @@ class Generator:
             made = RankPass(self._plan, self._communicator, self._weights, model, shape)
             self._passes[shape, source] = made
         run = self._passes[shape, source]
-        return run, run.run(batch.data(tokens, offset), offset, cache)
+        with self._communicator.clock.section("forward"):
+            return run, run.run(batch.data(tokens, offset), offset, cache)
 
     def _told(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
         """Return `out` [rows, ...] filled, on all ranks, with the `numbers` that the ranks that speak for rows compute
         of their logits."""
+        communicator = self._communicator
         if logits is not None and run.speaks:
             first, count = run.sequences
             mine = slice(first, first + count)
-            out[mine] = numbers(logits, mine).to(out)
+            found = numbers(logits, mine)
+            with communicator.clock.waiting_for_device():
+                out[mine] = found.to(out)
         if world := self._plan.mesh.ordered(self._plan.mesh.axes):
-            out = self._communicator.launch("all_reduce", out.to(self._communicator.device), world).wait().cpu()
+            told = communicator.launch("all_reduce", out.to(communicator.device), world).wait()
+            with communicator.clock.waiting_for_device():
+                out = told.cpu()
         return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import inf, isfinite, nan, sqrt
 from typing import Any
@@ -302,10 +302,14 @@ class Trainer:
         on every rank. The weights are those that are trained, or their averages, as eval.averaged says."""
         held = self.corpus.validations
         end = self.config.eval.batches * self.config.train.global_batch
-        with self.weights.averaged() if self.config.eval.averaged else nullcontext():
+        with self.evaluated():
             found = {name: self.mean_loss(split, end) for name, (split, _) in held.items()}
         mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
         return {**found, "": mean}
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are those that are to be evaluated."""
+        return self.weights.averaged() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
     def mean_loss(self, split: str, end: int) -> float:

@@ -8,7 +8,7 @@ from platform.monitor.records import events
 
 
 def test_every_phase_has_a_field_and_every_event_of_one_exists():
-    assert list(events.own(events.Timing(**dict.fromkeys(PHASES, 1.0)))) == list(PHASES)
+    assert list(events.Timing(**dict.fromkeys(PHASES, 1.0)).own()) == list(PHASES)
     assert phases._EVENTS.keys() <= events.EVENTS.keys() and set(phases._EVENTS.values()) <= PHASES.keys()
 
 

@@ -14,6 +14,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.tiers import Tiers
 
 if TYPE_CHECKING:
+    from platform.cluster.asking.run_tasks import RunTasks
     from platform.cluster.control.saving.checkpoints import Checkpoints
     from platform.cluster.run.directory import RunDirectory
     from platform.cluster.run.resources import Places
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class RunContext:
     """Context that all parts of one run's driver share. `config`, `plan`, `job`: those of the run's start, a generation
     may have others; `steps`: the last step to train; `places`: device and number of workers that the cluster has room
-    for."""
+    for; `tasks`: by which the model is scored."""
 
     config: Config
     plan: Plan
@@ -37,6 +38,7 @@ class RunContext:
     directory: RunDirectory
     places: Places
     corpus: Corpus
+    tasks: RunTasks | None = None
 
 
 @dataclass

@@ -8,10 +8,10 @@ from typing import Any
 
 from platform.config.fields import Data
 from platform.data import tokenizer
+from platform.data.kinds.of_documents import Documents, Encoded, Form, splits_of, write_documents
+from platform.data.kinds.source_kind import SourceKind, checked, contents, held_files
 from platform.data.sources import texts
 from platform.data.sources.data_files import DataFile
-from platform.data.tokens.kinds import SourceKind, checked, contents, held_files
-from platform.data.tokens.of_documents import Documents, Encoded, Form, splits_of, write_documents
 from platform.data.vocabulary import Vocabulary
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.config.fields import ConfigError, Data
+from platform.data.kinds.source_kind import Texts, check_largest, held_files, held_out, tokenizer_for, type_of
 from platform.data.sources.data_files import DataFile
-from platform.data.tokens.kinds import Texts, check_largest, held_files, held_out, tokenizer_for, type_of
 from platform.data.vocabulary import Vocabulary
 
 Documents = Iterator[tuple[int, Any]]  # (number of the document, it or its next piece)
@@ -102,12 +102,26 @@ def write_documents(
         vocabulary = tokenizer_for(folder, given, splits.texts, vocab, data)
     elif given:
         given.save(folder)
+    parts = [(splits.read(False), splits.characters), (splits.read(True), 0)]
+    found = write_tokens(form, folder, vocabulary, vocab, parts)
+    if splits.tail:
+        end = found["splits"]["validation"][1]
+        trained = end - round(end * splits.tail)
+        found["splits"] = {"train": [0, trained], "validation": [trained, end]}
+    return found
+
+
+def write_tokens(
+    form: Form, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
+) -> dict[str, Any]:
+    """Write into `folder` the tokens of documents, and what is told beside them; return their description. `parts`: the
+    documents to train on, then those held out, each with the characters in them, 0 if that is not known."""
     ends, place, dtype = [], 0, type_of(vocab)
     with ExitStack() as opened:
         names = ["tokens", *(["starts"] if form.starts else []), *(["learned"] if form.learned else [])]
         open_ = {name: opened.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
-        for held in (False, True):
-            for part in form.encode(vocabulary, splits.read(held), 0 if held else splits.characters):
+        for documents, characters in parts:
+            for part in form.encode(vocabulary, documents, characters):
                 check_largest(int(part.ids.max(initial=0)), vocab)
                 open_["tokens"].write(part.ids.astype(dtype).tobytes())
                 if form.starts:
@@ -117,5 +131,4 @@ def write_documents(
                     open_["learned"].write(learned.astype("|u1").tobytes())
                 place += len(part.ids)
             ends.append(place)
-    trained = place - round(place * splits.tail) if splits.tail else ends[0]
-    return {"dtype": dtype.str, "splits": {"train": [0, trained], "validation": [trained, place]}}
+    return {"dtype": dtype.str, "splits": {"train": [0, ends[0]], "validation": ends}}

@@ -9,11 +9,11 @@ from itertools import islice
 import numpy as np
 
 from platform.config.fields import ConfigError, Data
+from platform.data.kinds.of_documents import Documents, Encoded, Form, splits_of, write_documents
+from platform.data.kinds.of_texts import deciding
+from platform.data.kinds.source_kind import SourceKind, checked, held_files
 from platform.data.sources.conversations import ENDINGS, Instruction, instruction_files, read_instructions
 from platform.data.tokenizers.chat import Parts
-from platform.data.tokens.kinds import SourceKind, checked, held_files
-from platform.data.tokens.of_documents import Documents, Encoded, Form, splits_of, write_documents
-from platform.data.tokens.of_texts import deciding
 from platform.data.vocabulary import Vocabulary
 
 _BATCH = 1024  # conversations that are encoded at once

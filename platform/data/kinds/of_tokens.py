@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.config.fields import ConfigError, Data
+from platform.data.kinds.of_documents import Documents, Encoded, Form, write_documents
+from platform.data.kinds.source_kind import SourceKind, check_largest, checked, held_files
 from platform.data.sources.data_files import DataFile, content_hash, ending, naming_file
 from platform.data.sources.record_files import ROWS
 from platform.data.sources.token_files import ENDINGS, TokenFile, index_of, locate, token_files
-from platform.data.tokens.kinds import SourceKind, check_largest, checked, held_files
-from platform.data.tokens.of_documents import Documents, Encoded, Form, write_documents
 from platform.data.vocabulary import Vocabulary
 
 _BATCH = 1024  # documents that are written at once

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from platform.answers.trained import Planned
-from platform.cluster.crew.base.crew import Crew
+from platform.config.fields import Model
+from platform.data.vocabulary import Vocabulary
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 
 Ids = Sequence[int]
+Ask = Callable[..., list[Any]]  # `Crew.call` of a crew of answerers, or what stands before it
 
 
 class AskedModel:
-    """Trained model, with its vocabulary, for which `crew` answers; see `platform.answers.session.open_session`.
-    `batch`: texts at a time."""
+    """Model, with its `vocabulary` if it has one, whose workers answer what `ask` calls on them
+    (`platform.train.answerer`). `batch`: texts at a time."""
 
-    def __init__(self, crew: Crew, planned: Planned, batch: int = 16):
-        self._crew, self._batch, self.model, self.vocabulary = crew, batch, planned.config.model, planned.vocabulary
+    def __init__(self, ask: Ask, model: Model, vocabulary: Vocabulary | None, batch: int = 16):
+        self._ask, self._batch, self.model, self.vocabulary = ask, batch, model, vocabulary
         self.pairs = self.model.kind == "encoder_decoder"
-        special = planned.vocabulary.special if planned.vocabulary else None
+        special = vocabulary.special if vocabulary else None
         self.start, self.begin, self.end = (special.start, special.begin, special.end) if special else (0, 0, 0)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -35,7 +37,7 @@ class AskedModel:
             texts = (
                 AskedTexts([[self.start]] * len(rows), rows, numbers) if self.pairs else AskedTexts(rows, [], numbers)
             )
-            yield from zip(numbers, self._crew.call("continue_texts", texts, tokens, how, list(ends))[0], strict=True)
+            yield from zip(numbers, self._ask("continue_texts", texts, tokens, how, list(ends))[0], strict=True)
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Scored]:
         """Score each continuation after its context, of which the last tokens are read that fit; without a context, or
@@ -45,7 +47,7 @@ class AskedModel:
         for numbers in self._batches([len(ids) for ids, _, _ in rows]):
             ids, starts, sources = (list(column) for column in zip(*(rows[n] for n in numbers), strict=True))
             texts = AskedTexts(ids, sources if self.pairs else [])
-            for number, scored in zip(numbers, self._crew.call("score_texts", texts, starts)[0], strict=True):
+            for number, scored in zip(numbers, self._ask("score_texts", texts, starts)[0], strict=True):
                 found[number] = scored
         return [scored for scored in found if scored]
 
@@ -60,13 +62,19 @@ class AskedModel:
         ids = ids[-most:]
         return ids, max(1, len(ids) - len(text)), []
 
-    def score_whole(self, ids: Ids) -> float:
-        """Return the log-probability of a text of any length, in nats: each token once, after what begins a text or the
-        tokens before it in its window, as long as the model."""
-        most, whole = self.model.length, [self.begin, *ids]
-        windows = []
-        for first in range(0, len(ids), most):
-            stop = min(first + most, len(ids))
-            begin = max(0, stop - most)  # the last window is full
-            windows.append((whole[begin : first + 1], whole[first + 1 : stop + 1]))
-        return sum(scored.log_probability for scored in self.score(windows))
+    def score_whole(self, texts: Sequence[Ids]) -> list[float]:
+        """Return the log-probability of each of several texts of any length, in nats: each token once, after what
+        begins a text or the tokens before it in its window, as long as the model."""
+        most = self.model.length
+        windows, owners = [], []
+        for number, ids in enumerate(texts):
+            whole = [self.begin, *ids]
+            for first in range(0, len(ids), most):
+                stop = min(first + most, len(ids))
+                begin = max(0, stop - most)  # the last window is full
+                windows.append((whole[begin : first + 1], whole[first + 1 : stop + 1]))
+                owners.append(number)
+        totals = [0.0] * len(texts)
+        for number, scored in zip(owners, self.score(windows), strict=True):
+            totals[number] += scored.log_probability
+        return totals

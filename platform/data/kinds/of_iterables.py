@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from platform.config.fields import ConfigError, Data, violation
+from platform.data.kinds.of_documents import Form, splits_of, write_documents
+from platform.data.kinds.of_texts import encode_texts
+from platform.data.kinds.of_tokens import encode_tokens
+from platform.data.kinds.source_kind import SourceKind, checked
 from platform.data.sources import iterables
 from platform.data.sources.data_files import DataFile
-from platform.data.tokens.kinds import SourceKind, checked
-from platform.data.tokens.of_documents import Form, splits_of, write_documents
-from platform.data.tokens.of_texts import encode_texts
-from platform.data.tokens.of_tokens import encode_tokens
 from platform.data.vocabulary import Vocabulary
 
 TEXT = Form(iterables.read_own, encode_texts, texts=lambda text: [text])

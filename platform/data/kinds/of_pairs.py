@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from platform.config.fields import ConfigError, Data
+from platform.data.kinds.source_kind import SourceKind, Texts, held_out, tokenizer_for, type_of
 from platform.data.sources import pairs
 from platform.data.sources.data_files import DataFile, content_hash
-from platform.data.tokens.kinds import SourceKind, Texts, held_out, tokenizer_for, type_of
 from platform.data.vocabulary import Vocabulary
 
 _BATCH = 4096  # pairs that are encoded at once

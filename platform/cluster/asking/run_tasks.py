@@ -1,0 +1,77 @@
+"""Tasks of lm-eval during training (eval.tasks): read before anything starts, asked of the workers at evaluations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from platform.boundary import documents
+from platform.cluster.asking.asked_model import Ask, AskedModel
+from platform.cluster.crew.base.failures import WorkerFailed
+from platform.config.fields import Config, ConfigError, violation
+from platform.data.vocabulary import Vocabulary
+from platform.plan.core.passes import rows_at_once
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import padded
+
+if TYPE_CHECKING:
+    from platform.cluster.asking.harness_tasks import HarnessTasks
+
+KEY = "eval.tasks"
+
+
+class NotScored(Exception):
+    """Signals that an evaluation gives no scores, and why, in a line; the run goes on."""
+
+
+def missing_for_tasks(config: Config) -> Iterator[str]:
+    """Yield a refusal line if a run is to do tasks without the package that has them, or with a folder that is not
+    there."""
+    e = config.eval
+    if e.tasks and find_spec("lm_eval") is None:
+        yield f"{KEY}: needs the package lm_eval: pip install 'elastic-platform[eval]'"
+    if e.task_folder and not os.path.isdir(e.task_folder):
+        yield violation("eval.task_folder", e.task_folder, "there is no such folder")
+
+
+def open_tasks(config: Config) -> RunTasks | None:
+    """Read the tasks of a run, None if it has none. Raises ConfigError for those that are unknown or cannot be read,
+    and for a model that does not answer texts."""
+    if not config.eval.tasks:
+        return None
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's progress bars would run into the console's lines
+    from platform.cluster.asking.harness_tasks import HarnessTasks
+    from platform.train.answers.rank_pass import answering_model
+
+    answering_model(config)
+    return RunTasks(config, HarnessTasks(config.eval.tasks, config.eval.task_folder, key=KEY))
+
+
+class RunTasks:
+    """Tasks that a run scores its model by. `check` is called once its data is open, before `scores`."""
+
+    def __init__(self, config: Config, tasks: HarnessTasks):
+        self._model, self._limit, self._tasks = config.model, config.eval.task_samples, tasks
+        self._named = config.eval.tasks[0]
+        self._vocabulary: Vocabulary | None = None
+
+    def check(self, vocabulary: Vocabulary | None) -> None:
+        """Take the vocabulary of the run's data. Raises ConfigError if there is none."""
+        if vocabulary is None:
+            raise ConfigError(violation(KEY, self._named, "tasks are texts, and the data has no tokenizer", [[]]))
+        self._vocabulary = vocabulary
+
+    def scores(self, ask: Ask, plan: Plan) -> dict[str, float]:
+        """Return the scores of the model whose workers `ask` reaches under `plan`, TASK/METRIC -> value: as many texts
+        at a time as a pass of training has sequences. Raises what `ask` raises; NotScored if a task fails."""
+        batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
+        try:
+            found = self._tasks.results(AskedModel(ask, self._model, self._vocabulary, batch), self._limit)
+        except (WorkerFailed, NotScored):
+            raise
+        except Exception as error:  # of a task's own code: no reason to end a run of weeks
+            reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+            raise NotScored(reason) from error
+        return {f"{task}/{metric}": value for task, values in found.items() for metric, value in values.items()}

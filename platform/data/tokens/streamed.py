@@ -1,0 +1,213 @@
+"""Streams: sources that are read and tokenised while they are trained on, block by block; the newest blocks are kept.
+
+A block is whole documents in the order of the source, up to the one in which it reaches data.block characters (one that
+alone has as many again is cut). Its tokens are cut into samples like those of a source of their own, and these come in
+an order drawn from (seed, epoch, block); blocks follow each other, and after the last one the first comes again. So the
+order of samples is a function of the source and the seed.
+
+| entry in the cache | holds                                              | is deleted                            |
+|--------------------|----------------------------------------------------|---------------------------------------|
+| head               | the tokenizer, and the documents held out          | never                                 |
+| block N            | the tokens of the block                            | by who has opened KEPT blocks since   |
+| end N              | where block N ends, the samples up to there        | never                                 |
+
+Each is made by the first process that asks, while others wait. A run that resumes reads on from the end that it finds,
+and tokenises nothing but the block that it is in.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock, Thread
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from platform.boundary import schema
+from platform.boundary.schema import Span
+from platform.data.kinds.of_streams import BEGIN, BlockReader, PiecePlace
+from platform.data.permutation import mix, order
+from platform.data.tokens import cache
+from platform.data.tokens.entry import TokenFiles
+from platform.data.tokens.streams import Ints
+
+KEPT = 8  # blocks whose tokens stay in the cache
+_COUNT = Annotated[int, Span(0, 1 << 50)]
+_LAST = -1  # in place of a file: the source has no more
+_END = "end-{:08d}"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _End:
+    """Description of an end: the file in which the next block begins, -1 if there is none, and the pieces before it
+    there; the samples of all blocks up to this one."""
+
+    file: Annotated[int, Span(_LAST, 1 << 50)]
+    piece: _COUNT
+    samples: _COUNT
+    files: dict[str, Any]
+
+    @property
+    def last(self) -> bool:
+        return self.file == _LAST
+
+
+class _Located(NamedTuple):
+    """Block of a sample in the endless order: its epoch and number, the number of its first sample in that order, and
+    how many it has."""
+
+    epoch: int
+    block: int
+    first: int
+    samples: int
+
+
+@dataclass
+class StreamedTokens:
+    """Training tokens of a source that is streamed. `folder`: of its blocks; `write(folder, documents)` makes the entry
+    of a block, and returns its description; `read` reads it; `cut` opens it as a stream of tokens, and `count` says how
+    many samples that has."""
+
+    folder: Path
+    reader: BlockReader
+    write: Callable[[Path, list[tuple[int, Any]]], dict[str, Any]]
+    read: Callable[[Path, dict[str, Any]], TokenFiles]
+    cut: Callable[[Path, TokenFiles], Any]
+    count: Callable[[Any], int]
+    seed: int
+    _ends: dict[int, _End] = field(default_factory=dict)
+    _opened: dict[int, Any] = field(default_factory=dict)
+    _newest: int = -1  # of the ends that are there, from the first one on
+    _turn: RLock = field(default_factory=RLock)
+
+    def __post_init__(self) -> None:
+        there = {path.name for path in self.folder.glob("end-*")}
+        while _END.format(self._newest + 1) in there:
+            self._newest += 1
+
+    def first(self) -> Any:
+        """Return the stream of the first block. Raises ConfigError, OSError."""
+        return self._open(0)
+
+    def places(self, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
+        """Yield each block that has some of the samples `numbers`, which ascend, of the endless order: its stream,
+        which of `numbers` these are, and their indices in it. Raises ConfigError, OSError."""
+        left = 0
+        while left < len(numbers):
+            epoch, block, first, samples = self._locate(int(numbers[left]))
+            right = int(np.searchsorted(numbers, first + samples))
+            index = order(self.seed, mix(epoch, block), samples, numbers[left:right] - first)
+            yield self._open(block), np.arange(left, right), index
+            left = right
+
+    def _locate(self, number: int) -> _Located:
+        """Find the block of a sample by its number in the endless order; blocks up to its own are read if they have
+        never been."""
+        end = self._end(max(self._newest, 0))
+        while not end.last and number >= end.samples:
+            end = self._end(self._newest + 1)
+        epoch, index = divmod(number, end.samples) if end.last else (0, number)
+        block = bisect_right(range(self._newest + 1), index, key=lambda n: self._end(n).samples)
+        before = self._before(block)
+        return _Located(epoch, block, number - index + before, self._end(block).samples - before)
+
+    def _before(self, block: int) -> int:
+        """Return the samples of the blocks before one."""
+        return self._end(block - 1).samples if block else 0
+
+    def _start(self, block: int) -> PiecePlace:
+        """Return where a block begins."""
+        return PiecePlace(self._end(block - 1).file, self._end(block - 1).piece) if block else BEGIN
+
+    def _end(self, block: int) -> _End:
+        """Return the end of a block, which is read and tokenised if it has never been."""
+        if block not in self._ends:
+            entry = self.folder / _END.format(block)
+            if not (found := cache.verified(entry, _read_end)):
+                start, before = self._start(block), self._before(block)  # not while others wait for us
+
+                def make(_: Path) -> dict[str, Any]:
+                    documents, after = self.reader.block(start)
+                    shutil.rmtree(self._place(block).parent, ignore_errors=True)  # of an interrupted run
+                    file, piece = after or PiecePlace(_LAST, 0)
+                    samples = before + self.count(self._tokens(block, lambda: documents))
+                    return {"file": file, "piece": piece, "samples": samples}
+
+                found = self._once("ends", entry, make, _read_end)
+            self._ends[block] = found
+            self._newest = max(self._newest, block)
+        return self._ends[block]
+
+    def _place(self, block: int) -> Path:
+        """Return the entry of the tokens of a block; what is made of them lies beside it."""
+        return self.folder / f"block-{block:08d}" / "tokens"
+
+    def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
+        """Return the stream of a block, which is made of its documents if it is not there."""
+        place = self._place(block)
+        return self.cut(place, self._once("blocks", place, lambda folder: self.write(folder, documents()), self.read))
+
+    def _stream(self, block: int) -> Any:
+        """Return the stream of a block."""
+        self._end(block)
+        start = self._start(block)
+        return self._tokens(block, lambda: self.reader.block(start)[0])
+
+    def _open(self, block: int) -> Any:
+        """Return the stream of a block. One that this process has opened long before it is deleted; the next one is
+        made meanwhile."""
+        if block not in self._opened:
+            self._opened[block] = self._stream(block)
+            following = 0 if self._end(block).last else block + 1
+            Thread(target=self._prepare, args=(following,), daemon=True).start()
+            for old in list(self._opened)[:-KEPT]:
+                self._opened.pop(old, None)
+                shutil.rmtree(self._place(old).parent, ignore_errors=True)
+        return self._opened[block]
+
+    def _prepare(self, block: int) -> None:
+        """Make a block that will soon be asked for."""
+        with suppress(Exception):  # who asks for it meets the same
+            self._stream(block)
+
+    def _once(
+        self,
+        kind: str,
+        entry: Path,
+        make: Callable[[Path], dict[str, Any]],
+        read: Callable[[Path, dict[str, Any]], T],
+    ) -> T:
+        """Return what `read` makes of a cache entry, which one process makes while others wait."""
+        if (found := cache.verified(entry, read)) is not None:
+            return found
+        with self._turn, _alone(self.folder, kind):
+            return cache.fetch(entry, make, read)
+
+
+def _read_end(folder: Path, meta: dict[str, Any]) -> _End:
+    found: _End = schema.read(_End, meta)
+    return found
+
+
+@contextmanager
+def _alone(folder: Path, kind: str) -> Iterator[None]:
+    """Hold the lock of the makers of one kind of entry in a folder; where the file system has no locks, nothing."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        file = (folder / f"{kind}.lock").open("w")
+    except OSError:
+        yield  # what is to be written there says why it can't be
+        return
+    with file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
