@@ -133,6 +133,14 @@ def test_an_evaluation_is_of_cross_entropy():
     assert found[0] == found[1] and abs(found[0][0] - log(61)) < 0.2
 
 
+@pytest.mark.full
+def test_compiled():
+    """With what lies between collectives compiled: norms, gates, rotary turns. The loss itself stays eager."""
+    c = build({**CASE, "model": "llama"}, dropout=0.2)
+    c.train.compile = "on"
+    prove(c)
+
+
 def test_needed_bytes_hold():
     for plan in ("1d", "zero 3", "stages"):
         c = build({**CASE, "plan": plan}, length=64, d_model=64)
