@@ -110,7 +110,7 @@ def legal(case) -> bool:
 CASES = product(FACTORS, legal)
 PLAIN = {  # whose words are those of the others, too
     "model": ["gpt", "modern", "original", "t5"],
-    "scheme": ["1d", "1d_sp", "2d", "3d", "3d_literal", "layout sequence"],
+    "scheme": ["1d_sp", "2d", "3d", "layout sequence"],
     "branch": ["none", "dsp", "dsp_csub"],
     "zero": [0, 3],
 }
