@@ -49,7 +49,7 @@ def launched(folder: Path, name: str, steps: int, *more: str) -> dict[str, float
     subprocess.run([*command, f"train.steps={steps}"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     [first] = [e["time"] for e in JsonLines.read(folder / name / "journal.jsonl") if e["event"] == "first_step"]
     rows = MetricsLog.read(folder / name / "metrics.jsonl")
-    seconds = [row["step_seconds"] for row in rows[5:]]
+    seconds = [row["step_seconds"] for row in rows[5:] or rows]
     files = [path.stat().st_size for path in (folder / f"{name}-cache").rglob("*.bin")]
     return {
         "first step, s": first - start,
