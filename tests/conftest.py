@@ -20,7 +20,7 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("ours", deadline=None)  # a busy machine is slow, not wrong
 hypothesis.settings.load_profile("ours")
 
-# Groups of tests, by file or folder, each for one process of the suite.
+# A group of tests is for one process of the suite: a file, which makes once what its tests share, or one of these.
 GROUPS = {
     # what starts many processes: never two of them at a time
     "processes": """test_end_to_end.py test_driver.py test_crew.py test_extend.py test_api.py test_examples.py
@@ -28,7 +28,6 @@ GROUPS = {
         test_resume_by_command.py test_chaos.py test_drivers.py""",
     "peers": "weights tokenizers",  # what compares with other libraries, whose imports take seconds
     "answers": "test_evaluate.py test_generate.py test_tasks.py",  # what asks one model, which is trained for it
-    "data": "test_data_by_command.py",  # what compares with one run of a process
 }
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 
@@ -45,13 +44,12 @@ EVERY_ONE = "`make test-all` runs every one"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that use the pool of processes or start Ray are of the group of those that start many; the others are of
-    that of their file or folder. Tests marked `gpu` are skipped where there is none; torch is imported only if there is
-    one to skip."""
+    that of their file or folder in GROUPS, or of their file. Tests marked `gpu` are skipped where there is none; torch
+    is imported only if there is one to skip."""
     for item in items:
         many = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ray")
-        group = "processes" if many else GROUP_OF.get(item.path.name) or GROUP_OF.get(item.path.parent.name)
-        if group:
-            item.add_marker(pytest.mark.xdist_group(group))
+        listed = GROUP_OF.get(item.path.name) or GROUP_OF.get(item.path.parent.name)
+        item.add_marker(pytest.mark.xdist_group("processes" if many else listed or item.path.stem))
         if counted := item.get_closest_marker("counted"):
             item.user_properties.append(("count", (*counted.args, EVERY_ONE)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -10,10 +10,9 @@ def test_groups_name_what_there_is():
     assert not GROUP_OF.keys() - there
 
 
-@pytest.mark.xdist_group("groups")
 def test_a_group_is_of_one_process(request):
     """The runner knows a test's group by the end of its name; a version of pytest that names tests by other means
     leaves that out, and no group is kept."""
     if not getattr(request.config.option, "loadgroup", False):
         pytest.skip("one process runs all tests")
-    assert request.node.nodeid.endswith("@groups")
+    assert request.node.nodeid.endswith("@test_groups")
