@@ -1,6 +1,7 @@
 """Lets a bare `pytest` find our `platform` in an uninstalled checkout, here and in every child process."""
 
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -69,10 +70,16 @@ def root() -> Path:
 
 @pytest.fixture(autouse=True)
 def as_a_new_process():
-    """Forgets the secrets of the commands that earlier tests gave in this process."""
+    """Forgets the secrets of the commands that earlier tests gave in this process, and where their logs went."""
     from platform.boundary.redaction import forget_secrets
 
     forget_secrets()
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
+    # those of basicConfig, whose stream is that test's; pytest's are of types of its own
+    for handler in [h for h in logging.root.handlers if type(h) is logging.StreamHandler]:
+        logging.root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
