@@ -16,14 +16,17 @@ TABLES = (LOSSES, LOSS_OF, OBJECTIVES, objectives.OBJECTIVES, bounds.KEYS)
 
 @contextmanager
 def as_before(*modules: str) -> Iterator[None]:
-    """Take back what is registered of objectives and losses within the context; forget `modules` of the user's."""
-    before = [dict(table) for table in TABLES]
+    """Take back what is registered of objectives and losses within the context; forget `modules` of the user's, before
+    it too, as other tests import some of the same names."""
+    before, weighted = [dict(table) for table in TABLES], set(WEIGHTED)
+    for name in modules:
+        sys.modules.pop(name, None)
     try:
         yield
     finally:
         for table, was in zip(TABLES, before, strict=True):
             table.clear()
             table.update(was)
-        WEIGHTED.clear()
+        WEIGHTED.intersection_update(weighted)
         for name in modules:
             sys.modules.pop(name, None)
