@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from platform.boundary.terminal import flush_streams, print_line
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.groups.data_group import Data
-from platform.generate import answered, sorted_words
+from platform.generate import answered, note, sorted_words
 
 if TYPE_CHECKING:
     from platform.answers.loss_table import Measured
@@ -97,7 +97,7 @@ def _evaluate(given: argparse.Namespace) -> int:
         planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
         corpus = corpus_of(planned.config)
         splits = _splits(corpus, given.split)
-        crew = opened.enter_context(open_session(planned.config, planned.plan, _note, str(corpus.entry or "")))
+        crew = opened.enter_context(open_session(planned.config, planned.plan, note, str(corpus.entry or "")))
         rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]
         translated = {}
         if given.bleu:
@@ -126,7 +126,7 @@ def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence
         reason = "there is none beside the model, and tasks are texts"
         raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
     tasks = HarnessTasks([name for name in given.tasks.split(",") if name], given.include, given.shots)
-    with open_session(planned.config, planned.plan, _note) as crew:
+    with open_session(planned.config, planned.plan, note) as crew:
         found = tasks.results(AskedModel(crew.call, planned.config.model, planned.vocabulary), given.samples)
     for task, values in found.items():
         for metric, value in values.items():
@@ -182,11 +182,6 @@ def _measured(crew: Crew, corpus: Corpus, name: str, split: str, most: int) -> M
     tokens = corpus.predicted(split, 0, samples)
     loss = crew.call("measure_loss", split, samples)[0]
     return Measured(name, loss * tokens, tokens, *units_of(corpus, split, samples), samples)
-
-
-def _note(line: str) -> None:
-    """Tell the user what is no result."""
-    print_line(line, sys.stderr)
 
 
 if __name__ == "__main__":

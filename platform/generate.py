@@ -119,7 +119,7 @@ def _generate(given: argparse.Namespace) -> int:
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
     with ExitStack() as opened:
-        crew = opened.enter_context(open_session(planned.config, planned.plan, _note))
+        crew = opened.enter_context(open_session(planned.config, planned.plan, note))
         out = opened.enter_context(open(given.out, "x")) if given.out else None
         asked = AskedModel(crew.call, model, vocabulary, given.batch)
         for number, found in asked.write(rows, tokens, how, ends_of(vocabulary, trained.generation)):
@@ -186,7 +186,7 @@ def _tell(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
     print(text)
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
     """Tell the user what is no answer."""
     print_line(line, sys.stderr)
 

@@ -13,8 +13,8 @@ from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
 from platform.data import synthetic
 from platform.data.data_checks import check_data, make_objective, too_small
-from platform.data.kinds.of_documents import Form, write_tokens
-from platform.data.kinds.of_streams import BlockReader, form_of, is_streamed
+from platform.data.kinds.of_documents import write_tokens
+from platform.data.kinds.of_streams import BlockReader, is_streamed
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import Objective, SampleShape
 from platform.data.permutation import mix, order
@@ -305,8 +305,8 @@ def _of_entries(
         begin = special_of(vocabulary, source.data).begin
         with naming(source):
             streams = dict(_rows_of(source.data, entry.streams_of(place, found), place, length, begin, trusted))
-            if form := form_of(source.data) if is_streamed(source.data) else None:
-                streams[TRAIN] = _streamed(source.data, form, place, objective, vocabulary, vocab, seed, length, begin)
+            if is_streamed(source.data):
+                streams[TRAIN] = _streamed(source.data, place, objective, vocabulary, vocab, seed, length, begin)
         parts.append(SourceTokens(source.name, streams, found.digest(place)))
     return Corpus(
         vocab=vocabulary.size if vocabulary else vocab,
@@ -324,7 +324,6 @@ def _of_entries(
 
 def _streamed(
     data: Data,
-    form: Form,
     head: Path,
     objective: Objective,
     vocabulary: Vocabulary | None,
@@ -336,8 +335,10 @@ def _streamed(
     """Return the training tokens of a source that is streamed, whose `head` is in the cache. Raises ConfigError if its
     files are not there."""
 
+    kind = entry.kind_of(data)
+
     def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
-        return write_tokens(form, folder, vocabulary, vocab, [(iter(documents), 0), (iter(()), 0)])
+        return write_tokens(kind.form, folder, vocabulary, vocab, [(iter(documents), 0), (iter(()), 0)])
 
     def cut(place: Path, found: TokenFiles) -> Any:
         train = {TRAIN: entry.streams_of(place, found)[TRAIN]}
@@ -346,7 +347,7 @@ def _streamed(
     decisive = [head.name, data.packing, length, type(objective).__name__, objective.needs, begin]
     return StreamedTokens(
         folder=head.parent / cache.hash_of(["blocks", *decisive]),
-        reader=BlockReader(form, entry.kind_of(data).find(data), data),
+        reader=BlockReader(kind.form, kind.find(data), data),
         write=write,
         read=partial(entry.read_entry, vocab=vocab),
         cut=cut,

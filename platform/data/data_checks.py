@@ -69,7 +69,9 @@ def _check_source(source: DataSource) -> list[str]:
         wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
         lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
         lines += [] if remote else kind_of(data).check(data)
-    return [of_source(source, line) for line in lines + (check_stream(data) if is_streamed(data) else [])]
+    if is_streamed(data):
+        lines += check_stream(data, kind_of(data))
+    return [of_source(source, line) for line in lines]
 
 
 def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objective, length: int) -> list[str]:

@@ -10,7 +10,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ from platform.planning.choose_schedule import schedule_of
 from platform.planning.remedies import lack_of_memory
 from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
+from tests.harness.registries import as_before
 
 COMMANDS = commands()
 # How their output starts.
@@ -53,7 +55,7 @@ class Bench(NamedTuple):
 
 
 @pytest.fixture
-def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A directory with the files that the pages show, on a machine without GPUs where nothing is started."""
     for path, text in files().items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,12 @@ def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
     monkeypatch.setattr(resources, "gpu_count", lambda: 0)
     monkeypatch.setattr(driver, "run", start)
-    return Bench(tmp_path, capfd, monkeypatch)
+    known = set(sys.modules)
+    with as_before():
+        yield Bench(tmp_path, capfd, monkeypatch)
+    for name in sys.modules.keys() - known:  # a page's own modules register anew for the next command
+        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def start(config, plan, *, command, phases) -> int:

@@ -68,4 +68,5 @@ INSTRUCTIONS = SourceKind(
     decisive=lambda data, files: ["instructions", *deciding(data, files), data.target_field],
     write=partial(write_documents, FORM),
     texts=lambda files, data: splits_of(FORM, files, data).texts(),
+    form=FORM,
 )

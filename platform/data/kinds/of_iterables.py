@@ -56,5 +56,6 @@ OWN_TEXTS = SourceKind(
     decisive=_decisive,
     write=_write(TEXT),
     texts=lambda files, data: splits_of(TEXT, files, data).texts(),
+    form=TEXT,
 )
-OWN_TOKENS = replace(OWN_TEXTS, write=_write(TOKENS), texts=None)
+OWN_TOKENS = replace(OWN_TEXTS, write=_write(TOKENS), texts=None, form=TOKENS)

@@ -12,19 +12,13 @@ from typing import Any, NamedTuple
 
 from platform.config.fields import ConfigError, Data, violation
 from platform.data.kinds.of_documents import Documents, Form, write_tokens
-from platform.data.kinds.of_instructions import FORM
-from platform.data.kinds.of_iterables import TEXT as OWN_TEXT
-from platform.data.kinds.of_iterables import TOKENS as OWN_TOKENS
-from platform.data.kinds.of_texts import TEXT
 from platform.data.kinds.of_tokens import RECORDS
 from platform.data.kinds.source_kind import SourceKind, Texts, checked, held_files, tokenizer_for
-from platform.data.sources import iterables
 from platform.data.sources.data_files import DataFile, content_hash, ending, stamp
 from platform.data.sources.record_files import ROWS
 from platform.data.vocabulary import Vocabulary
 
 FORMAT = 1  # of streams: raise it when the same documents would give other blocks
-_FORMS: dict[str, Form | None] = {"instructions": FORM, "tokens": RECORDS, "pairs": None, "synthetic": None}
 
 
 def is_streamed(data: Data) -> bool:
@@ -32,16 +26,10 @@ def is_streamed(data: Data) -> bool:
     return data.streaming and data.validation < 1
 
 
-def form_of(data: Data) -> Form | None:
-    """Return the form of the documents of a source; None for one that is none of documents."""
-    own = OWN_TOKENS if data.kind in iterables.TOKENS else OWN_TEXT if data.kind in iterables.TEXTS else TEXT
-    return _FORMS.get(data.kind, own)
-
-
-def check_stream(data: Data) -> list[str]:
-    """Return one refusal line per mistake in the keys of a streamed source."""
-    form, lines = form_of(data), []
-    if form is None:
+def check_stream(data: Data, kind: SourceKind) -> list[str]:
+    """Return one refusal line per mistake in the keys of a streamed source, which is of a kind."""
+    lines = []
+    if kind.form is None or data.kind == "synthetic":
         return [violation("data.streaming", True, f"data={data.kind} is read as a whole", [False])]
     if data.validation and not data.validation_path:
         reason = "of a source that is never read as a whole no part can be held out"
@@ -49,8 +37,10 @@ def check_stream(data: Data) -> list[str]:
     return lines
 
 
-def head_kind(kind: SourceKind, form: Form) -> SourceKind:
-    """Return the kind of source of which only a head is written: its tokenizer, and its documents held out."""
+def head_kind(kind: SourceKind) -> SourceKind:
+    """Return the kind of a streamed source, of which only a head is written: its tokenizer, and its documents held
+    out."""
+    form: Form = kind.form
 
     def find(data: Data) -> Sequence[DataFile]:
         files = kind.find(data)

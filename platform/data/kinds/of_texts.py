@@ -38,4 +38,5 @@ TEXTS = SourceKind(
     decisive=deciding,
     write=partial(write_documents, TEXT),
     texts=lambda files, data: splits_of(TEXT, files, data).texts(),
+    form=TEXT,
 )

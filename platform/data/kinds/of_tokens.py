@@ -133,4 +133,4 @@ def _array(given: Any) -> Ids | None:
 
 
 RECORDS = Form(read_tokens, encode_tokens, endings=ENDINGS, starts=True)
-TOKENS = SourceKind(find=token_files, check=_check, decisive=_options, write=_write)
+TOKENS = SourceKind(find=token_files, check=_check, decisive=_options, write=_write, form=RECORDS)

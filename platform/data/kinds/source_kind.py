@@ -39,6 +39,7 @@ class SourceKind:
     decisive: Callable[[Data, Sequence[DataFile]], list[Any]]
     write: Callable[[Path, Sequence[DataFile], Data, int, Vocabulary | None], dict[str, Any]]
     texts: Callable[[Sequence[DataFile], Data], Texts] | None = None  # None: it holds tokens, which have their own
+    form: Any = None  # of its documents (`of_documents.Form`); None: they are read as a whole
 
 
 def held_out(sizes: Sequence[int], fraction: float) -> set[int]:

@@ -16,7 +16,7 @@ from platform.config.fields import ConfigError, Data, short_hash
 from platform.data.kinds.of_instructions import INSTRUCTIONS
 from platform.data.kinds.of_iterables import OWN_TEXTS, OWN_TOKENS
 from platform.data.kinds.of_pairs import PAIRS
-from platform.data.kinds.of_streams import form_of, head_kind, is_streamed
+from platform.data.kinds.of_streams import head_kind, is_streamed
 from platform.data.kinds.of_texts import TEXTS
 from platform.data.kinds.of_tokens import TOKENS
 from platform.data.kinds.source_kind import SourceKind, Texts, train_on, training_options
@@ -38,8 +38,8 @@ KINDS: dict[str, SourceKind] = {"text": TEXTS, "pairs": PAIRS, "tokens": TOKENS,
 def kind_of(data: Data) -> SourceKind:
     """Return the kind of a source; text, unless it is another. Of a streamed one only a head is written."""
     own = OWN_TOKENS if data.kind in iterables.TOKENS else OWN_TEXTS if data.kind in iterables.TEXTS else TEXTS
-    kind, form = KINDS.get(data.kind, own), form_of(data)
-    return head_kind(kind, form) if form and is_streamed(data) else kind
+    kind = KINDS.get(data.kind, own)
+    return head_kind(kind) if kind.form and is_streamed(data) else kind
 
 
 @dataclass(frozen=True)
