@@ -34,6 +34,7 @@ from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from tests.fuzz.draw_plans import OWN_LOSSES, RANKS, SCHEDULES, SCHEMES, WEIGHED, changed, draw_case
+from tests.harness.held import check_held
 from tests.harness.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
 from tests.harness.registries import as_before
 from tests.harness.replay import replay
@@ -181,6 +182,7 @@ def run_phase(
         if start:
             State(trainer).restore(storage, start, load_manifest(storage, start))
         found = steps_of(trainer, communicator, steps)
+        check_held(trainer)
         if not end:
             return found, None
         state = State(trainer)

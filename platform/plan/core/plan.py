@@ -180,11 +180,17 @@ class Plan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Return the buckets of all parameters, in order of their first use in the forward pass. A bucket has those of
-        a span of the model (a block, or what lies between blocks) or, where each need not be gathered by itself, of
+        """Return the buckets of all parameters: those of each stage, in order of their first use in its forward pass,
+        that of a tied parameter once. They are the same whether this is the whole plan or a stage's part of it."""
+        stages = dict.fromkeys(c.stage for c in self.chunks)
+        return list(dict.fromkeys(bucket for stage in stages for bucket in self._buckets_of(stage)))
+
+    def _buckets_of(self, stage: int) -> list[Bucket]:
+        """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those
+        of a span of the model (a block, or what lies between blocks) or, where each need not be gathered by itself, of
         several; a parameter that several spans use has its own."""
         declared = {p.name: p for p in self.parameters}
-        spans = [((c.number, i), names) for c in self.chunks for i, names in enumerate(c.spans)]
+        spans = [((c.number, i), names) for c in self.chunks if c.stage == stage for i, names in enumerate(c.spans)]
         uses = [(span, n) for span, names in spans for n in names if n in declared]
         groups = [(key, [declared[n] for n in names]) for key, names in spans_of(uses, self.tied)]
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in self.parameters}

@@ -17,6 +17,7 @@ from platform.parallel.sharding import shards
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
+from tests.harness.held import check_held
 from tests.harness.oracle import (
     MODELS,
     assemble,
@@ -126,6 +127,27 @@ def on_all_ranks(c, work):
     plan = make_plan(c)
     start = lambda communicator: work(trainer_of(c, plan, communicator))  # noqa: E731
     return plan, [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+
+
+ELSEWHERE_IN_ORDER = {
+    "a tied table between norm and bias of the head": {"head_bias": True, "post_norm": True, "layers": 4},
+    "a source's table, and the memory, in the middle of a stage": {"kind": "encoder_decoder"},
+    "a position bias that all layers share": {"kind": "encoder_decoder", "positions": "relative", "bias": False},
+}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("model", ELSEWHERE_IN_ORDER)
+def test_ranks_hold_what_the_whole_plan_says(model, stages, zero):
+    """Where a shared parameter has another place in a stage's order than in the model's, too."""
+    shape = {"d_model": 15, "heads": 3, "d_kv": 3, "d_ff": 7, "length": 4, "buckets": 8, "distance": 12}
+    c = configure(
+        data=2, zero=zero, pipeline="1f1b", stages=stages, microbatch=1, **{**shape, **ELSEWHERE_IN_ORDER[model]}
+    )
+    plan, _ = on_all_ranks(c, check_held)
+    for stage in range(stages):
+        assert set(plan.at(stage).buckets) <= set(plan.buckets)
 
 
 def held(trainer) -> dict[str, int]:
