@@ -16,16 +16,16 @@ LOGITS = Spec.of("logits", "length batch vocab")
 class Embedding(Layer):
     """Maps token ids to activations by the rows of `table`, which stacks may share, and adds learned or sinusoidal
     positions, or none, and the rows of a second table for the segments of the text (BERT), if there are any; then a
-    norm, if the configuration has one there. Within documents, learned positions count from the document's beginning:
-    they are rows of a table too."""
+    norm, if the configuration has one there. Within documents, positions count from the document's beginning: learned
+    ones are rows of a table too."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
         dims, own = ("length", "d_model"), shapes.stream.sizes
         learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
         restarting = Parameter(f"{prefix}position", ("positions", "d_model"), "in", std=STD, decay=True)
-        self.position = learned if c.positions == "learned" and not c.within_documents else None
-        self.restarting = restarting if restarts(c) else None
+        self.position = learned if c.positions == "learned" and not restarts(c) else None
+        self.restarting = restarting if c.positions == "learned" and restarts(c) else None
         segment = Parameter(f"{prefix}segment", ("segments", "d_model"), "in", std=STD, decay=True)
         self.segment = segment if c.segments else None
         self.norm = Norm.of(f"{prefix}embedding.norm", c) if c.embedding_norm else None
@@ -51,8 +51,9 @@ class Embedding(Layer):
 
 
 def restarts(c: ModelConfig) -> bool:
-    """Return True if the learned positions of a model count from the beginning of each document."""
-    return c.positions == "learned" and c.within_documents
+    """Return True if the positions that a model adds to its tokens count from the beginning of each document. Rotary
+    and relative ones are differences, which are the same wherever a document stands."""
+    return c.positions in ("learned", "sinusoidal") and c.within_documents
 
 
 class Head(Layer):

@@ -115,7 +115,7 @@ class ParallelOps(PointwiseOps):
         if absent(weight):
             return apply(self.communicator, weight, leave)
         if planned.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
-            row = tokens - self.communicator.index(planned.over) * weight.shape[0]
+            row = tokens.clamp_min(0) - self.communicator.index(planned.over) * weight.shape[0]
             mine = (row >= 0) & (row < weight.shape[0])
             x = rows(weight, row.clamp(0, weight.shape[0] - 1))
             x = x * mine.view(*mine.shape, *(1 for _ in weight.shape[1:])).to(weight.dtype)

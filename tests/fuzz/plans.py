@@ -34,7 +34,7 @@ from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from tests.fuzz.draw_plans import OWN_LOSSES, RANKS, SCHEDULES, SCHEMES, WEIGHED, changed, draw_case
-from tests.harness.held import check_held
+from tests.harness.held import check_held, check_stages
 from tests.harness.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
 from tests.harness.registries import as_before
 from tests.harness.replay import replay
@@ -122,6 +122,7 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
     before = expected[0].initial
     try:
         for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
+            check_stages(plan)
             wanted, last = replace(expected[number], initial=before), steps is phases[-1]
             results, directory = run_phase(c, plan, steps, storage, directory, save=not last)
             try:

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.chain import chains_of, shares
+from platform.plan.core.plan import Plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 
@@ -39,3 +40,20 @@ def check_held(trainer: Trainer) -> None:
     assert not boxes, f"rank {rank} holds {sorted(boxes)}, which the plan does not know"
     parts = [part for chain in chains_of(state.held, rank) for part in chain.blocks]
     blocks.parts([(part, 0, 0) for part in (*parts, *shares(state.held, rank))])  # a snapshot's and a checkpoint's
+
+
+def check_stages(plan: Plan) -> None:
+    """Compare what is computed for each stage's part of a plan with the same of the whole.
+
+    Raises AssertionError naming what differs.
+    """
+    for stage in range(plan.stages):
+        part, names = plan.at(stage), {p.name for p in plan.at(stage).parameters}
+        here = {b for b in plan.buckets if names & b.ranges.keys()}
+        assert set(part.buckets) == here and len(part.buckets) == len(here), f"buckets of stage {stage}"
+        for number, spans in part.resident.items():
+            assert list(map(set, spans)) == list(map(set, plan.resident[number])), f"spans of chunk {number}"
+        assert part.tied == {name: stages for name, stages in plan.tied.items() if name in names}, f"tied at {stage}"
+        assert part.operations.items() <= plan.operations.items(), f"operations of stage {stage}"
+        for name, readers in part.readers.items():
+            assert readers.items() <= plan.readers[name].items(), f"readers of {name} at stage {stage}"

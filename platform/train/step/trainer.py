@@ -286,8 +286,8 @@ class Trainer:
         optimizer: Any = self.optimizer
         if factor != 1.0 and self._divides:
             optimizer.grad_scale = torch.full((), 1 / factor, device=self.communicator.device)
-        elif factor != 1.0:
-            torch._foreach_mul_(list(self.weights.gradients.values()), factor)
+        elif factor != 1.0 and (found := list(self.weights.gradients.values())):  # none where a shard is padding alone
+            torch._foreach_mul_(found, factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

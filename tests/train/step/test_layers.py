@@ -83,6 +83,14 @@ def test_every_plan_gives_the_same(alone, name):
         assert ours == {layer: pytest.approx(size, rel=1e-9) for layer, size in theirs.items()}
 
 
+@pytest.mark.parametrize("kind", ["encoder", "encoder_decoder"])
+def test_a_padded_token_counts_alike_whether_the_table_is_split_or_whole(kind):
+    alone, split = (report(kind=kind, layers=2, **how)[0] for how in ({}, {"tensor": "1d", "axes": {"t": 2}}))
+    assert alone.layer_activations
+    for layer, size in alone.layer_activations.items():
+        assert split.layer_activations[layer] == pytest.approx(size, rel=1e-9)
+
+
 def test_nothing_is_recorded_unless_it_is_asked_for():
     c = configure()
     c.monitor.layers = 2
