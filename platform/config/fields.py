@@ -19,6 +19,7 @@ from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from platform.boundary.schema import DEEPEST, By
+from platform.boundary.terminal import one_refusal, printable
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
 from platform.config.groups.data_group import Data
 from platform.config.groups.train_group import Eval, LossScaling, Train
@@ -35,7 +36,7 @@ class ConfigError(ValueError):
 
     def __init__(self, violations: Sequence[str] | str):
         given = [violations] if isinstance(violations, str) else violations
-        self.violations = ["\n".join(map(printable, v.split("\n"))) for v in given]  # a violation may hold a table
+        self.violations = [one_refusal(v) for v in given]
         super().__init__("\n".join(self.violations))
 
 
@@ -364,14 +365,6 @@ def shown_value(value: Any) -> str:
 
 
 SHOWN = 300  # most characters of a value in a line for the user
-
-
-def printable(line: str) -> str:
-    """Escape every unprintable character of a text, line ends included, so that it is one line that is safe for any
-    terminal."""
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
 
 
 def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
