@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,10 @@ from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.composition.composer import CONF
-from platform.config.bounds import flat_values
+from platform.config.bounds import flat_values, wrong_types
 from platform.config.checks import wrong_configuration
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config, ConfigError, shown_value, violation
+from platform.config.key import WORKERS
 from platform.data.objectives import register_objective
 from platform.data.sources import register_documents, register_source
 from platform.launch import DONE, STOPPED, prepare
@@ -94,15 +96,21 @@ def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike
 
     Raises ConfigError.
     """
+    _of_texts("overrides", overrides)
+    _of_texts("experiment", [experiment])
     chosen = [f"+experiment={experiment}"] if experiment else []
-    return compose_arguments([*chosen, *overrides], None if config_dir is None else os.fspath(config_dir))
+    folder = None if config_dir is None else str(_path("config_dir", config_dir))
+    return compose_arguments([*chosen, *overrides], folder)
 
 
 def plan(config: Config, workers: int | None = None) -> Plan:
     """Make the plan of a run without starting anything, as `python -m platform.plan` prints it: which block of each
     tensor lies on which rank, and all that a step communicates. `workers`: their number, for parallel.data=-1. Raises
     ConfigError."""
-    if lines := wrong_configuration(config):
+    lines = wrong_configuration(config)
+    if workers is not None and not (type(workers) is int and 1 <= workers <= WORKERS):
+        lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
+    if lines:
         raise ConfigError(lines)
     return make_plan(config, workers)
 
@@ -116,6 +124,11 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("run() handles signals: call it from the main thread")
+    lines = wrong_configuration(config) if wrong_types(config) else []
+    if not isinstance(callbacks, Callbacks | None):
+        lines.append(violation("callbacks", shown_value(callbacks), "must be Callbacks(on_step=..., on_event=...)"))
+    if lines:
+        raise ConfigError(lines)
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
     register_url_secrets(config.to_dict())
     with shielded(sys.stdout, sys.stderr):
@@ -137,7 +150,27 @@ def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callback
 
     Raises ConfigError also for a directory that holds no run.
     """
-    return run(compose_arguments(overrides, stored=_stored(Path(run_dir).absolute(), overrides)), callbacks)
+    _of_texts("overrides", overrides)
+    directory = _path("run_dir", run_dir).absolute()
+    return run(compose_arguments(overrides, stored=_stored(directory, overrides)), callbacks)
+
+
+def _of_texts(what: str, given: Sequence[Any]) -> None:
+    """Raise ConfigError for arguments that are no texts."""
+    if lines := [violation(what, shown_value(value), "must be text") for value in given if type(value) is not str]:
+        raise ConfigError(lines)
+
+
+def _path(what: str, given: Any) -> Path:
+    """Return an argument as a path. Raises ConfigError for one that is none."""
+    try:
+        path = os.fspath(given)
+        legal = type(path) is str and 0 < len(os.fsencode(path)) and "\0" not in path
+    except (TypeError, UnicodeEncodeError):  # half a surrogate pair
+        legal = False
+    if not legal:
+        raise ConfigError(violation(what, shown_value(given), "must be a path"))
+    return Path(given)
 
 
 def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import forget_secrets, known_secrets, register_url_secrets, shielded
-from platform.boundary.terminal import print_line, print_while_read
+from platform.boundary.terminal import print_line, print_refusals, print_while_read, visible
 from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
@@ -65,8 +65,7 @@ def _answer(given: argparse.Namespace) -> int:
             if torchrun.present():
                 torchrun.dismiss()
     except ConfigError as error:
-        for line in error.violations:
-            print_line(f"config: {line}", sys.stderr)
+        print_refusals("config", error.violations)
         return REFUSED
     except WorkerFailed as error:
         print_line(f"doctor: {error}; its log: {error.culprit.log}", sys.stderr)
@@ -74,7 +73,7 @@ def _answer(given: argparse.Namespace) -> int:
     except (NoPlaces, Stopped) as error:
         print_line(f"doctor: {error}: nothing was examined", sys.stderr)
         return BAD
-    print(json.dumps(report.plain()) if given.json else report.text())
+    print(json.dumps(report.plain()) if given.json else visible(report.text()))
     return report.status
 
 

@@ -72,10 +72,21 @@ def _evaluate(given: argparse.Namespace) -> int:
             wrong.append(f"--{flag}: needs the package {package}: pip install 'elastic-platform[eval]'")
     if given.include and not os.path.isdir(given.include):
         wrong.append(violation("--include", given.include, "there is no such folder"))
-    if given.json and not os.path.isdir(os.path.dirname(given.json) or "."):
-        wrong.append(violation("--json", given.json, "there is no such folder"))
     if wrong:
         raise ConfigError(wrong)
+    from platform.answers.outputs import WholeFile
+
+    with ExitStack() as opened:
+        out = opened.enter_context(WholeFile(given.json, "--json")) if given.json else None
+        found = _measured_model(given, overrides)
+        if out:
+            out.write(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+    """Measure the model of a command line and print it; return what was measured."""
+    from platform.answers.answer_memory import wrong_memory
     from platform.answers.loss_table import print_losses
     from platform.answers.session import open_session
     from platform.answers.trained import find_trained, plan_answers
@@ -95,6 +106,8 @@ def _evaluate(given: argparse.Namespace) -> int:
         apart = trained.model.within_documents and "data.document_mask" not in typed
         complete = partial(_complete, typed=typed, tokenizer=str(folder) if trained.files else "", apart=apart)
         planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
+        if given.bleu and (wrong := [*wrong_memory(planned.config, planned.plan, 1, 1, given.beams)]):
+            raise ConfigError(wrong)
         corpus = corpus_of(planned.config)
         splits = _splits(corpus, given.split)
         crew = opened.enter_context(open_session(planned.config, planned.plan, note, str(corpus.entry or "")))
@@ -110,12 +123,11 @@ def _evaluate(given: argparse.Namespace) -> int:
     print_losses(rows, print_line)
     if translated:
         print_line(f"BLEU {translated['bleu']:.2f} of {translated['pairs']} pairs ({translated['signature']})")
-    _keep(given.json, {"sources": [row.plain() for row in rows], **translated})
-    return 0
+    return {"sources": [row.plain() for row in rows], **translated}
 
 
-def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> int:
-    """Run tasks of lm-eval on a trained model; return the exit status."""
+def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run tasks of lm-eval on a trained model; return what they found."""
     from platform.answers.session import open_session
     from platform.answers.trained import plan_answers
     from platform.cluster.asking.asked_model import AskedModel
@@ -131,14 +143,7 @@ def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence
     for task, values in found.items():
         for metric, value in values.items():
             print_line(f"{task:<30} {metric:<20} {value:.4f}")
-    _keep(given.json, {"tasks": found})
-    return 0
-
-
-def _keep(path: str | None, found: dict[str, Any]) -> None:
-    """Write what was measured to a file, if one was asked for."""
-    if path:
-        Path(path).write_text(json.dumps(found, indent=2) + "\n")
+    return {"tasks": found}
 
 
 def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
-from platform.boundary.terminal import flush_streams, print_line
+from platform.boundary.terminal import flush_streams, print_line, print_refusals, printable, write_text
 from platform.config.fields import Config, ConfigError, violation
 
 TOKENS = 64  # of an answer, where nothing else is said and they fit
@@ -74,11 +74,10 @@ def answered(
         try:
             return run(parser.parse_intermixed_args(given))
         except ConfigError as error:
-            for line in error.violations:
-                print_line(f"{name}: {line}", sys.stderr)
+            print_refusals(name, error.violations)
             return 2
         except (WorkerFailed, NoPlaces, OSError) as error:
-            print_line(f"{name}: {error}", sys.stderr)
+            print_refusals(name, [error])
             return 1
 
 
@@ -98,6 +97,8 @@ def _generate(given: argparse.Namespace) -> int:
     overrides, words = sorted_words(given.words)
     if wrong := list(_wrong(given, words)):
         raise ConfigError(wrong)
+    from platform.answers.answer_memory import wrong_memory
+    from platform.answers.outputs import Lines
     from platform.answers.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
     from platform.answers.session import open_session
     from platform.answers.trained import find_trained, plan_answers
@@ -111,7 +112,9 @@ def _generate(given: argparse.Namespace) -> int:
     reader = Reader(model, vocabulary, given.chat, given.bare)
     rows = _all(reader.ids, prompts)
     tokens = min(TOKENS, room(rows, model)) if given.tokens is None else given.tokens
-    if wrong := list(too_long(prompts, rows, model, tokens)):
+    longest = tokens + (max(map(len, rows)) if model.kind != "encoder_decoder" else 1)
+    needed = min(given.batch, len(rows)), longest, given.beams
+    if wrong := list(too_long(prompts, rows, model, tokens)) or [*wrong_memory(planned.config, planned.plan, *needed)]:
         raise ConfigError(wrong)
     from platform.train.answers.rank_pass import answering_model
 
@@ -119,8 +122,8 @@ def _generate(given: argparse.Namespace) -> int:
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
     with ExitStack() as opened:
+        out = opened.enter_context(Lines(given.out, "--out")) if given.out else None
         crew = opened.enter_context(open_session(planned.config, planned.plan, note))
-        out = opened.enter_context(open(given.out, "x")) if given.out else None
         asked = AskedModel(crew.call, model, vocabulary, given.batch)
         for number, found in asked.write(rows, tokens, how, ends_of(vocabulary, trained.generation)):
             text = _shown(vocabulary, [] if asked.pairs else rows[number], found.ids)
@@ -149,8 +152,8 @@ def _wrong(given: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
         yield violation("--temperature", given.temperature, "must be >= 0", [0])
     if not 0 < given.top_p <= 1:
         yield violation("--top-p", given.top_p, "must be > 0 and <= 1", [1])
-    if not math.isfinite(given.length_penalty):
-        yield violation("--length-penalty", given.length_penalty, "must be a number", [1])
+    if not -10 <= given.length_penalty <= 10:  # a length to such a power is a number
+        yield violation("--length-penalty", given.length_penalty, "must be >= -10 and <= 10", [1])
     if given.tokens is not None and given.tokens < 1:
         yield violation("--tokens", given.tokens, "must be >= 1", [1])
     for flag, least in (("top_k", 0), ("seed", 0), ("beams", 1), ("batch", 1)):
@@ -178,12 +181,12 @@ def _tell(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
     """Write an answer to the file `out`, as a line of JSON, or print it."""
     if out:
         more = {} if found.log_probability is None else {"log_probability": found.log_probability}
-        out.write(json.dumps({**given, "answer": text, "answer_ids": found.ids, "ended": found.ended, **more}) + "\n")
-        out.flush()
+        out.add(json.dumps({**given, "answer": text, "answer_ids": found.ids, "ended": found.ended, **more}))
         return
     if not alone:
-        print_line(f"> {next((str(given[k]) for k in ('prompt', 'messages', 'ids') if k in given), '')[:100]}")
-    print(text)
+        prompt = next((str(given[k]) for k in ("prompt", "messages", "ids") if k in given), "")
+        print_line(f"> {printable(prompt[:100])}")
+    print_line(text) if sys.stdout.isatty() else write_text(sys.stdout, f"{text}\n")
 
 
 def note(line: str) -> None:

@@ -21,7 +21,7 @@ from platform.boundary.redaction import (
     register_url_secrets,
     shielded,
 )
-from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
+from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_refusals, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
@@ -316,7 +316,7 @@ def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
     except ConfigError as error:
         return _refuse(error)
     except Exception:  # a bug of ours; the next job of a sweep may still succeed
-        traceback.print_exc()
+        print_line(traceback.format_exc().rstrip(), sys.stderr)
         return FAILED
 
 
@@ -338,8 +338,7 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
 
 def _refuse(error: ConfigError) -> int:
     """Print the lines of a refusal to stderr; return the exit status REFUSED."""
-    for line in "\n".join(error.violations).split("\n"):
-        print_line(f"config: {line}", sys.stderr)
+    print_refusals("config", error.violations)
     return REFUSED
 
 

@@ -15,6 +15,7 @@ from platform.data.vocabulary import Vocabulary
 
 LARGEST = 1 << 28  # bytes of a file of prompts
 KINDS = ("prompt", "messages", "ids")  # fields of a line of .jsonl, one of which says what is to be continued
+_IDS = 1 << 53  # no model has as many
 _TURNS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # that end a message of a conversation
 
 
@@ -35,7 +36,7 @@ def read_prompts(path: str) -> list[Prompt]:
     except (OSError, Malformed, UnicodeDecodeError) as error:
         why = documents.one_line(str(error).encode(errors="replace"))
         raise ConfigError(violation("--prompts", path, f"cannot be read: {why}")) from None
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(violation("--prompts", path, "holds no prompt"))
     if not path.endswith(".jsonl"):
@@ -74,6 +75,16 @@ class Reader:
             raise ConfigError(violation("prompt", prompt.where, "is empty"))
         return found
 
+    def _encoded(self, text: str, where: str) -> list[int]:
+        """Return the ids of a text, of a prompt or of what a template made of one. Raises ConfigError."""
+        assert self.vocabulary
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of an argument that are no UTF-8, or half of an escape in JSON
+            odd = f"U+{ord(text[error.start]):04X}"
+            raise ConfigError(violation("prompt", where, f"is no text: it has {odd}, half a character")) from None
+        return self.vocabulary.encode(text)
+
     def _of_ids(self, value: Any, where: str) -> list[int]:
         most = self.model.vocab
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
@@ -89,13 +100,13 @@ class Reader:
             raise ConfigError(violation("prompt", where, "is no text"))
         messages = value if kind == "messages" else [{"role": "user", "content": value}] if self.chat else None
         if messages is None:
-            return [*self._front(vocabulary), *vocabulary.encode(value), *self._behind(vocabulary)]
+            return [*self._front(vocabulary), *self._encoded(value, where), *self._behind(vocabulary)]
         if (talk := conversation(messages)) is None:
             raise ConfigError(violation("prompt", where, "messages are a list of objects with a role"))
         found: list[int] = []
         for text, special in vocabulary.chat.prompt_parts(talk):
             number = vocabulary.tokenizer.token_to_id(text) if special else None
-            found += vocabulary.encode(text) if number is None else [number]
+            found += self._encoded(text, where) if number is None else [number]
         return [*found, *self._behind(vocabulary)]
 
     def _front(self, vocabulary: Vocabulary) -> list[int]:
@@ -123,7 +134,7 @@ def _said(generation: bytes) -> Iterator[int]:
         found = documents.from_json(generation or b"{}").get("eos_token_id")
     except (Malformed, AttributeError):
         return
-    yield from (i for i in (found if isinstance(found, list) else [found]) if type(i) is int and i >= 0)
+    yield from (i for i in (found if isinstance(found, list) else [found]) if type(i) is int and 0 <= i < _IDS)
 
 
 def room(rows: Sequence[Sequence[int]], model: Model) -> int:

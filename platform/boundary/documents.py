@@ -27,7 +27,10 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
     """Open the regular file at `path` for reading, unbuffered. Raises OSError for anything else (pipe, device), without
     waiting for it."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:  # a zero byte, or half a surrogate pair
+        raise OSError(errno.EINVAL, "Not the name of a file", os.fspath(path)) from None
     mode = os.fstat(file).st_mode
     if not stat.S_ISREG(mode):
         os.close(file)

@@ -5,14 +5,39 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
 
+def printable(text: str, kept: str = "") -> str:
+    """Escape every unprintable character of a text but those in `kept`, line ends and terminals' escape sequences
+    included: without any kept, it is one line that is safe for any terminal."""
+    if text.isprintable():
+        return text
+    escaped = (c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(c if c.isprintable() or c in kept else e for c, e in zip(text, escaped, strict=True))
+
+
+def visible(text: str) -> str:
+    """Return a text, of lines that may quote names and files of anybody's, as a terminal may have it."""
+    return printable(text, "\n\t")
+
+
+def one_refusal(text: str) -> str:
+    """Return a refusal as one printable line, whatever a library put into its message."""
+    return printable(" ".join(text.splitlines()))
+
+
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Write a line to `stream` (default: standard output); it is lost if the stream is closed or broken."""
-    write_text(stream or sys.stdout, text + "\n")
+    write_text(stream or sys.stdout, visible(text) + "\n")
+
+
+def print_refusals(name: str, refusals: Iterable[object]) -> None:
+    """Write why a command is refused or failed to standard error, in one line each, which begins with its `name`."""
+    for refusal in refusals:
+        print_line(f"{name}: {one_refusal(str(refusal))}", sys.stderr)
 
 
 def write_text(stream: TextIO | None, text: str) -> None:
@@ -20,7 +45,8 @@ def write_text(stream: TextIO | None, text: str) -> None:
     lost, and the next one is tried again."""
     if stream is not None:  # Python sets a standard stream to None if it was closed at the start
         with suppress(OSError, ValueError):  # ValueError: the stream was closed later
-            stream.write(text)
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # which may lack a character
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from platform.boundary import documents
 from platform.boundary.redaction import shielded
-from platform.boundary.terminal import print_while_read
+from platform.boundary.terminal import one_refusal, print_refusals, print_while_read, visible
 from platform.checkpoint.interchange import EXPORT, IMPORT, store_tensors
 from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.carried import read_carried
 from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import ConfigError, closest, violation
@@ -61,7 +62,7 @@ def _answer(given: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (Refused, ConfigError, OSError) as error:
-        print(f"checkpoint: {error}", file=sys.stderr)
+        print_refusals("checkpoint", error.violations if isinstance(error, ConfigError) else [error])
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -99,10 +100,12 @@ def _verify(given: argparse.Namespace) -> int:
     for directory in directories:
         try:
             manifest = catalogue.verify(storage, directory)
-            print(f"{directory}: good, {len(manifest.tensors)} tensors, {_bytes(manifest.nbytes)}")
+            carried = read_carried(storage, directory, manifest)  # answers need them
+            beside = f", and {', '.join(sorted(carried))}" if carried else ""
+            print(visible(f"{directory}: good, {len(manifest.tensors)} tensors, {_bytes(manifest.nbytes)}{beside}"))
         except (Refused, OSError) as error:
             bad += 1
-            print(f"{directory}: {error}")
+            print(one_refusal(f"{directory}: {error}"))
     return 1 if bad else 0
 
 
@@ -113,12 +116,13 @@ def _show(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps({"directory": directory, **found}))
         return 0
-    print(f"{storage.url}/{directory}")
+    print(visible(f"{storage.url}/{directory}"))
     for key, value in found.items():
         if key != "tensors":
-            print(f"  {key:<14} {value}")
+            print(visible(f"  {key:<14} {value}"))
     for name, t in found["tensors"].items():
-        print(f"  {name:<48} {t['dtype']:<9} {' x '.join(map(str, t['shape'])) or 'scalar':<16} {t['blocks']} blocks")
+        shape = " x ".join(map(str, t["shape"])) or "scalar"
+        print(visible(f"  {name:<48} {t['dtype']:<9} {shape:<16} {t['blocks']} blocks"))
     return 0
 
 
@@ -148,7 +152,7 @@ def _export(given: argparse.Namespace) -> int:
     if not names:
         raise ConfigError(violation("--only", given.only, "begins no name", closest(given.only, manifest.tensors)[:3]))
     EXPORT[given.format](storage, directory, manifest, given.target, names)
-    print(f"{directory}: {len(names)} tensors in {given.target}")
+    print(visible(f"{directory}: {len(names)} tensors in {given.target}"))
     return 0
 
 
@@ -165,7 +169,7 @@ def _import(given: argparse.Namespace) -> int:
     except Exception as error:  # the libraries raise their own for what they cannot parse
         reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
         raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
-    print(f"{storage.url}/{directory}")
+    print(visible(f"{storage.url}/{directory}"))
     return 0
 
 

@@ -9,9 +9,10 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
+from platform.boundary.terminal import printable
 from platform.config.bounds import KEYS, flat_values, not_built
 from platform.config.durations import nearest_rhythms
-from platform.config.fields import SHOWN, Config, ConfigError, closest, printable, violation
+from platform.config.fields import SHOWN, Config, ConfigError, closest, violation
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

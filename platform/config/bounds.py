@@ -6,14 +6,14 @@ To build a capability, move its value from `not_built` to `choices` at the field
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from math import inf
 from operator import ge, gt, le, lt
 from typing import Any
 from unicodedata import category
 
-from platform.config.fields import Config, closest, key_fields, violation
+from platform.config.fields import Config, closest, declared, fits, key_fields, shown_value, type_in_words, violation
 from platform.config.key import Key
 
 KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in key_fields().items()}
@@ -31,7 +31,8 @@ def flat_values(config: Config) -> dict[str, Any]:
     ...}."""
     out: dict[str, Any] = {}
     for group, value in vars(config).items():
-        out |= {f"{group}.{k}": v for k, v in vars(value).items()} if is_dataclass(value) else {group: value}
+        grouped = is_dataclass(value) and group not in KEYS
+        out |= {f"{group}.{k}": v for k, v in vars(value).items()} if grouped else {group: value}
     return out
 
 
@@ -42,11 +43,51 @@ def not_built(key: str, value: Any) -> str | None:
     return what and f"not built yet ({what})"
 
 
+def wrong_types(config: Any) -> dict[str, list[str]]:
+    """Return the keys that a configuration does not have or whose values are of another type than declared, as only
+    Python code can make it, each with a refusal line."""
+    types, groups = declared(Config)
+    if type(config) is not Config:
+        return {"config": [violation("config", shown_value(config), "must be a Config, as compose() returns it")]}
+    found: dict[str, list[str]] = {}
+    for name, hint in types.items():
+        value = vars(config).get(name)
+        if name not in groups:
+            found |= _wrong_type(name, value, hint)
+        elif type(value) is not groups[name]:
+            found[name] = [violation(name, shown_value(value), f"must be a {groups[name].__name__}, as Config has it")]
+        else:
+            inner, _ = declared(groups[name])
+            found |= _unknown(vars(value), inner, f"{name}.")
+            for key, one in inner.items():
+                found |= _wrong_type(f"{name}.{key}", vars(value).get(key), one)
+    return found | _unknown(vars(config), types, "")
+
+
+def _wrong_type(key: str, value: Any, hint: Any) -> dict[str, list[str]]:
+    if fits(value, hint):
+        return {}
+    return {key: [violation(key, shown_value(value), f"must be {type_in_words(hint)}")]}
+
+
+def _unknown(values: Mapping[str, Any], known: Iterable[str], prefix: str) -> dict[str, list[str]]:
+    """Return a refusal line for each of the attributes `values` of a group of keys, `prefix`, that is no key."""
+    legal = {name: [prefix + near for near in closest(name, known)[:3]] for name in values if name not in known}
+    return {
+        f"{prefix}{name}": [violation(f"{prefix}{name}", shown_value(values[name]), "unknown key", near)]
+        for name, near in legal.items()
+    }
+
+
 def wrong_values(config: Config) -> dict[str, list[str]]:
-    """Return the configuration keys whose values are illegal by themselves (choice, bounds, characters), each with one
-    refusal line per mistake. Rules that relate keys are in `platform.config.checks`."""
-    found = {key: list(wrong_value(key, value, KEYS[key])) for key, value in flat_values(config).items()}
-    return {key: lines for key, lines in found.items() if lines}
+    """Return the configuration keys whose values are illegal by themselves (type, choice, bounds, characters), each
+    with one refusal line per mistake. Rules that relate keys are in `platform.config.checks`."""
+    found = wrong_types(config)
+    if any(key not in KEYS for key in found):  # groups of keys are missing
+        return found
+    values = flat_values(config)
+    lines = {k: found.get(k) or list(wrong_value(k, values[k], legal)) for k, legal in KEYS.items()}
+    return {key: wrong for key, wrong in lines.items() if wrong}
 
 
 def impossible_values(config: Config) -> list[str]:

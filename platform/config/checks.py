@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
 
-from platform.config.bounds import KEYS, flat_values, wrong_values
+from platform.config.bounds import KEYS, flat_values, wrong_types, wrong_values
 from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.execution import ON_RAY, Cluster
 from platform.config.fields import (
@@ -33,6 +33,8 @@ def wrong_configuration(config: Config) -> list[str]:
     Reads no file, device or cluster. A rule is skipped where one of the keys it relates is already wrong by itself.
     """
     found = wrong_values(config)
+    if wrong_types(config):
+        return [line for lines in found.values() for line in lines]
     related = (rule(config) for keys, rule in RELATIONS if not found.keys() & keys)
     return [line for lines in (*found.values(), *related) for line in lines]
 

@@ -18,7 +18,8 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from platform.boundary.schema import By
+from platform.boundary.schema import DEEPEST, By
+from platform.boundary.terminal import one_refusal, printable
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
 from platform.config.groups.data_group import Data
 from platform.config.groups.train_group import Eval, LossScaling, Train
@@ -35,7 +36,7 @@ class ConfigError(ValueError):
 
     def __init__(self, violations: Sequence[str] | str):
         given = [violations] if isinstance(violations, str) else violations
-        self.violations = ["\n".join(map(printable, v.split("\n"))) for v in given]  # a violation may hold a table
+        self.violations = [one_refusal(v) for v in given]
         super().__init__("\n".join(self.violations))
 
 
@@ -240,42 +241,58 @@ def _group(f: Field[Any]) -> Any:
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     """Build the dataclass `cls` (Config, or recursively a group of keys) from plain values; `prefix` is the group's
     name with a dot, "" for Config. Raises ConfigError for an unknown key or a wrong type."""
-    hints, parts = _declared(cls)
+    hints, parts = declared(cls)
     if unknown := [f"{prefix}{k}" for k in values if k not in hints]:
         raise ConfigError([f"{key}: unknown key" for key in unknown])
     if wrong := [
         violation(f"{prefix}{k}", v, f"must be {'keys with values' if k in parts else type_in_words(hints[k])}")
         for k, v in values.items()
-        if not (isinstance(v, dict) if k in parts else _fits(v, hints[k]))
+        if not (isinstance(v, dict) if k in parts else fits(v, hints[k]))
     ]:
         raise ConfigError(wrong)
     return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})
 
 
 @cache
-def _declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
+def declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return, of the dataclass `cls`, the types of all fields by name, and the dataclasses of those that are groups of
     keys."""
     groups = {f.name: group for f in fields(cls) if (group := _group(f))}
     return get_type_hints(cls), groups
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Return True if a plain value has the type `hint` of a configuration field, entries of lists and maps included; an
     integer is accepted as a float."""
     kind, inner = get_origin(hint), get_args(hint)
     if hint is Any:
-        return True
+        return _is_plain(value)
     if kind is list:
-        return isinstance(value, list) and all(_fits(v, inner[0]) for v in value)
+        return type(value) is list and all(fits(v, inner[0]) for v in value)
     if kind is dict:
-        return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
-    if isinstance(value, bool) != (hint is bool):  # Python's True is an int
-        return False
-    return isinstance(value, (int, float) if hint is float else hint)
+        return type(value) is dict and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    return type(value) in ((int, float) if hint is float else inner or (hint,))  # Python's True is an int, and no int
 
 
-_WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", Any: "anything"}
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return True if a value is of texts, numbers, booleans, None, and lists and maps with texts as keys of these, as
+    YAML writes and reads it; at most DEEPEST of them in each other."""
+    if type(value) is dict:
+        parts = list(value.values()) if all(type(name) is str for name in value) else [object()]
+    elif type(value) is list:
+        parts = value
+    else:
+        return type(value) in (str, int, float, bool, type(None))
+    return depth < DEEPEST and all(_is_plain(part, depth + 1) for part in parts)
+
+
+_WORDS = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    Any: "texts, numbers, lists and maps",
+}
 
 
 def type_in_words(hint: Any) -> str:
@@ -325,21 +342,29 @@ def short_hash(values: Any) -> str:
 def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
     """Format a refused value of a configuration key as one printable line for the user: "KEY=VALUE: constraint; nearest
     legal: a, b". A value of more than SHOWN (300) characters is cut."""
-    given, *names = [str(v).lower() if isinstance(v, bool) else str(v) for v in (value, *legal)]
+    given, *names = [_in_words(v) for v in (value, *legal)]
     if len(given) > SHOWN:
         given = f"{given[:SHOWN]}... ({len(given)} characters)"
     return printable(f"{key}={given}: {constraint}" + (f"; nearest legal: {', '.join(names)}" if names else ""))
 
 
+def _in_words(value: Any) -> str:
+    """Return a value as a user writes it."""
+    try:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits
+        return f"a very large {type(value).__name__}"
+
+
+def shown_value(value: Any) -> str:
+    """Return a value of any type, whose own methods may fail, as a refusal shows it: with its type, unless that is
+    plain."""
+    if type(value) in (str, int, float, bool, type(None), list, dict) and _is_plain(value):
+        return _in_words(value)
+    return f"a {type(value).__name__}"
+
+
 SHOWN = 300  # most characters of a value in a line for the user
-
-
-def printable(line: str) -> str:
-    """Escape every unprintable character of a text, line ends included, so that it is one line that is safe for any
-    terminal."""
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
 
 
 def closest(value: Any, legal: Iterable[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from platform.boundary.redaction import register_url_secrets, shielded
-from platform.boundary.terminal import print_line, print_while_read
+from platform.boundary.terminal import print_line, print_refusals, print_while_read
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.groups.batch_ramp import samples_before
 from platform.data.corpus import Corpus, corpus_of
@@ -58,11 +58,10 @@ def _answer(given: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except ConfigError as error:
-        for line in error.violations:
-            print_line(f"config: {line}", sys.stderr)
+        print_refusals("config", error.violations)
         return REFUSED
     except OSError as error:
-        print_line(f"{error.filename}: {error.strerror}", sys.stderr)
+        print_refusals("data", [error])
         return FAILED
     return DONE
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from platform.boundary.redaction import register_url_secrets, shielded
-from platform.boundary.terminal import print_line, print_while_read
+from platform.boundary.terminal import print_refusals, print_while_read
 from platform.config.fields import ConfigError
 from platform.launch import DONE, REFUSED
 
@@ -57,8 +57,7 @@ def _answer(command: Callable[[], int]) -> int:
     try:
         return command()
     except ConfigError as error:
-        for line in error.violations:
-            print_line(f"config: {line}", sys.stderr)
+        print_refusals("config", error.violations)
         return REFUSED
 
 

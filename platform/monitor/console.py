@@ -79,7 +79,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print `text` as a line of its own on the console of the run, in place of the status line."""
-        self._write((_ERASE if self._live else "") + text + "\n")
+        self._write((_ERASE if self._live else "") + terminal.visible(text) + "\n")
 
     def close(self) -> None:
         """Clear the run's status line off the terminal."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import inf
 
 from platform.boundary.redaction import register_url_secrets, shielded
-from platform.boundary.terminal import print_while_read
+from platform.boundary.terminal import print_refusals, print_while_read, visible
 from platform.config.fields import Config, ConfigError
 from platform.launch import REFUSED, compose
 from platform.model import build_model
@@ -63,12 +63,11 @@ def _answer(arguments: argparse.Namespace) -> int:
         plan = make_plan(config, arguments.workers)
         config.parallel.data = plan.replicas
     except ConfigError as error:
-        for line in error.violations:
-            print(f"config: {line}", file=sys.stderr)
+        print_refusals("config", error.violations)
         return REFUSED
     if arguments.shrink:
         for line in _shrink(config, arguments.memory * 1e9, arguments.json):
-            print(line, flush=True)
+            print(visible(line), flush=True)
         return 0
     found = explain(
         plan,
@@ -78,7 +77,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         dropout=config.model.dropout,
         footprints=footprints(config, plan),
     )
-    print(json.dumps(found) if arguments.json else render(plan, found))
+    print(json.dumps(found) if arguments.json else visible(render(plan, found)))
     return 0
 
 

@@ -101,7 +101,7 @@ def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
         more = len(error.violations) - MISTAKES_SHOWN
         shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {more} more mistakes"] if more > 0 else [])]
         lines = [violation("pipeline.file", path, line) for line in shown]
-        raise ConfigError([*lines, *([table(error.rows)] if error.rows else [])]) from None
+        raise ConfigError([*lines, *(table(error.rows).splitlines() if error.rows else [])]) from None
     if lines := list(_mismatches(config, schedule, microbatches, unit)):
         raise ConfigError(lines)
     return schedule

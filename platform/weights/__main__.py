@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from platform.boundary.redaction import bare_url, shielded
-from platform.boundary.terminal import print_while_read
+from platform.boundary.terminal import print_refusals, print_while_read, visible
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.storage import open_storage
@@ -69,11 +69,10 @@ def _answer(given: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except ConfigError as error:
-        for line in error.violations:
-            print(f"weights: {line}", file=sys.stderr)
+        print_refusals("weights", error.violations)
         return 2
     except (Refused, OSError) as error:
-        print(f"weights: {error}", file=sys.stderr)
+        print_refusals("weights", [error])
         return 1
 
 
@@ -84,8 +83,8 @@ def _import(given: argparse.Namespace) -> int:
     files, lacks = beside(found.saved, "source")
     directory = import_model(found, storage, files)
     if lacks:
-        print(f"without a tokenizer: {lacks}")
-    print(f"{storage.url}/{directory}")
+        print(visible(f"without a tokenizer: {lacks}"))
+    print(visible(f"{storage.url}/{directory}"))
     return 0
 
 
@@ -106,7 +105,7 @@ def _export(given: argparse.Namespace) -> int:
     names = export_model(found, folder, most, more)
     if not vocabulary:
         print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
-    print(f"{directory}: {found.family.architecture} in {bare_url(given.folder)}: {', '.join(names)}")
+    print(visible(f"{directory}: {found.family.architecture} in {bare_url(given.folder)}: {', '.join(names)}"))
     return 0
 
 

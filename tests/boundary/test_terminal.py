@@ -1,7 +1,14 @@
 """What a command does with its terminal, and at its end."""
 
+import io
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+from platform.boundary import terminal
+from platform.boundary.terminal import print_line, print_refusals
+from platform.config.fields import ConfigError
 
 
 def test_a_quick_exit_does_what_is_registered_and_frees_nothing():
@@ -21,3 +28,33 @@ sys.exit(3)
         line = [sys.executable, "-c", code.replace("STATUS", str(status))]
         done = subprocess.run(line, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (3 if status is None else status, shown), done.stderr
+
+
+HOSTILE = "a\x1b[31m\x07b\r\x9b2J\u202e\u2028\ud800"
+
+
+def test_what_a_terminal_may_have(capsys):
+    """Line ends and tabs stay between our own lines, and a refusal is one line, whatever is in it."""
+    print_line(f"one {HOSTILE}\n\ttwo")
+    print_refusals("config", [ConfigError([f"a: {HOSTILE}", "b\nc\u2028d"]), "e\r\nf"])
+    out, err = capsys.readouterr()
+    assert out.endswith("\n\ttwo\n") and out.replace("\n", "").replace("\t", "").isprintable()
+    assert err.splitlines() == [r"config: a: a\x1b[31m\x07b \x9b2J\u202e \ud800 b c d", "config: e f"]
+
+
+def test_a_character_that_the_terminal_lacks_does_not_lose_the_line():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    print_line("caf\xe9", stream)
+    assert raw.getvalue() == b"caf\\xe9\n"
+
+
+def test_nothing_is_printed_past_what_a_terminal_may_have():
+    """Every print() of the package shows JSON, text of our own, or what went through `visible`."""
+    own = ("json.dumps(", "visible(", "one_refusal(", '"without a tokenizer', "page()", "summary()",
+           "OmegaConf.to_yaml", '"\\n".join([*options_page', "text, end")  # fmt: skip
+    root = Path(terminal.__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        for line in path.read_text().splitlines():
+            if (found := re.match(r"\s+print\((.*)", line)) and "api.py" != path.name:
+                assert found[1].startswith(own), f"{path.relative_to(root)}: {line.strip()}"

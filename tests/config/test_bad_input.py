@@ -15,7 +15,8 @@ from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
 from platform.config import surroundings
 from platform.config.bounds import KEYS, LONGEST, flat_values
-from platform.config.fields import Config, ConfigError, Train, printable
+from platform.boundary.terminal import printable
+from platform.config.fields import Config, ConfigError, Train
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 

@@ -65,7 +65,7 @@ def _text_lines(file: DataFile, key: str) -> Iterator[str]:
     `key`, which leads to the file, for a fault in it."""
     with naming_file(file, key), open_unpacked(file) as stream:
         for line in stream:
-            yield from line.decode().splitlines()
+            yield line.decode().removesuffix("\n").removesuffix("\r")  # other line ends belong to the text
 
 
 def _objects(file: DataFile, data: Data) -> Iterator[tuple[str, str]]:

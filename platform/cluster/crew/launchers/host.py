@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 
 from platform.boundary import schema
 from platform.boundary.redaction import Shield, register_secrets
+from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import call_text
 from platform.cluster.crew.base.job import START, Assignment
 from platform.cluster.crew.base.near_gpu import keep_near_gpu
@@ -109,7 +110,7 @@ class _Host:
             cause = traceback.format_exc().encode(errors="backslashreplace").decode()[-schema.LONGEST :]
         if cause:  # after the except block: within it the failed frames are alive, and keep groups open
             self._leave()
-            print(cause, file=sys.stderr, end="")  # into the log file as well
+            print(visible(cause), file=sys.stderr, end="")  # into the log file as well
             frame = encode(Raised(number, cause))
         PROGRESS.begin("")
         with suppress(OSError):  # the driver is gone: `_read` ends this process

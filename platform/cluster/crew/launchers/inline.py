@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import Job, assign
@@ -49,7 +50,7 @@ class InlineCrew(Crew):
             return [getattr(self._worker, method)(*arguments(args, 0))]
         except Exception as error:
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
-            print(cause, file=sys.stderr, end="")
+            print(visible(cause), file=sys.stderr, end="")
             call, name, coordinates = call_text(method, args), self.job.name(0), self.job.coordinates[0]
             raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error
 

@@ -19,9 +19,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from platform.boundary.terminal import printable
 from platform.cluster.crew.launchers import leftovers
 from platform.config.execution import Cluster
-from platform.config.fields import SHOWN, ConfigError, printable, violation
+from platform.config.fields import SHOWN, ConfigError, violation
 
 _CONNECT_SECONDS = 2.0
 _NOTICE_SECONDS = 2.0  # interval of the queries for draining nodes
