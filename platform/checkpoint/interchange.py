@@ -82,8 +82,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     comes to it. Raises Malformed, Refused or OSError."""
     folder, file = split_file(source)
     metadata, described = read_header(folder, file)
-    if type(meta := metadata.get(META, "")) is not str:
-        raise Malformed("is no text", META)
+    meta = metadata.get(META, "")
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, t in described.items():
@@ -94,19 +93,40 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     return _meta(meta.encode(errors="surrogatepass")) if meta else None, tensors()
 
 
-def read_header(folder: Storage, file: str) -> tuple[dict[str, Any], dict[str, ForeignTensor]]:
+def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, ForeignTensor]]:
     """Read the header of a safetensors file in a folder that somebody else may have written; return its metadata, and
-    its tensors by name, with their place in the file. Raises Malformed, Refused or OSError."""
+    its tensors by name, with their place in the file. Raises Malformed, Refused or OSError; what the safetensors
+    package refuses is refused."""
     if (size := folder.list("").get(file)) is None:
         raise Refused("there is no such file")
+    if size < 8:
+        raise Malformed(f"its {size} bytes are too few for a header")
     length = int.from_bytes(folder.read(file, 0, 8), "little")
     if 8 + length > size:
         raise Malformed(f"a header of {length} bytes is longer than the file")
     header = documents.from_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)
     if type(header) is not dict or type(metadata := header.pop("__metadata__", {})) is not dict:
         raise Malformed("its header is no map")
+    if odd := [key for key, value in metadata.items() if type(value) is not str]:
+        raise Malformed("is no text", f"__metadata__.{schema.shown(odd[0])}")
     described: dict[str, ForeignTensor] = schema.read(dict[Name, ForeignTensor], header)
-    return metadata, {name: t.placed(name, 8 + length, size) for name, t in described.items()}
+    placed = {name: t.placed(name, 8 + length, size) for name, t in described.items()}
+    _check_tiling(placed, 8 + length, size)
+    return metadata, placed
+
+
+def _check_tiling(placed: Mapping[str, ForeignTensor], begin: int, size: int) -> None:
+    """Raise Malformed unless tensors, each with its place in a file of `size` bytes, tile the file from `begin` on: in
+    a file of safetensors no byte is of two tensors, and none is of no tensor."""
+    at, before = begin, ""
+    for name, t in sorted(placed.items(), key=lambda item: item[1].data_offsets):
+        start, end = t.data_offsets
+        if start != at:
+            what = f"overlaps {before}" if start < at else f"leaves {start - at} bytes unused before it"
+            raise Malformed(f"{what}: it begins at {start - begin}, and not at {at - begin}", name)
+        at, before = end, name
+    if at != size:
+        raise Malformed(f"{size - at} bytes behind its last tensor are no tensor's")
 
 
 @dataclass(frozen=True)

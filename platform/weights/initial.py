@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from platform.boundary.redaction import bare_url
-from platform.checkpoint.blocks.placement import Piece
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.buffer import DTYPES
+from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK, Piece
 from platform.checkpoint.moves.passing import Fetch
 from platform.checkpoint.moves.reshard import stored_fetch
 from platform.checkpoint.storage import catalogue
@@ -18,9 +26,9 @@ from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, ConfigError, Model, violation
 from platform.weights.averages import with_averages
 from platform.weights.folder import CONFIG
-from platform.weights.importing import importable
+from platform.weights.importing import importable, source_keys
 from platform.weights.names import parameters_of
-from platform.weights.translate import meaning, model_keys, stored_model
+from platform.weights.translate import meaning, stored_model
 
 KEY = "train.init"
 
@@ -28,7 +36,9 @@ KEY = "train.init"
 @dataclass(frozen=True)
 class InitialWeights:
     """Weights at `url`: the pieces that tile every parameter (`model.NAME`), and what fetches them. `format`: of the
-    checkpoint, 1 where weights are turned; `notes`: lines on what the model here does otherwise."""
+    checkpoint, 1 where weights are turned; `notes`: lines on what the model here does otherwise.
+
+    Where the model here has a larger vocabulary, its new rows are made of those that are there (`_grown`)."""
 
     url: str
     format: int
@@ -46,10 +56,11 @@ def initial_weights(config: Config) -> InitialWeights:
             raise ConfigError(
                 violation("train.init_averaged", True, f"{bare_url(url)} is no checkpoint of a run", [False])
             )
-        found = importable(url, KEY, config.model)
+        there = Model(**source_keys(url, KEY))
+        found = importable(url, KEY, _as_large(config.model, there))
         pieces = [piece for some in found.pieces for piece in some]
-        there = Model(**model_keys(found.saved.config, found.saved.tensors))
-        return InitialWeights(bare_url(url), 2, pieces, found.saved.fetch, _differences(there, config.model))
+        notes = _differences(there, config.model)
+        return _grown(InitialWeights(bare_url(url), 2, pieces, found.saved.fetch, notes), config.model, there)
     return _of_checkpoint(url, config.model, config.train.init_averaged)
 
 
@@ -71,7 +82,12 @@ def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
         manifest = with_averages(manifest) if averaged else manifest
     except (Refused, OSError) as error:
         raise ConfigError(violation(KEY, bare_url(url), str(error))) from None
-    wanted, turned = parameters_of(model), manifest.meta.format == 1
+    source, notes = model, []
+    with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
+        source = stored_model(manifest.meta.identity)
+        notes = _differences(source, model)
+    turned = manifest.meta.format == 1
+    wanted = parameters_of(model if turned else _as_large(model, source))
     there = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
     shapes = {n: shape[-1:] + shape[:-1] if turned and p.turned else shape for n, (p, shape) in wanted.items()}
     wrong = {
@@ -83,11 +99,63 @@ def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
     }
     if lines := [violation(KEY, bare_url(url), f"{what}: {', '.join(sorted(n))}") for what, n in wrong.items() if n]:
         raise ConfigError(lines)
-    notes: list[str] = []
-    with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
-        notes = _differences(stored_model(manifest.meta.identity), model)
     pieces, where = stored_pieces(manifest, [f"model.{n}" for n in shapes]), bare_url(f"{storage.url}/{name}")
-    return InitialWeights(where, manifest.meta.format, pieces, stored_fetch(storage, name), notes)
+    found = InitialWeights(where, manifest.meta.format, pieces, stored_fetch(storage, name), notes)
+    return found if turned else _grown(found, model, source)
+
+
+class _NewRows(NamedTuple):
+    """Place of rows of a table that weights lack, called `table`: each is the mean of all rows that they have."""
+
+    table: str
+
+
+def _as_large(model: Model, there: Model) -> Model:
+    """Return a model with the vocabulary of the one `there`, if that is smaller."""
+    return replace(model, vocab=min(model.vocab, there.vocab))
+
+
+def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
+    """Return weights of the model `there` as those of `model`, whose vocabulary may be larger: each new token's row is
+    the mean of the rows of its table, summed in the order of the files, so that it is the same under every plan."""
+    if model.vocab <= there.vocab:
+        return found
+    old: dict[str, list[Piece[Any]]] = defaultdict(list)
+    for piece in found.pieces:
+        old[piece.name].append(piece)
+    tables = {f"model.{n}": shape for n, (p, shape) in parameters_of(model).items() if p.dims[:1] == ("vocab",)}
+    new = [piece for name, shape in tables.items() for piece in _new_rows(name, shape, there.vocab, old[name][0].dtype)]
+
+    @cache
+    def mean(name: str) -> Tensor:
+        total = torch.zeros(tables[name][1:], dtype=torch.float64)
+        for piece in old[name]:
+            memory = torch.empty(piece.nbytes, dtype=torch.uint8)
+            found.fetch([piece], [memory])
+            rows = memory.view(DTYPES[piece.dtype]).view(piece.box.extent)
+            columns = [slice(a, a + n) for a, n in zip(piece.box.offset[1:], piece.box.extent[1:], strict=True)]
+            total[tuple(columns)] += rows.double().sum(0)
+        return total / there.vocab
+
+    def fetch(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
+        pairs = [*zip(wanted, into, strict=True)]
+        kept = [pair for pair in pairs if not isinstance(pair[0].source, _NewRows)]
+        found.fetch([piece for piece, _ in kept], [memory for _, memory in kept])
+        for piece, memory in pairs:
+            if isinstance(piece.source, _NewRows):
+                memory.view(DTYPES[piece.dtype]).view(piece.box.extent).copy_(mean(piece.name))
+
+    names = ", ".join(name.removeprefix("model.") for name in tables)
+    note = f"{model.vocab - there.vocab} new rows of {names}: each the mean of the {there.vocab} that are there"
+    return replace(found, pieces=[*found.pieces, *new], fetch=fetch, notes=[*found.notes, note])
+
+
+def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
+    """Yield the pieces of the rows from `first` on of a table of this shape, each of at most LARGEST_BLOCK bytes."""
+    step = max(1, LARGEST_BLOCK // (prod(shape[1:]) * ITEMSIZE[dtype]))
+    for a in range(first, shape[0], step):
+        box = Box((a, *(0 for _ in shape[1:])), (min(step, shape[0] - a), *shape[1:]))
+        yield Piece(name, dtype, box, _NewRows(name))
 
 
 def _differences(there: Model, here: Model) -> list[str]:

@@ -142,7 +142,7 @@ def header(entries: Any, length: int | None = None) -> bytes:
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 FILES: dict[str, tuple[str, bytes, str]] = {
-    "no header": ("model.safetensors", b"", "a header of 0 bytes is longer than the file"),
+    "no header": ("model.safetensors", b"", "its 0 bytes are too few for a header"),
     "a long header": ("model.safetensors", header(b"{}", 1 << 62), "is longer than the file"),
     "no JSON": ("model.safetensors", header(b"[" * 100_000), "too many maps and lists"),
     "a list": ("model.safetensors", header([1]), "its header is no map"),
@@ -152,6 +152,10 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "beyond the end": ("model.safetensors", header({"a": ONE}), "8 bytes do not lie from 0 to 8 of 0"),
     "huge": ("model.safetensors", header({"a": ONE | {"shape": [1 << 47] * 16}}), "do not lie from 0 to 8"),
     "negative": ("model.safetensors", header({"a": ONE | {"shape": [-2]}}), "a.shape[0]: -2 is not in 0 to"),
+    "two at one place": ("model.safetensors", header({"a": ONE, "b": ONE}) + bytes(8), "b: overlaps a: it begins at 0"),
+    "a hole": ("model.safetensors", header({"a": ONE | {"data_offsets": [4, 12]}}) + bytes(12), "a: leaves 4 bytes"),
+    "more behind": ("model.safetensors", header({"a": ONE}) + bytes(9), "1 bytes behind its last tensor"),
+    "no text": ("model.safetensors", header({"__metadata__": {"a": 1}}), "__metadata__.'a': is no text"),
     "a type": ("model.safetensors", header({"a": ONE | {"dtype": "F8_E4M3"}}), "a: type 'F8_E4M3' is not one of"),
     "a path": ("model.safetensors.index.json", b'{"weight_map": {"a": "../../other.safetensors"}}', "safetensors file"),
     "a file that is not there": ("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}',

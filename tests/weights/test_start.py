@@ -137,3 +137,29 @@ def test_transformers_loads_what_was_trained(tmp_path):
     c.train.init = str(tmp_path / "out")
     (ours,) = run_threads(make_plan(c).mesh, lambda communicator: masters(c, make_plan(c), communicator))
     assert torch.equal(ours.initial["embedding"][:300], theirs.get_input_embeddings().weight.detach())
+
+
+GROWN = [{"plan": plan, "family": family, "source": source} for plan in PLANS for family in ("gpt2", "llama", "t5")
+         for source in ("folder", "checkpoint")]  # fmt: skip
+
+
+@suite("starts with a larger vocabulary (threads)", GROWN, GROWN[::5])
+def test_tables_grow_alike_under_every_plan(tmp_path, case):
+    """Rows of new tokens are the mean of the others, whatever the plan; all other weights are those that were."""
+    folder = written(tmp_path / "hf", case["family"])
+    found = importable(str(folder), "source")
+    storage = Local(tmp_path / "storage")
+    manifest = catalogue.verify(storage, directory := import_model(found, storage))
+    had = found.model.vocab
+    c = configure(**PLANS[case["plan"]], **vars(found.model) | {"vocab": had + 7})
+    c.train.init = str(folder if case["source"] == "folder" else tmp_path / "storage")
+    plan = make_plan(c)
+    results = run_threads(plan.mesh, lambda communicator: masters(c, plan, communicator))
+    grown = set()
+    for name, whole in assemble(plan, results, lambda r: r.initial).items():
+        before = read_tensor(storage, directory, manifest, f"model.{name}")
+        if whole.shape != before.shape:
+            grown.add(name)
+            assert torch.equal(whole[had:], before.double().mean(0).float().double().expand(7, *whole.shape[1:])), name
+        assert torch.equal(whole[: len(before)], before.double()), name
+    assert grown == ({"embedding"} if found.model.tied else {"embedding", "head"})
