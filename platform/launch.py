@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from platform.boundary.own_code import passes
 from platform.boundary.redaction import (
     forget_secrets,
     known_secrets,
@@ -29,7 +30,7 @@ from platform.composition.composer import CONF, Composer, open_composer
 from platform.config.bounds import impossible_values, wrong_values
 from platform.config.checks import absent_ranks, slices_heads, too_many_workers, wrong_configuration
 from platform.config.execution import ON_RAY, RESUME, Cluster
-from platform.config.extensions import load_extensions
+from platform.config.extensions import load_extensions, refusing_exits
 from platform.config.fields import Config, ConfigError, closest, violation
 from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
@@ -101,6 +102,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
     return config
 
 
+@refusing_exits()
 def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
     """Compose and complete the configuration of one job's arguments; return it, and one line per mistake in it."""
     modules = typed_values(arguments).get("extend")  # first: other arguments may name what they register
@@ -315,7 +317,9 @@ def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
         return driver.run(config, plan, command=command, phases=phases)
     except ConfigError as error:
         return _refuse(error)
-    except Exception:  # a bug of ours; the next job of a sweep may still succeed
+    except BaseException as error:  # a bug of ours, or of the user's code; the next job of a sweep may still succeed
+        if passes(error):
+            raise
         print_line(traceback.format_exc().rstrip(), sys.stderr)
         return FAILED
 

@@ -13,16 +13,37 @@ from operator import ge, gt, le, lt
 from typing import Any
 from unicodedata import category
 
-from platform.config.fields import Config, closest, declared, fits, key_fields, shown_value, type_in_words, violation
+from platform.config.fields import (
+    Config,
+    ConfigError,
+    closest,
+    declared,
+    fits,
+    key_fields,
+    shown_value,
+    type_in_words,
+    violation,
+)
 from platform.config.key import Key
 
 KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in key_fields().items()}
+_OURS = {name: legal.choices for name, legal in KEYS.items()}
+_NAME = r"\w[\w.-]*"  # of what a user's module registers
 LONGEST = 10_000  # most characters in one text
 
 
-def allow(key: str, value: Any) -> None:
+def allow(key: str, value: Any, *functions: Any) -> None:
     """Add `value`, such as a model's name, to the legal choices of a configuration key, such as "model.kind", when a
-    user's module (named in `extend`) registers it."""
+    user's module (named in `extend`) registers it with some `functions`. Raises ConfigError for what is no name, for a
+    name of ours, and for a function that cannot be called."""
+    if not isinstance(value, str) or not re.fullmatch(_NAME, value):
+        raise ConfigError(violation(key, value, "no name to register: letters, digits, _, - and . are legal"))
+    if value in _OURS[key]:
+        raise ConfigError(violation(key, value, "is built in; register another name", [f"own_{value}"]))
+    for function in functions:
+        if not callable(function):
+            reason = f"is registered with a {type(function).__name__}, where a function or a class is needed"
+            raise ConfigError(violation(key, value, reason))
     KEYS[key] = replace(KEYS[key], choices=tuple(dict.fromkeys((*KEYS[key].choices, value))))
 
 

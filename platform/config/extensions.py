@@ -10,9 +10,12 @@ adds.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
 
-from platform.config.fields import violation
+from platform.boundary.own_code import OwnCodeError, own_code
+from platform.config.fields import ConfigError, violation
 
 
 def load_extensions(modules: Sequence[str]) -> list[str]:
@@ -21,8 +24,19 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
     lines = []
     for name in modules:
         try:
-            importlib.import_module(name)
-        except Exception as error:  # user code may raise anything
-            reason = f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
-            lines.append(violation("extend", name, reason))
+            with own_code(f"extend={name}"):
+                importlib.import_module(name)
+        except OwnCodeError as error:
+            lines.append(violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
     return lines
+
+
+@contextmanager
+def refusing_exits() -> Iterator[None]:
+    """Raise ConfigError in place of a SystemExit, or whatever else is no Exception, that a function of the user's
+    raises within the context."""
+    try:
+        with own_code("extend", (Exception,), inf):
+            yield
+    except OwnCodeError as error:
+        raise ConfigError(f"extend: code of your own {error}") from error

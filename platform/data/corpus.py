@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
 from platform.data import synthetic
-from platform.data.data_checks import check_data, make_objective, too_small
+from platform.data.data_checks import check_data, teaches_nothing, too_small
 from platform.data.kinds.of_documents import write_tokens
 from platform.data.kinds.of_streams import BlockReader, is_streamed
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import Objective, SampleShape
+from platform.data.own_objective import OwnObjective, make_objective
 from platform.data.permutation import mix, order
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
@@ -115,6 +116,14 @@ class Corpus:
         places = self._places(split, np.arange(start, end))
         return sum(self.objective.predicted(stream, index) for stream, _, index in places)
 
+    def name_of(self, split: str, number: int) -> str:
+        """Return which sample is `number` of the split's endless global order, in words: "sample 3 of web"."""
+        for part in self.parts:
+            for stream, _, index in self._places(split, np.array([number])):
+                if not isinstance(held := part.streams[split], StreamedTokens) and held is stream:
+                    return f"sample {index[0]}{f' of data.sources.{part.name}' if part.name else ''}"
+        return f"sample {number} of the stream"
+
     def _places(self, split: str, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
         """Yield each stream of tokens that has some of the samples `numbers` of the split's endless global order: it,
         which of `numbers` these are, and their indices in it."""
@@ -203,10 +212,12 @@ def open_corpus(
 
 
 def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
-    """Raise ConfigError if a split of a source has no whole sample."""
+    """Raise ConfigError if a split of a source has no whole sample, or none with a label."""
     violations = []
     for source, part in zip(sources, corpus.parts, strict=True):
-        violations += too_small(source, {s: part.beginning(s) for s in part.streams}, corpus.objective, length)
+        streams = {split: part.beginning(split) for split in part.streams}
+        small = too_small(source, streams, corpus.objective, length)
+        violations += small or teaches_nothing(source, streams, corpus.objective)
     if violations:
         raise ConfigError(violations)
 
@@ -344,7 +355,8 @@ def _streamed(
         train = {TRAIN: entry.streams_of(place, found)[TRAIN]}
         return _rows_of(data, train, place, length, begin, trusted=False)[TRAIN]
 
-    decisive = [head.name, data.packing, length, type(objective).__name__, objective.needs, begin]
+    goal = objective.made if isinstance(objective, OwnObjective) else objective
+    decisive = [head.name, data.packing, length, type(goal).__name__, objective.needs, begin]
     return StreamedTokens(
         folder=head.parent / cache.hash_of(["blocks", *decisive]),
         reader=BlockReader(kind.form, kind.find(data), data),

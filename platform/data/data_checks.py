@@ -1,7 +1,6 @@
 """Checks of data: what is wrong with its keys and the beginnings of its files, and splits without a sample."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Any
 
@@ -12,12 +11,15 @@ from platform.config.surroundings import wrong_protocol
 from platform.data import tokenizer
 from platform.data.kinds.of_streams import check_stream, is_streamed
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
-from platform.data.objectives import GIVEN, OBJECTIVES, Objective, SampleShape
+from platform.data.objectives import Objective
+from platform.data.own_objective import of_objective
 from platform.data.sources import iterables
 from platform.data.sources.texts import SOURCES
 from platform.data.tokens.entry import KINDS, kind_of
 from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
 from platform.plan.language.functions import LABEL_WEIGHTS
+
+_AT_ONCE = 1024  # samples whose labels are counted at once
 
 
 def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
@@ -94,17 +96,10 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
     return violations
 
 
-def make_objective(name: str, shape: SampleShape) -> Objective:
-    """Make the objective that `data.objective` names, for samples of a shape. Raises ConfigError in place of any error
-    from a user's own."""
-    with _of_objective(name):
-        return OBJECTIVES[name](shape)
-
-
 def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Mapping[str, int]) -> None:
     """Make a sample by the objective `name` and check that it is what the model reads: `lengths` has the length of each
     data tensor. Raises ConfigError if it is not, or for any error from a user's own objective."""
-    with _of_objective(name):
+    with of_objective(name):
         found = dict(batch())
     there = ", ".join(found) or "none"
     if missing := [wanted for wanted in lengths if wanted not in found]:
@@ -119,15 +114,15 @@ def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Map
             raise ConfigError(f"data.objective={name}: makes {wanted!r} with a weight that is no finite number")
 
 
-@contextmanager
-def _of_objective(name: str) -> Iterator[None]:
-    """Raise ConfigError, naming the objective, in place of the errors that a user's own raises within the context."""
-    try:
-        yield
-    except (ConfigError, OSError):
-        raise
-    except Exception as error:
-        if name in GIVEN:
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"data.objective={name}: raises {reason}") from error
+def teaches_nothing(source: DataSource, streams: Mapping[str, Any], objective: Objective) -> list[str]:
+    """Return a refusal line for each split of a source, its `streams`, of which no sample has a label: a run would
+    learn nothing of it, with a loss of 0."""
+    violations = []
+    for split, stream in streams.items():
+        samples = max(0, objective.samples(stream))
+        parts = (np.arange(i, min(i + _AT_ONCE, samples)) for i in range(0, samples, _AT_ONCE))
+        if samples and not any(objective.predicted(stream, index) for index in parts):
+            of = f"path={source.data.path}" if source.data.path else f"kind={source.data.kind}"
+            reason = f"of the {samples} samples of its {split} split none has a label that counts"
+            violations.append(f"{source.key}.{of}: {reason}: nothing would be learned; nearest legal: other data")
+    return violations

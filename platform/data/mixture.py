@@ -20,6 +20,8 @@ from platform.config.fields import Config, ConfigError, Data, closest, violation
 _FINEST = 1 << 20  # parts into which weights are rounded
 _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
 _MOST = 100  # sources
+_LEAST = 1e-9  # weight, and epochs
+_LARGEST = 1 << 62  # sum of shares
 _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
 # Keys of group data that a source of a mixture may have; the others are those of the whole.
 OWN = ("kind", "path", "field", "target_path", "target_field", "dtype", "validation", "validation_path", "streaming")
@@ -84,8 +86,8 @@ def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
 def _wrong_source(name: str, given: Any) -> list[str]:
     """Return one refusal line per mistake in the keys `given` to a source of a mixture."""
     key = f"data.sources.{name}"
-    if not name.isidentifier():
-        return [violation("data.sources", name, "the name of a source has letters, digits and _")]
+    if wrong := _wrong_name(name):
+        return wrong
     if not isinstance(given, Mapping):
         return [violation(key, given, "must be keys with values", [f"{key}.path=FILE"])]
     lines, types = [], {f.name: type(f.default) for f in fields(Data) if f.name in OWN}
@@ -93,8 +95,8 @@ def _wrong_source(name: str, given: Any) -> list[str]:
         where = f"{key}.{own}"
         if own in ("weight", "epochs"):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < 1e9:
-                lines.append(violation(where, value, "must be a number above 0", [1]))
+            if not number or not _LEAST <= value < 1e9:
+                lines.append(violation(where, value, f"must be a number from {_LEAST:g} on, and below 1e9", [1]))
         elif own not in types:
             lines.append(violation(where, value, "unknown key", closest(own, [*OWN, "weight", "epochs"])[:3]))
         elif own == "kind" and value in ("mixture", "synthetic"):
@@ -132,9 +134,16 @@ def paths_of(data: Data) -> dict[str, str]:
     """Return the paths and URLs of data that a configuration names, by the key that holds each; "" for none."""
     found = {f"data.{name}": getattr(data, name) for name in PATHS}
     for source, given in data.sources.items():
-        if isinstance(given, Mapping):
+        if isinstance(given, Mapping) and not _wrong_name(source):
             found |= {f"data.sources.{source}.{name}": str(given[name]) for name in PATHS if name in given}
     return found
+
+
+def _wrong_name(name: Any) -> list[str]:
+    """Return a refusal line if a name is none that a source of a mixture may have."""
+    if isinstance(name, str) and name.isidentifier():
+        return []
+    return [violation("data.sources", name, "the name of a source has letters, digits and _")]
 
 
 def set_path(config: Config, key: str, path: str) -> None:
@@ -156,7 +165,10 @@ def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int
         scale = lcm(*(part.denominator for part in exact))
         found = [max(1, int(part * scale)) for part in exact]
     found = [share if source.trained else 0 for source, share in zip(sources, found, strict=True)]
-    return [share // gcd(*found) for share in found]
+    found = [share // gcd(*found) for share in found]
+    if (total := sum(found)) > _LARGEST:  # more than 64 bits can count
+        found = [max(1, share * _LARGEST // total) if share else 0 for share in found]
+    return found
 
 
 def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:

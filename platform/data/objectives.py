@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.config.bounds import allow
-from platform.config.fields import LOSS_OF, WEIGHTED, ConfigError, allow_objective
+from platform.config.fields import LOSS_OF, WEIGHTED, ConfigError, allow_objective, violation
 from platform.data.permutation import mix
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokens.streams import (
@@ -282,12 +282,15 @@ def register_objective(
     is over the sum of their magnitudes. `loss`: what it trains with unless `train.loss` says otherwise; "" is
     cross-entropy.
     """
+    allow("data.objective", name, make)
+    if isinstance(models, str) or not all(isinstance(kind, str) for kind in models):
+        reason = f"is registered for models={models!r}, which is no list of kinds of models"
+        raise ConfigError(violation("data.objective", name, reason, ['("decoder",)']))
     OBJECTIVES[name] = make
     (WEIGHTED.add if weighted else WEIGHTED.discard)(name)
     LOSS_OF[name] = loss or CROSS_ENTROPY
     for kind in models:
         allow_objective(kind, name)
-    allow("data.objective", name)
 
 
 def target(labels: Ints, start: int) -> dict[str, Ints]:

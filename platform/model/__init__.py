@@ -31,9 +31,9 @@ def register_model(
     """Register a user's model class as `model.kind=NAME`: `model(config.model)` must satisfy
     `platform.plan.core.chunks.RecordableModel`. `objectives`: the values of data.objective that it allows, the default
     first. `dims`: dims that only this model has, which tensor.layout may then split."""
+    allow("model.kind", name, model)
     MODELS[name] = model
     OBJECTIVES[name] = objectives
-    allow("model.kind", name)
     allow_dims(dims)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from platform.boundary.own_code import OwnCodeError, own_code
 from platform.config.bounds import allow
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of, violation
 from platform.plan.core.plan import Plan
@@ -26,8 +27,8 @@ def register_loss(name: str, loss: TokenLoss) -> None:
     (`platform.parallel.kernels.loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
     `mean_log_probability` over vocab, tensors of one number per label) to what each costs, elementwise and
     differentiably. The loss of a step is the mean over its labels."""
+    allow("train.loss", name, loss)
     LOSSES[name] = loss
-    allow("train.loss", name)
 
 
 def wrong_loss(config: Config, plan: Plan) -> Iterator[str]:
@@ -67,10 +68,11 @@ def _mistake(loss: TokenLoss) -> str:
         return found.detach(), list(gradients)
 
     try:
-        whole, slopes = tried(slice(0, 6))
-        parts = [tried(rows) for rows in (slice(0, 2), slice(2, 6))]
-    except Exception as error:  # user code may raise anything
-        return f"raises {type(error).__name__}: {' '.join(str(error).split())}"
+        with own_code("train.loss"):
+            whole, slopes = tried(slice(0, 6))
+            parts = [tried(rows) for rows in (slice(0, 2), slice(2, 6))]
+    except OwnCodeError as error:
+        return str(error)
     found = torch.stack([whole, *slopes])
     if not found.isfinite().all():
         return "is not finite, or its gradient is not, at ordinary probabilities"

@@ -33,8 +33,8 @@ SCHEDULES: dict[str, LearningRate] = {"constant": _constant, "cosine": _cosine, 
 def register_schedule(name: str, schedule: LearningRate) -> None:
     """Register a learning-rate schedule as `optimizer.schedule=NAME`: `schedule(config.optimizer, step, steps)` returns
     the fraction of optimizer.lr at update `step` of `steps` after warm-up."""
+    allow("optimizer.schedule", name, schedule)
     SCHEDULES[name] = schedule
-    allow("optimizer.schedule", name)
 
 
 def learning_rate(o: Optimizer, step: int, steps: int) -> float:

@@ -111,6 +111,6 @@ def register_optimizer(
     ValueError for any other word."""
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
+    allow("optimizer.kind", name, make)
     OPTIMIZERS[name] = OptimizerKind(make, moments)
     NEEDS[name] = needs or find_need
-    allow("optimizer.kind", name)

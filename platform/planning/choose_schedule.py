@@ -29,8 +29,8 @@ def register_pipeline(name: str, generator: Generator) -> None:
     The generator refuses numbers that it cannot take by raising `platform.plan.schedule.table.ScheduleError`; the
     nearest microbatch counts that it does take are then found by trying.
     """
+    allow("pipeline.kind", name, generator)
     SCHEDULES[name] = generator
-    allow("pipeline.kind", name)
 
 
 def count_microbatches(config: Config, data: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
 
+from platform.config.extensions import refusing_exits
 from platform.config.fields import WEIGHTED, Config, ConfigError, closest, loss_of, objective_of, violation
 from platform.config.layout_map import axes_of
 from platform.model import build_model
@@ -38,6 +39,7 @@ def zero_group(config: Config, data: int) -> int:
     return max(n for n in range(1, min(most, data) + 1) if data % n == 0) if config.parallel.zero else data
 
 
+@refusing_exits()
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
     """Build the plan of a run from its configuration. `workers`: number of workers, from which parallel.data=-1 is
     settled (None: one replica). `stage_of`: the pipeline stage of every model chunk, in order; from the schedule if

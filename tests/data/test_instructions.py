@@ -146,3 +146,36 @@ def test_damaged_entries_are_made_again(talks):
         found = open_corpus(talks, **SHAPE).batch("train", 0, 6)
         assert all(np.array_equal(found[name], rows) for name, rows in wanted.items()), file.name
         assert file.read_bytes() != raw, file.name
+
+
+SILENT = {"words": "x y z x y z", "names": "{% for m in messages %}{{ m['role'] }} {% endfor %}", "blank": "{{ x }}",
+          "questions": "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}",
+          "ends": "{% for m in messages %}<end>{% endfor %}"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_template_that_writes_no_answer_is_refused(talks, tmp_path, name):
+    (tmp_path / "k.jinja").write_text(SILENT[name])
+    with pytest.raises(ConfigError, match="t.jsonl: line 1: ") as refused:
+        open_corpus(replace(talks, chat_template=str(tmp_path / "k.jinja")), **SHAPE)
+    if name != "questions":  # of which answers do not follow
+        assert "the chat template writes no answer of this conversation" in str(refused.value)
+    assert not [*tmp_path.glob("cache/*")]
+
+
+def test_a_blank_answer_among_others_is_none(talks, tmp_path):
+    blank = [{"role": "user", "content": "?"}, {"role": "assistant", "content": " \n"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in [*TALKS, blank]))
+    with pytest.raises(ConfigError, match="line 41 has no answer"):
+        open_corpus(talks, **SHAPE)
+
+
+def test_a_split_that_teaches_nothing_is_refused(talks, tmp_path, monkeypatch):
+    """Whatever made its tokens."""
+    corpus = open_corpus(replace(talks, validation=0.1), **SHAPE)
+    assert corpus.predicted("train", 0, 4) and corpus.name_of("train", 0).startswith("sample ")
+    monkeypatch.setattr("platform.data.objectives.learned_of", lambda stream: np.zeros(len(stream), bool))
+    with pytest.raises(ConfigError) as refused:
+        open_corpus(replace(talks, validation=0.1), **SHAPE)
+    assert len(refused.value.violations) == 2
+    assert all("none has a label that counts: nothing would be learned" in line for line in refused.value.violations)

@@ -240,7 +240,7 @@ WRONG = {
     "an unknown key": ({"a": {"pth": "x"}}, "data.sources.a.pth=x: unknown key; nearest legal: path"),
     "an unknown kind": ({"a": {"kind": "txt"}}, "data.sources.a.kind=txt: unknown; nearest legal: text"),
     "a mixture": ({"a": {"kind": "mixture"}}, "data.sources.a.kind=mixture: no source of a mixture"),
-    "a weight of zero": ({"a": {"path": "x", "weight": 0}}, "data.sources.a.weight=0: must be a number above 0"),
+    "a weight of zero": ({"a": {"path": "x", "weight": 0}}, "data.sources.a.weight=0: must be a number from 1e-09 on"),
     "a weight of truth": ({"a": {"path": "x", "weight": True}}, "data.sources.a.weight=true: must be a number"),
     "a weight that is none": ({"a": {"path": "x", "weight": float("nan")}}, "data.sources.a.weight=nan: must be"),
     "both": ({"a": {"path": "x", "weight": 1, "epochs": 2}}, "data.sources.a.epochs=2: data.sources.a.weight says"),
@@ -291,3 +291,25 @@ def test_paths_are_found_and_set_wherever_they_are():
         set_path(config, key, f"/{path}")
     assert [sorted(paths_of(config.data).values())[-2:]] == [["/x", "/y"]]
     assert sources_of(Data())[0].key == "data"
+
+
+@pytest.mark.parametrize("name", ["a.b", "a b", "", "path", 1, None])
+def test_a_name_that_no_key_can_have_is_refused(name):
+    data = Data(kind="mixture", sources={name: {"path": "x"}, "b": {"path": "y"}})
+    assert paths_of(data).keys() - {"data.sources.path.path"} == {*paths_of(Data()), "data.sources.b.path"}
+    if name != "path":
+        with pytest.raises(ConfigError, match=f"data.sources={name}: the name of a source has letters, digits and _"):
+            sources_of(data)
+
+
+@given(
+    st.lists(st.floats(1e-9, 1e9, exclude_max=True), min_size=2, max_size=5),
+    st.lists(st.integers(1, 10**9), min_size=5),
+)
+@settings(max_examples=60)
+def test_shares_of_any_epochs_can_be_counted(epochs, sizes):
+    sources = [DataSource(str(i), Data(kind="text"), epochs=n) for i, n in enumerate(epochs)]
+    shares = shares_of(sources, sizes[: len(sources)])
+    assert sum(shares) < 1 << 63 and min(shares) >= 1
+    source, count = turns(shares, np.arange(50))
+    assert ((0 <= source) & (source < len(shares)) & (count >= 0)).all()

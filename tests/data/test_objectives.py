@@ -1,13 +1,14 @@
 """What models are asked to predict: pure functions of (seed, sample), of fixed shapes."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
 from platform.config.fields import Config, ConfigError, Data, Model
 from platform.data.corpus import corpus_of, open_corpus
-from platform.data.objectives import SpanDenoising
+from platform.data.objectives import OBJECTIVES, Causal, SpanDenoising
 
 VOCAB, END_OF_TEXT = 400, 0
 SHAPES = {
@@ -122,3 +123,55 @@ def test_pairs_that_are_no_pairs_are_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"source": "a"}\n')
     with pytest.raises(ConfigError, match="line 1 has no texts data.field=source"):
         corpus_of_pairs(tmp_path, PAIRS, path=str(tmp_path / "x.jsonl"), field="source")
+
+
+class Strange(Causal):
+    """Objective of one's own with one wrong number in one sample."""
+
+    wrong = ("labels", 300)
+
+    def batch(self, stream, index, keys):
+        found = {name: rows.copy() for name, rows in super().batch(stream, index, keys).items()}
+        found[self.wrong[0]][index == 5, 3] = self.wrong[1]
+        return found
+
+
+STRANGE = [("labels", 10**9), ("labels", 300), ("tokens", -7), ("tokens", 300), ("begins", 16), ("positions", -2)]
+
+
+@pytest.mark.parametrize(("name", "value"), STRANGE)
+def test_every_sample_of_ones_own_objective_is_checked(monkeypatch, tmp_path, name, value):
+    kind = type("Own", (Strange,), {"wrong": (name, value)})
+    monkeypatch.setitem(OBJECTIVES, "strange", lambda shape: kind(shape.length, shape.special))
+    corpus = open_corpus(Data(kind="synthetic"), length=16, vocab=300, seed=0, objective="strange")
+    stream = corpus.parts[0].streams["train"]
+    keys = np.zeros(1, np.uint64)
+    for index in (0, 4, 6):
+        corpus.objective.batch(stream, np.array([index]), keys)
+    legal = 15 if name in ("begins", "positions") else 299
+    says = f"data.objective=strange: sample 5 has {value} in '{name}', at place 3: legal are 0 to {legal}, and -1"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        corpus.objective.batch(stream, np.arange(3, 9), np.zeros(6, np.uint64))
+
+
+@pytest.mark.parametrize("wrong", [lambda rows: rows[:1], lambda rows: rows * 1.0, lambda rows: rows[0]])
+def test_rows_that_are_no_samples_are_refused(monkeypatch, wrong):
+    def batch(self, stream, index, keys):
+        return {name: wrong(rows) for name, rows in Causal.batch(self, stream, index, keys).items()}
+
+    kind = type("Own", (Causal,), {"batch": batch})
+    monkeypatch.setitem(OBJECTIVES, "strange", lambda shape: kind(shape.length, shape.special))
+    corpus = open_corpus(Data(kind="synthetic"), length=16, vocab=300, seed=0, objective="strange")
+    with pytest.raises(ConfigError, match="data.objective=strange: makes 'tokens' as .* for 2 samples: rows of"):
+        corpus.batch("train", 0, 2)
+
+
+@pytest.mark.parametrize("count", ["x", -3, 1.5, None])
+def test_numbers_that_an_objective_says_are_checked(monkeypatch, count):
+    kind = type("Own", (Causal,), {"predicted": lambda self, stream, index: count})
+    monkeypatch.setitem(OBJECTIVES, "strange", lambda shape: kind(shape.length, shape.special))
+    with pytest.raises(ConfigError, match=re.escape(f"data.objective=strange: says predicted={count!r}; an integer")):
+        open_corpus(Data(kind="synthetic"), length=16, vocab=300, seed=0, objective="strange")
+    monkeypatch.setitem(OBJECTIVES, "strange", lambda shape: None)
+    with pytest.raises(ConfigError, match="data.objective=strange: raises AttributeError"):
+        open_corpus(Data(kind="synthetic"), length=16, vocab=300, seed=0, objective="strange")

@@ -13,7 +13,7 @@ from platform.data.kinds.of_documents import Documents, Encoded, Form, splits_of
 from platform.data.kinds.of_texts import deciding
 from platform.data.kinds.source_kind import SourceKind, checked, held_files
 from platform.data.sources.conversations import ENDINGS, Instruction, instruction_files, read_instructions
-from platform.data.tokenizers.chat import Parts
+from platform.data.tokenizers.chat import ANSWERS, Parts
 from platform.data.vocabulary import Vocabulary
 
 _BATCH = 1024  # conversations that are encoded at once
@@ -40,9 +40,20 @@ def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
         begin, end = (vocabulary.spelling(i) for i in (vocabulary.special.begin, vocabulary.special.end))
         return [(begin, True, False), (prompt, False, False), (answer, False, True), (end, True, True)]
     try:
-        return list(vocabulary.chat.parts(instruction.messages))
+        parts = list(vocabulary.chat.parts(instruction.messages))
     except ConfigError as error:
         raise ConfigError(f"{instruction.place}: {error}") from None
+    if not _writes_answer(instruction, "".join(text for text, special, answer in parts if answer and not special)):
+        reason = "the chat template writes no answer of this conversation, of which nothing would be learned"
+        raise ConfigError(f"{instruction.place}: {reason}; nearest legal: another data.chat_template")
+    return parts
+
+
+def _writes_answer(instruction: Instruction, learned: str) -> bool:
+    """Return True if what is learned of a conversation has a word of its answers; for answers that are no text, any."""
+    contents = [message.get("content") for message in instruction.messages if message["role"] == ANSWERS]
+    words = [word for content in contents if isinstance(content, str) for word in content.split()]
+    return any(word in learned for word in words) if words else bool(learned.strip())
 
 
 def _check(data: Data) -> list[str]:

@@ -68,9 +68,14 @@ def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> 
         there = ", ".join(values) or "none"
         wanted = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
         raise ConfigError(f"{place} has {wanted}={data.target_field}; its fields: {there}")
-    if not any(message["role"] == ANSWERS and message.get("content") for message in messages):
+    if not any(message["role"] == ANSWERS and _says(message.get("content")) for message in messages):
         raise ConfigError(f"{place} has no answer: no message with role {ANSWERS}")
     return Instruction(messages, False, where)
+
+
+def _says(content: Any) -> bool:
+    """Return True if the content of a message is not blank."""
+    return bool(content.strip() if isinstance(content, str) else content)
 
 
 def _encodable(value: Any) -> Any:

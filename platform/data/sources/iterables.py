@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.boundary.own_code import READING, OwnCodeError, own_code
 from platform.config.bounds import allow
 from platform.config.fields import ConfigError, Data
 from platform.data.sources.data_files import DataFile, encodable
@@ -16,14 +18,15 @@ from platform.data.sources.data_files import DataFile, encodable
 _Read = Callable[[Data], Iterable[Any]]
 TEXTS: dict[str, _Read] = {}  # by data.kind: functions that yield texts
 TOKENS: dict[str, _Read] = {}  # and those that yield lists of tokens
+_NO_MORE = object()
 
 
 def register_documents(name: str, read: Callable[[Data], Iterable[Any]], *, tokens: bool = False) -> None:
     """Register documents as `data.kind=NAME`: `read`, given the keys of group data, returns an iterable of texts, or,
     with `tokens`, of sequences of token ids. It is called anew for every pass over them, and must then give the same
     documents in the same order."""
+    allow("data.kind", name, read)
     (TOKENS if tokens else TEXTS)[name] = read
-    allow("data.kind", name)
 
 
 def read_own(
@@ -32,21 +35,13 @@ def read_own(
     """Yield (number, text or tokens) of each document of the user's function `data.kind`; empty ones are left out.
     Raises ConfigError, naming it and the document, for any error that it raises, and for what is no document."""
     number, place = 0, 0
-    try:
+    with _reading(data):
         documents = iter((TOKENS.get(data.kind) or TEXTS[data.kind])(data))
-    except (ConfigError, OSError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"data.kind={data.kind}: raises {_said(error)}") from error
     while True:
-        try:
-            document = next(documents)
-        except StopIteration:
+        with _reading(data, f", for document {place}"):
+            document = next(documents, _NO_MORE)
+        if document is _NO_MORE:
             return
-        except (ConfigError, OSError):
-            raise
-        except Exception as error:
-            raise ConfigError(f"data.kind={data.kind}: raises {_said(error)}, for document {place}") from error
         found = _tokens(document, data, place) if data.kind in TOKENS else _text(document, data, place)
         place += 1
         if len(found):
@@ -83,5 +78,13 @@ def _tokens(document: Any, data: Data, place: int) -> NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+@contextmanager
+def _reading(data: Data, which: str = "") -> Iterator[None]:
+    """Raise ConfigError, naming the user's function `data.kind`, in place of what it raises within the context; `which`
+    document was asked for."""
+    name = f"data.kind={data.kind}"
+    try:
+        with own_code(name, (ConfigError, OSError), READING):
+            yield
+    except OwnCodeError as error:
+        raise ConfigError(f"{name}: {error}{which}") from error

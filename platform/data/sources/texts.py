@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import cast
 
+from platform.boundary.own_code import READING, OwnCodeError, own_code
 from platform.config.bounds import allow
 from platform.config.fields import ConfigError, Data
 from platform.data.sources.data_files import (
@@ -53,24 +54,24 @@ SOURCES: dict[str, Callable[[Data], Sequence[DataFile]]] = {"stdlib": stdlib_fil
 def register_source(name: str, files: Callable[[Data], Sequence[DataFile]]) -> None:
     """Register a source of text as `data.kind=NAME`: the function `files` finds its files of text, given the keys of
     group data."""
+    allow("data.kind", name, files)
     SOURCES[name] = files
-    allow("data.kind", name)
 
 
 def files_of(data: Data) -> list[DataFile]:
     """Return the files of text that the source `data.kind` finds. Raises ConfigError, naming the source, if it raises,
     or gives anything but an iterable of paths; its own ConfigError and OSError pass unchanged."""
     found: object = None
+    if (find := SOURCES[data.kind]) in (stdlib_files, text_files):
+        return [*find(data)]
     try:
-        found = SOURCES[data.kind](data)
-        return [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[DataFile], found)]
-    except (ConfigError, OSError):
-        raise
-    except Exception as error:  # the source may be the user's code
-        if SOURCES[data.kind] in (stdlib_files, text_files):
-            raise
+        with own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
+            found = find(data)
+            return [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[DataFile], found)]
+    except OwnCodeError as error:
         given = "" if found is None else f" gives {type(found).__name__}, not paths of files:"
-        raise ConfigError(f"data.kind={data.kind}: its source{given} {type(error).__name__}: {error}") from error
+        reason = str(error).removeprefix("raises ")
+        raise ConfigError(f"data.kind={data.kind}: its source{given} {reason}") from error
 
 
 def check_files(data: Data) -> list[str]:

@@ -81,11 +81,14 @@ def as_model_mistakes(model: Any) -> Iterator[None]:
         yield
     except (ModelMistake, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_ours(_module(frame))]
         if _is_ours(model.__module__) or not own:
             raise
-        text = " ".join(str(error).split())
+        try:
+            text = " ".join(str(error).split())
+        except Exception:  # it may not even be printable
+            text = "its text raises an error too"
         reason = f"{type(error).__name__}{': ' + text if text else ''}"
         raise ModelMistake(getattr(model, "__name__", type(model).__name__), reason, place=_place(*own[-1])) from error
 

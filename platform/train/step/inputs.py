@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from platform.config.fields import ConfigError
 from platform.data.corpus import Corpus
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
@@ -59,11 +60,18 @@ def place(
 
 def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
     """Return what the loss summed over training samples [first, end) is divided by to be their mean: the number of
-    labels that count or, if labels have weights, the sum of their magnitudes."""
+    labels that count or, if labels have weights, the sum of their magnitudes. Raises ConfigError if there is none."""
     if LABEL_WEIGHTS not in plan.readers:
-        return max(1, corpus.predicted("train", first, end))  # rows of prompts alone teach nothing
+        return corpus.predicted("train", first, end) or _no_label(corpus, first, end)
     total, at_once = 0.0, plan.sizes["batch"]
     for start in range(first, end, at_once):
         found = corpus.batch("train", start, min(start + at_once, end))
         total += float(np.abs(found[LABEL_WEIGHTS])[found["labels"] >= 0].sum())
-    return total or 1.0
+    return total or _no_label(corpus, first, end)
+
+
+def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
+    """Raise ConfigError for training samples [first, end), of which no label counts: a step on them alone would move
+    the weights for no reason, and report a loss of 0."""
+    where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_of('train', first)}"
+    raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")

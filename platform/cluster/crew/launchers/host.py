@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any, get_type_hints
 
 from platform.boundary import schema
+from platform.boundary.own_code import passes
 from platform.boundary.redaction import Shield, register_secrets
 from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import call_text
@@ -106,7 +107,9 @@ class _Host:
         cause = ""
         try:
             frame = encode(Answer(number, function()))
-        except Exception:
+        except BaseException as error:  # code of the user's own may raise anything, SystemExit too
+            if passes(error):
+                raise
             cause = traceback.format_exc().encode(errors="backslashreplace").decode()[-schema.LONGEST :]
         if cause:  # after the except block: within it the failed frames are alive, and keep groups open
             self._leave()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from platform.boundary.own_code import passes
 from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
@@ -48,7 +49,9 @@ class InlineCrew(Crew):
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         try:
             return [getattr(self._worker, method)(*arguments(args, 0))]
-        except Exception as error:
+        except BaseException as error:
+            if passes(error):
+                raise
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
             print(visible(cause), file=sys.stderr, end="")
             call, name, coordinates = call_text(method, args), self.job.name(0), self.job.coordinates[0]

@@ -1,0 +1,97 @@
+"""Objectives of the user's own: made, and every sample of theirs checked."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from platform.boundary.own_code import OwnCodeError, own_code
+from platform.config.fields import ConfigError
+from platform.data.objectives import GIVEN, OBJECTIVES, Keys, Objective, SampleShape
+from platform.data.tokens.streams import PADDING, Ints
+
+
+def make_objective(name: str, shape: SampleShape) -> Objective:
+    """Make the objective that `data.objective` names, for samples of a shape. Raises ConfigError in place of any error
+    from a user's own, whose samples are checked."""
+    if name in GIVEN:
+        return OBJECTIVES[name](shape)
+    with of_objective(name):
+        return OwnObjective(name, OBJECTIVES[name](shape), shape)
+
+
+@dataclass(frozen=True)
+class OwnObjective:
+    """Objective of a user's own, `made` for samples of a shape. Raises ConfigError, naming it and the sample, for any
+    error of it, and for a sample with ids outside of the vocabulary or places outside of its row."""
+
+    name: str
+    made: Objective
+    shape: SampleShape
+
+    @property
+    def needs(self) -> int:
+        with of_objective(self.name):
+            return self._count("needs", self.made.needs, 1)
+
+    @property
+    def reserved(self) -> int:
+        with of_objective(self.name):
+            return self._count("reserved", self.made.reserved, 0)
+
+    def samples(self, stream: Any) -> int:
+        with of_objective(self.name):
+            return self._count("samples", self.made.samples(stream), -1)
+
+    def predicted(self, stream: Any, index: Ints) -> int:
+        with of_objective(self.name):
+            return self._count("predicted", self.made.predicted(stream, index), 0)
+
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        """Return samples `index` of the stream, as the user's objective makes them."""
+        with of_objective(self.name):
+            found = dict(self.made.batch(stream, index, keys))
+            for name, most in self._limits.items():
+                if name in found:
+                    self._check(name, np.asarray(found[name]), most, index)
+        return found
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        """Return of each data tensor of integers how many values there are, from 0 on; -1, padding, is legal too."""
+        ids, places = ("tokens", "labels", "source"), ("begins", "positions")
+        segments = {"segments": self.shape.segments} if self.shape.segments else {}
+        return dict.fromkeys(ids, self.shape.vocab) | dict.fromkeys(places, self.shape.length) | segments
+
+    def _check(self, name: str, rows: Any, most: int, index: Ints) -> None:
+        """Raise ConfigError for rows of a data tensor that are none of the samples `index`, or have a value that is
+        neither padding nor below `most`."""
+        of = f"data.objective={self.name}: "
+        if rows.dtype.kind not in "iu" or rows.ndim != 2 or len(rows) != len(index):
+            made = f"makes {name!r} as {rows.dtype} of shape {list(rows.shape)}"
+            raise ConfigError(f"{of}{made} for {len(index)} samples: rows of integers are needed, one for each")
+        if rows.size and (rows.min() < PADDING or rows.max() >= most):
+            row, column = np.argwhere((rows < PADDING) | (rows >= most))[0]
+            where = f"sample {index[row]} has {rows[row, column]} in {name!r}, at place {column}"
+            raise ConfigError(f"{of}{where}: legal are 0 to {most - 1}, and -1 for padding")
+
+    def _count(self, what: str, value: Any, least: int) -> int:
+        """Return a number that the user's objective has said. Raises ConfigError if it is no integer, or too small."""
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"data.objective={self.name}: says {what}={value!r}; an integer >= {least} is needed")
+        return int(value)
+
+
+@contextmanager
+def of_objective(name: str) -> Iterator[None]:
+    """Raise ConfigError, naming the objective, in place of the errors that a user's own raises within the context."""
+    if name in GIVEN:
+        yield
+        return
+    try:
+        with own_code(f"data.objective={name}", (ConfigError, OSError)):
+            yield
+    except OwnCodeError as error:
+        raise ConfigError(f"data.objective={name}: {error}") from error
