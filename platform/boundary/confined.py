@@ -59,7 +59,7 @@ class _Ended(Exception):
 
 
 class Parser:
-    """Child process that answers requests by the function `name`, "MODULE:FUNCTION". Not for several threads at once."""
+    """Child process that answers requests by the function `name`, "MODULE:FUNCTION"; of one thread at a time."""
 
     def __init__(self, name: str):
         self.name = name
