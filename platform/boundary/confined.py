@@ -75,6 +75,11 @@ class Parser:
         self.alive = True
         _all.add(self)
 
+    @property
+    def usable(self) -> bool:
+        """Return True if this process has it, and it is alive as far as is known."""
+        return self.alive and self.owner == os.getpid()
+
     def ask(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None = None) -> bytes:
         """Return the answer to a request. `read`: gives the parser parts of the file that it parses. Raises Malformed
         if the parser refuses, or does not survive."""
@@ -163,7 +168,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def living_parsers() -> list[Parser]:
     """Return the children of this process that are alive."""
-    return [parser for parser in _all if parser.alive and parser.owner == os.getpid()]
+    return [parser for parser in _all if parser.usable]
 
 
 @atexit.register
@@ -181,7 +186,7 @@ def borrow(name: str) -> Parser:
 
 def give_back(parser: Parser) -> None:
     """Keep a child for the next file, if it is alive."""
-    if parser.alive and parser.owner == os.getpid():
+    if parser.usable:
         _idle.setdefault(parser.name, []).append(parser)
 
 

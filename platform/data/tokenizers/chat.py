@@ -52,7 +52,7 @@ class ChatTemplate:
 
     def _ask(self, body: bytes, bounds: Limits, fault: str) -> bytes:
         """Return the answer of the child that has the template. Raises ConfigError."""
-        if not self._parser.alive:
+        if not self._parser.usable:
             self._parser = borrow(_PARSER)
         try:
             return self._parser.ask({"template": self._text}, body, bounds)
