@@ -17,6 +17,7 @@ from platform.boundary import documents
 from platform.boundary.schema import Malformed
 from platform.config.fields import ConfigError, Data, violation
 from platform.data.tokenizers.chat import CHATML, CHATML_TOKENS, ChatTemplate, Parts
+from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer, with_tokens
 from platform.data.tokenizers.specials import SpecialIds, named_tokens, special_ids, with_usual
 from platform.data.tokenizers.tokenizer_files import (
     CONFIG,
@@ -47,7 +48,7 @@ class Vocabulary:
     by role, such as eos; `special`: their ids; `given`: it was not trained on the corpus, so that a document is only
     encoded right as a whole."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | ConfinedTokenizer
     files: TokenizerFiles
     named: Mapping[str, str]
     special: SpecialIds
@@ -160,7 +161,7 @@ class Vocabulary:
 def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
     """Make a vocabulary of the files of a tokenizer. Raises Malformed if they are none, or if no token ends
     documents."""
-    tokenizer = parse_tokenizer(files[JSON])
+    tokenizer = ConfinedTokenizer(files[JSON]) if given else parse_tokenizer(files[JSON])
     named = with_usual(tokenizer, named_tokens(settings_of(files)))
     if not (special := special_ids(tokenizer, named)):
         raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
@@ -197,11 +198,12 @@ def given_files(data: Data) -> dict[str, bytes] | None:
         found = with_config(found, said)
     template, added = template_of(data), added_tokens(data)
     try:
-        tokenizer = parse_tokenizer(found[JSON])
+        tokenizer = ConfinedTokenizer(found[JSON])
         if lacking := [token for token in said.values() if tokenizer.token_to_id(token) is None and token not in added]:
             raise Malformed(f"has no token {lacking[0]!r}")
-        if added and tokenizer.add_special_tokens([t for t in added if tokenizer.token_to_id(t) is None]):
-            found = {**found, JSON: tokenizer.to_str().encode()}
+        if new := [token for token in added if tokenizer.token_to_id(token) is None]:
+            found = {**found, JSON: with_tokens(found[JSON], new)}
+        del tokenizer  # its child is free for the next
         named = vocabulary_of(found).named
     except Malformed as error:
         raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None

@@ -4,17 +4,21 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any
 
-from platform.boundary.documents import from_json
+from platform.boundary.confined import limits, parser_of
+from platform.boundary.documents import from_json, one_line
 from platform.boundary.schema import Malformed
 from platform.config.fields import ConfigError
 from platform.data.sources import data_files
 from platform.data.sources.data_files import DataFile, open_raw, open_unpacked, pyarrow, size_of
 
 Record = tuple[str, dict[str, Any]]  # (place in the file, for a refusal: "line 3", values by field)
-_AT_ONCE = 256  # rows of a table that are read at once
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
+_MEMORY = 512 << 20  # bytes that parsing a small table takes; a larger one takes up to 4 times its size more
+_SPEED = 1e6  # bytes of a file that are parsed in a second, at the least
+_ROW = 1 << 16  # bytes of a row of a table beside its text
+_VALUES = 1 << 24  # in a row of a table, such as tokens
 
 
 def json_lines(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
@@ -32,80 +36,44 @@ def json_lines(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
             yield f"line {number}", values
 
 
-def parquet_rows(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of a Parquet file, of the columns `fields` only."""
-    arrow = pyarrow(file)
-    from pyarrow import parquet
+def table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of a table, of the columns `fields` only; `form` is parquet, or arrow for a stream (as Hugging
+    Face datasets are saved) or file of Arrow's IPC formats. A child process parses it, see `platform.data.parsers`."""
+    pyarrow(file)
+    packed = size_of(file)
+    most, unpacked, number = max(data_files.UNPACKED, data_files.RATIO * packed), 0, 0
+    bounds = limits(_MEMORY + 4 * packed, 60 + packed / _SPEED, data_files.LINE + _ROW)
+    with open_raw(file) as raw, parser_of("platform.data.parsers.table_parser:answer_table") as parser:
 
-    with open_raw(file) as raw:
-        table = parquet.ParquetFile(arrow.PythonFile(raw, mode="r"))
-        columns = [name for name in fields if name in table.schema_arrow.names]
-        _check_columns(table.schema_arrow, fields)
-        yield from _rows(table.iter_batches(_AT_ONCE, columns=columns), size_of(file))
+        def read(offset: int, size: int) -> bytes:
+            raw.seek(offset)
+            return raw.read(size)
 
-
-def arrow_rows(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of a file of Arrow's IPC formats, stream (as Hugging Face datasets are saved) or file, of the
-    columns `fields` only."""
-    arrow = pyarrow(file)
-    from pyarrow import ipc
-
-    with open_raw(file) as raw:
-        source = arrow.PythonFile(raw, mode="r")
-        if _begins(raw) == b"ARROW1":
-            table = ipc.open_file(source)
-            batches = (table.get_batch(i) for i in range(table.num_record_batches))
-        else:
-            if not _ends(raw):
-                raise ConfigError("torn: the end of an Arrow stream is missing")
-            batches = table = ipc.open_stream(source)
-        _check_columns(table.schema, fields)
-        columns = [name for name in fields if name in table.schema.names]
-        yield from _rows((batch.select(columns) for batch in batches), size_of(file))
+        opening = {"do": "open", "form": form, "size": packed, "columns": [*fields]}
+        _check_columns(from_json(parser.ask(opening, b"", bounds, read), bounds.output), fields)
+        while lines := parser.ask({"do": "next", "output": bounds.output}, b"", bounds, read):
+            unpacked += len(lines)
+            if unpacked > most:
+                raise ConfigError(f"it unpacks to more than {data_files.RATIO} times its size, which no text does")
+            for line in lines.split(b"\n"):
+                number += 1
+                row = from_json(line, bounds.output, _VALUES, strict=False)
+                assert isinstance(row, dict)
+                yield f"row {number}", row
 
 
 ROWS: dict[str, Callable[[DataFile, Sequence[str]], Iterator[Record]]] = {
     ".jsonl": json_lines,
-    ".parquet": parquet_rows,
-    ".arrow": arrow_rows,
+    ".parquet": partial(table_rows, "parquet"),
+    ".arrow": partial(table_rows, "arrow"),
 }
 
 
-def _begins(raw: BinaryIO) -> bytes:
-    """Return the first six bytes of a file, and go back to its start."""
-    found = raw.read(6)
-    raw.seek(0)
-    return found
-
-
-def _ends(raw: BinaryIO) -> bool:
-    """Return True if a file ends as an Arrow stream does, and go back to its start: a stream that was cut between two
-    of its parts reads like a shorter one."""
-    raw.seek(max(0, raw.seek(0, 2) - len(_END)))
-    found = raw.read()
-    raw.seek(0)
-    return found == _END
-
-
-def _check_columns(schema: Any, fields: Sequence[str]) -> None:
-    """Raise ConfigError if a table has none of the columns `fields`."""
-    if not any(name in schema.names for name in fields):
-        there = ", ".join(schema.names[:20]) or "none"
+def _check_columns(names: list[str], fields: Sequence[str]) -> None:
+    """Raise ConfigError if a table, whose columns have these names, has none of the columns `fields`."""
+    if not any(name in names for name in fields):
+        there = one_line(", ".join(names[:20]).encode(errors="replace")) or "none"
         raise ConfigError(f"data.field={fields[0]}: no such column; its columns: {there}")
-
-
-def _rows(batches: Any, packed: int) -> Iterator[Record]:
-    """Yield the rows of batches of a table of `packed` bytes as stored. Raises ConfigError if they are far more."""
-    most, unpacked, number = max(data_files.UNPACKED, data_files.RATIO * packed), 0, 0
-    for whole in batches:
-        for start in range(0, whole.num_rows, _AT_ONCE):
-            batch = whole.slice(start, _AT_ONCE)
-            unpacked += batch.nbytes
-            if unpacked > most:
-                raise ConfigError(f"it unpacks to more than {data_files.RATIO} times its size, which no text does")
-            for row in batch.to_pylist():
-                number += 1
-                yield f"row {number}", row
 
 
 def text_of(record: Record, field: str, key: str = "data.field") -> str:

@@ -1,8 +1,9 @@
 """Chat templates: conversations as the text that a model reads, and which of its tokens are answers.
 
 A template is one of Jinja, as transformers has them (`messages`, `add_generation_prompt`, `bos_token`, `eos_token`,
-`raise_exception`, the filter `tojson` and blocks of {% generation %}). It runs in Jinja's sandbox, as it may have come
-from anybody, and is not told the date, so that one conversation is always one text.
+`raise_exception`, the filter `tojson` and blocks of {% generation %}). It runs in Jinja's sandbox in a child process
+within limits (`platform.data.parsers`), as it may have come from anybody, and is not told the date, so that one
+conversation is always one text.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import finalize
 
-from platform.boundary.documents import one_line
+from platform.boundary.confined import Limits, borrow, give_back, limits
+from platform.boundary.documents import from_json
+from platform.boundary.schema import Malformed
 from platform.config.fields import ConfigError
 
 CHATML = (
@@ -21,6 +25,11 @@ CHATML = (
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 ANSWERS = "assistant"  # the role whose messages are answers
+_PARSER = "platform.data.parsers.template_parser:answer_template"
+_MEMORY, _SECONDS = 256 << 20, 10  # that a template takes, at the least
+_OUTPUT = 1 << 22  # bytes that a template may write, beside 4 for each that it reads
+_SPEED = 1e7  # bytes that it may write in a second, at the least
+_HALF = re.compile("[\ud800-\udfff]")
 _HIDDEN = "\ue000"  # stands in a spelling of a special token, so that the template's own are told from a message's
 
 Message = Mapping[str, Any]  # role and content, and whatever else the template reads
@@ -33,47 +42,42 @@ class ChatTemplate:
     role; `special`: all that a message must not spell."""
 
     def __init__(self, text: str, named: Mapping[str, str], special: Sequence[str], key: str = "data.chat_template"):
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
         self._key = key
         self._named = {f"{role}_token": token for role, token in named.items()}
         self._special = sorted((t for t in special if len(t) > 1), key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = self._refuse
+        self._text, self._parser = text, borrow(_PARSER)
+        finalize(self, give_back, self._parser)
+        self._ask(b"", limits(_MEMORY, _SECONDS, 0), "no template of Jinja")
+
+    def _ask(self, body: bytes, bounds: Limits, fault: str) -> bytes:
+        """Return the answer of the child that has the template. Raises ConfigError."""
+        if not self._parser.usable:
+            self._parser = borrow(_PARSER)
         try:
-            self._template = environment.from_string(text)
-        except TemplateError as error:
-            raise ConfigError(f"{key}: no template of Jinja: {_line(error)}") from None
-
-    def _refuse(self, message: str) -> None:
-        from jinja2 import TemplateError
-
-        raise TemplateError(message)
+            return self._parser.ask({"template": self._text}, body, bounds)
+        except Malformed as error:
+            raise ConfigError(f"{self._key}: {fault}: {error}") from None
 
     def text(self, messages: Conversation, *, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt`, and the beginning of an answer. Raises ConfigError if the
         template refuses it."""
-        return self._shown(self._rendered(messages, prompt))
+        return self._shown(self._rendered(messages, [(len(messages), prompt)])[0])
 
     def prompt_parts(self, messages: Conversation) -> Iterator[tuple[str, bool]]:
         """Yield the text of a conversation with the beginning of an answer in parts, each with whether it is one
         special token. Raises ConfigError if the template refuses it."""
-        return ((text, special) for text, special, _ in self._split(self._rendered(messages, True), True))
+        [whole] = self._rendered(messages, [(len(messages), True)])
+        return ((text, special) for text, special, _ in self._split(whole, True))
 
     def parts(self, messages: Conversation) -> Iterator[tuple[str, bool, bool]]:
         """Yield the text of a conversation in parts, each with whether it is one special token, and whether it is of
         an answer. Raises ConfigError if the template refuses it, or does not write an answer behind its prompt."""
         place = 0
-        whole = self._rendered(messages, False)
-        for i, message in enumerate(messages):
-            if message.get("role") != ANSWERS:
-                continue
-            before, after = self._rendered(messages[:i], True), self._rendered(messages[: i + 1], False)
+        answers = [i for i, message in enumerate(messages) if message.get("role") == ANSWERS]
+        ends = [end for i in answers for end in ((i, True), (i + 1, False))]
+        whole, *found = self._rendered(messages, [(len(messages), False), *ends])
+        for i, before, after in zip(answers, found[::2], found[1::2], strict=True):
             if not after.startswith(before) or not whole.startswith(after):
                 raise ConfigError(f"{self._key}: what it writes of message {i} does not follow what it writes before")
             yield from self._split(whole[place : len(before)], False)
@@ -81,15 +85,23 @@ class ChatTemplate:
             place = len(after)
         yield from self._split(whole[place:], False)
 
-    def _rendered(self, messages: Conversation, prompt: bool) -> str:
-        """Return a conversation as the template writes it; what messages spell like a special token is hidden."""
-        from jinja2 import TemplateError
-
+    def _rendered(self, messages: Conversation, wanted: Sequence[tuple[int, bool]]) -> list[str]:
+        """Return a conversation as the template writes it, once for each that is wanted: (how many of its messages, if
+        the beginning of an answer follows); what messages spell like a special token is hidden."""
         hidden = [self._hidden(message) for message in messages]
+        body = json.dumps({"messages": hidden, "named": self._named, "wanted": wanted}, default=str).encode()
+        output = _OUTPUT + 4 * len(body) * len(wanted)
+        bounds = limits(_MEMORY + 8 * output, _SECONDS + output / _SPEED, output)
+        reply = self._ask(body, bounds, "refuses a conversation")
         try:
-            return self._template.render(messages=hidden, add_generation_prompt=prompt, **self._named)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise ConfigError(f"{self._key}: refuses a conversation: {_line(error)}") from None
+            texts = from_json(reply, output + 1)
+        except Malformed:
+            texts = None
+        if not isinstance(texts, list) or len(texts) != len(wanted) or not all(isinstance(t, str) for t in texts):
+            raise ConfigError(f"{self._key}: refuses a conversation: its parser fails")
+        if any(not text.isascii() and _HALF.search(text) for text in texts):
+            raise ConfigError(f"{self._key}: refuses a conversation: it writes half a surrogate pair")
+        return texts
 
     def _hidden(self, value: Any) -> Any:
         """Return plain data in which every text that spells a special token has a mark behind its first character."""
@@ -112,34 +124,6 @@ class ChatTemplate:
     @staticmethod
     def _shown(text: str) -> str:
         return text.replace(_HIDDEN, "")
-
-
-def _line(error: Exception) -> str:
-    return one_line(str(error).encode(errors="replace"))
-
-
-def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
-    """Return plain data as JSON, without the escapes for HTML of Jinja's own filter."""
-    kept = {name: more[name] for name in ("ensure_ascii", "separators", "sort_keys") if name in more}
-    return json.dumps(value, indent=indent, **{"ensure_ascii": False, **kept})
-
-
-def _generation() -> type:
-    """Return the extension of Jinja that reads blocks of {% generation %}, whose text stays as it is."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        """Reads {% generation %} and {% endgeneration %}, which mark answers."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    return Generation
 
 
 def conversation(value: Any) -> Conversation | None:

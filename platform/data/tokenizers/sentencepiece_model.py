@@ -55,13 +55,15 @@ def read_model(raw: bytes) -> SentencePieceModel:
         for number, value in _fields(raw):
             if number == 1:
                 pieces.append(_piece(dict(_fields(_bytes(value)))))
+                if len(pieces) > _MOST:
+                    raise Malformed("no sentencepiece model: too many pieces")
             elif number == 2:
                 trainer = dict(_fields(_bytes(value)))
             elif number == 3:
                 normalizer = dict(_fields(_bytes(value)))
     except (struct.error, UnicodeDecodeError, RecursionError):
         raise Malformed("no sentencepiece model") from None
-    if not pieces or len(pieces) > _MOST:
+    if not pieces:
         raise Malformed("no sentencepiece model")
     if len({piece.text for piece in pieces}) < len(pieces):
         raise Malformed("a piece comes twice")

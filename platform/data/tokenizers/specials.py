@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer
+
 # Special tokens by role, for a tokenizer that does not say: the first that it has.
 USUAL: Mapping[str, tuple[str, ...]] = {
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"),
@@ -60,7 +62,7 @@ def named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return out
 
 
-def with_usual(tokenizer: Tokenizer, named: Mapping[str, str]) -> dict[str, str]:
+def with_usual(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> dict[str, str]:
     """Return special tokens by role, with the USUAL ones for a tokenizer that names none that ends documents, and for
     the mask."""
     silent = not named.keys() & {"eos", _ALSO["eos"]}
@@ -69,7 +71,7 @@ def with_usual(tokenizer: Tokenizer, named: Mapping[str, str]) -> dict[str, str]
     return {**named, **{role: text for role, text in found.items() if text}}
 
 
-def special_ids(tokenizer: Tokenizer, named: Mapping[str, str]) -> SpecialIds | None:
+def special_ids(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> SpecialIds | None:
     """Return the ids of a tokenizer's special tokens, of which `named` has the spellings by role; None if no token ends
     documents."""
 

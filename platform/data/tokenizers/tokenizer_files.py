@@ -20,6 +20,7 @@ from platform.boundary.schema import Malformed, shown
 from platform.config.fields import ConfigError, violation
 from platform.config.surroundings import wrong_protocol
 from platform.data.tokenizers import sentencepiece_model, tiktoken_ranks
+from platform.data.tokenizers.confined_tokenizer import make_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,7 +43,8 @@ def read_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]
     them, made of the others if it is not there. `words`: how a tiktoken file cuts words, see `read_ranks`. Raises
     ConfigError, in a line that names `key`."""
     try:
-        return _made(_gathered(source), words)
+        found = _gathered(source)
+        return found if JSON in found else {**found, JSON: make_json(_that_make(found), words)}
     except (Malformed, OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         line = documents.one_line(reason.encode(errors="replace"))
@@ -98,15 +100,19 @@ def _read(storage: Any, path: str) -> bytes:
     return raw
 
 
-def _made(found: dict[str, bytes], words: str) -> dict[str, bytes]:
-    """Return files of a tokenizer with tokenizer.json among them. Raises Malformed."""
-    if JSON in found:
-        return found
-    others = [name for name in found if name not in BESIDE]
-    if not others:
+def _that_make(found: dict[str, bytes]) -> dict[str, bytes]:
+    """Return files of a tokenizer of which tokenizer.json is to be made. Raises Malformed if none says a vocabulary."""
+    if all(name in BESIDE for name in found):
         raise Malformed(
             f"holds no tokenizer: none of {', '.join((JSON, *MODELS, MERGES[0], WORD_PIECES, '*.tiktoken'))}"
         )
+    return found
+
+
+def made_of(found: dict[str, bytes], words: str) -> bytes:
+    """Return tokenizer.json made of the other files of a tokenizer. Raises Malformed, and what the library raises: only
+    for a child process (`platform.data.parsers`)."""
+    others = [name for name in found if name not in BESIDE]
     forms: list[tuple[bool, Callable[[], Tokenizer]]] = [
         ({*MERGES} <= found.keys(), lambda: _of_merges(found)),
         (WORD_PIECES in found, lambda: _of_word_pieces(found)),
@@ -114,7 +120,7 @@ def _made(found: dict[str, bytes], words: str) -> dict[str, bytes]:
     ]
     made = next(make for there, make in forms if there)()
     _add_tokens(made, found)
-    return {**found, JSON: made.to_str().encode()}
+    return made.to_str().encode()
 
 
 def _of_one(raw: bytes, words: str) -> Tokenizer:
@@ -199,8 +205,8 @@ def _built(make: Callable[[], Any]) -> Any:
 
 
 def parse_tokenizer(raw: bytes) -> Tokenizer:
-    """Parse the bytes of a tokenizer.json; it encodes the spelling of a special token like any text, and neither cuts
-    nor pads. Raises Malformed."""
+    """Parse the bytes of a tokenizer.json of ours, or in a child process (`ConfinedTokenizer`). It encodes the spelling
+    of a special token like any text, and neither cuts nor pads. Raises Malformed."""
     from tokenizers import Tokenizer
 
     try:

@@ -1,0 +1,200 @@
+"""Child processes that parse foreign bytes, by native code or code without a bound of its own, within limits of memory,
+processor time and output, so that no file harms the process that reads it.
+
+A parser is named "MODULE:FUNCTION", see `Answer` of `platform.boundary.parser_process`. A child answers one request at
+a time, and is used again for the next file; one that dies is one line of a refusal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from platform.boundary.documents import one_line
+from platform.boundary.parser_process import AT_ONCE, DONE, REFUSED, REPLY, REQUEST, WANTED, WANTS, Read
+from platform.boundary.schema import Malformed
+
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from platform.boundary.parser_process import answer_requests
+answer_requests(sys.argv[2])
+"""
+_KEPT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")  # no secret
+_OWN = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}  # other pools reserve memory ahead
+_ITSELF = 384 << 20  # bytes of memory of a parser's own code and tables
+_THREAD = 8 << 20  # and of each thread of a library: its stack and its arena
+_PATIENCE = 30  # most seconds to wait per second of processor time, on a machine that does other things
+
+
+class Limits(NamedTuple):
+    """Limits of one answer: bytes of memory, of a child's own too, seconds of processor time, bytes of output."""
+
+    memory: int
+    seconds: int
+    output: int
+
+
+def limits(memory: int, seconds: float, output: int) -> Limits:
+    """Return the limits of an answer that needs some `memory` beside that of the parser itself; at most half of the
+    machine's."""
+    itself = _ITSELF + _THREAD * (os.cpu_count() or 1)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Limits(min(itself + memory, max(itself, machine // 2)), int(seconds) + 1, output)
+
+
+class _Ended(Exception):
+    """Tells that a child has ended, or takes too long."""
+
+
+class Parser:
+    """Child process that answers requests by the function `name`, "MODULE:FUNCTION"; of one thread at a time."""
+
+    def __init__(self, name: str):
+        self.name = name
+        environment = {key: os.environ[key] for key in _KEPT if key in os.environ} | _OWN
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), name],
+            bufsize=0, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert self._process.stdin and self._process.stdout
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self.owner = os.getpid()
+        self.pid = self._process.pid
+        self.alive = True
+        _all.add(self)
+
+    @property
+    def usable(self) -> bool:
+        """Return True if this process has it, and it is alive as far as is known."""
+        return self.alive and self.owner == os.getpid()
+
+    def ask(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None = None) -> bytes:
+        """Return the answer to a request. `read`: gives the parser parts of the file that it parses. Raises Malformed
+        if the parser refuses, or does not survive."""
+        if not self.alive:
+            raise Malformed("its parser has died")
+        done = False
+        try:
+            kind, payload = self._asked(request, body, bounds, read)
+            done = True
+        except _Ended:
+            raise Malformed(self._cause(bounds)) from None
+        finally:
+            if not done:
+                self.close()
+        if kind == REFUSED:
+            raise Malformed(one_line(payload))
+        return payload
+
+    def _asked(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None) -> tuple[bytes, bytes]:
+        head = json.dumps({**request, "memory": bounds.memory, "seconds": bounds.seconds}).encode()
+        self._write(REQUEST.pack(len(head), len(body)) + head)
+        self._write(body)
+        until = monotonic() + 60 + _PATIENCE * bounds.seconds
+        while True:
+            kind, size = REPLY.unpack(self._read(REPLY.size, until))
+            if kind == WANTS and size == WANTED.size and read:
+                offset, wanted = WANTED.unpack(self._read(size, until))
+                data = read(offset, min(wanted, AT_ONCE))
+                self._write(struct.pack("<Q", len(data)) + data)
+                continue
+            if kind not in (DONE, REFUSED) or size > max(bounds.output, 1 << 16):
+                raise Malformed(f"becomes more than {bounds.output >> 20} MiB" if kind == DONE else "its parser fails")
+            return kind, self._read(size, until)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._to, view) :]
+        except BrokenPipeError:
+            raise _Ended from None
+
+    def _read(self, size: int, until: float) -> bytes:
+        """Read `size` bytes of what the child writes. Raises _Ended."""
+        found = bytearray()
+        while len(found) < size:
+            poll = select.poll()
+            poll.register(self._from, select.POLLIN)
+            if not poll.poll(max(0.0, until - monotonic()) * 1000):
+                raise _Ended
+            part = os.read(self._from, min(size - len(found), 1 << 20))
+            if not part:
+                raise _Ended
+            found += part
+        return bytes(found)
+
+    def _cause(self, bounds: Limits) -> str:
+        """Return why the child has died, in words for the user."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        code = self._process.poll()
+        if code is None or code == -signal.SIGXCPU:
+            return f"takes more than {bounds.seconds} s of processor time to parse"
+        by = signal.Signals(-code).name if -code in {*signal.Signals} else f"status {code}"
+        return f"its parser died ({by}); it may take {bounds.memory >> 20} MiB of memory"
+
+    def close(self) -> None:
+        """End the child, at once."""
+        self.alive = False
+        if self.owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "alive", False):
+            self.close()
+
+
+_idle: dict[str, list[Parser]] = {}  # children that wait for the next file, by parser
+_all: WeakSet[Parser] = WeakSet()
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def living_parsers() -> list[Parser]:
+    """Return the children of this process that are alive."""
+    return [parser for parser in _all if parser.usable]
+
+
+@atexit.register
+def _close_all() -> None:
+    for parser in living_parsers():
+        parser.close()
+    _idle.clear()
+
+
+def borrow(name: str) -> Parser:
+    """Return a child that runs the parser `name`: one that waits, or a new one. `give_back` takes it."""
+    waiting = _idle.setdefault(name, [])
+    return waiting.pop() if waiting else Parser(name)
+
+
+def give_back(parser: Parser) -> None:
+    """Keep a child for the next file, if it is alive."""
+    if parser.usable:
+        _idle.setdefault(parser.name, []).append(parser)
+
+
+@contextmanager
+def parser_of(name: str) -> Iterator[Parser]:
+    """Give a child that runs the parser `name`, until the context ends."""
+    found = borrow(name)
+    try:
+        yield found
+    finally:
+        give_back(found)

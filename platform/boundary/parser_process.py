@@ -1,0 +1,118 @@
+"""Child process of `platform.boundary.confined`: answers requests to parse foreign bytes within limits that each sets.
+
+It reads frames from its standard input and writes frames to what was its standard output: lengths of 8 bytes, JSON and
+raw bytes, never pickles. It knows nothing of the process that started it, and has neither its environment nor its
+files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, BinaryIO
+
+REQUEST, REPLY, WANTED = struct.Struct("<QQ"), struct.Struct("<cQ"), struct.Struct("<QQ")
+DONE, REFUSED, WANTS = b"=", b"!", b"?"
+AT_ONCE = 1 << 24  # most bytes of a file in one frame
+_LONGEST_REASON = 500  # characters
+
+Read = Callable[[int, int], bytes]  # (offset, bytes) -> the bytes of the file there, fewer at its end
+Answer = Callable[[dict[str, Any], bytes, Read], bytes]
+
+
+class AskedFile(io.RawIOBase):
+    """File of `size` bytes whose content is asked of the process that holds it."""
+
+    def __init__(self, read: Read, size: int):
+        super().__init__()
+        self._read, self._size, self._place = read, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._read(self._place, min(len(buffer), max(0, self._size - self._place)))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
+def answer_requests(parser: str) -> None:
+    """Answer requests by the function `parser`, "MODULE:FUNCTION", until the standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    given, taken = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no reply
+    module, _, name = parser.partition(":")
+    answer: Answer = getattr(import_module(module), name)
+
+    def tell(kind: bytes, payload: bytes) -> None:
+        taken.write(REPLY.pack(kind, len(payload)))
+        taken.write(payload)
+        taken.flush()
+
+    def read(offset: int, size: int) -> bytes:
+        parts = [b"."]
+        while size > 0 and parts[-1]:
+            tell(WANTS, WANTED.pack(offset, min(size, AT_ONCE)))
+            parts.append(_exactly(given, struct.unpack("<Q", _exactly(given, 8))[0]))
+            offset, size = offset + len(parts[-1]), size - len(parts[-1])
+        return b"".join(parts[1:])
+
+    while head := given.read(REQUEST.size):
+        sizes = REQUEST.unpack(head)
+        request, body = json.loads(_exactly(given, sizes[0])), _exactly(given, sizes[1])
+        _limit(request["memory"], request["seconds"])
+        tell(*_answered(answer, request, body, read))
+
+
+def _exactly(stream: BinaryIO, size: int) -> bytes:
+    """Read `size` bytes. The process ends where the stream does."""
+    found = stream.read(size)
+    if len(found) < size:
+        raise SystemExit(0)
+    return found
+
+
+def _limit(memory: int, seconds: int) -> None:
+    """Set the limits of the next answer: bytes of memory in all, and seconds of processor time from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
+
+
+def _answered(answer: Answer, request: dict[str, Any], body: bytes, read: Read) -> tuple[bytes, bytes]:
+    """Return the kind of a reply, and what it carries: an answer, or the reason that there is none."""
+    try:
+        return DONE, answer(request, body, read)
+    except SystemExit:
+        raise
+    except MemoryError:
+        reason = f"needs more than {request['memory'] >> 20} MiB of memory"
+    except RecursionError:
+        reason = "too many parts in each other"
+    except BaseException as error:  # what a foreign file makes a library raise; panics are no Exception
+        try:
+            reason = str(error) or type(error).__name__
+        except Exception:
+            reason = type(error).__name__
+        if type(error).__name__ == "ArrowMemoryError":
+            reason = f"needs more than {request['memory'] >> 20} MiB of memory"
+    return REFUSED, reason[:_LONGEST_REASON].encode(errors="replace")

@@ -1,0 +1,138 @@
+"""Tokenizers of strangers, which run in a child process: a few lines of tokenizer.json make of a letter gigabytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import numpy as np
+
+from platform.boundary.confined import Limits, Parser, borrow, give_back, limits, parser_of
+from platform.boundary.documents import from_json
+from platform.boundary.schema import Malformed
+from platform.config.fields import ConfigError
+
+_PARSER = "platform.data.parsers.tokenizer_parser:answer_tokenizer"
+_MEMORY, _SECONDS = 512 << 20, 60  # that a tokenizer takes, at the least
+_PER_FILE = 64  # bytes of memory for each of a tokenizer's files
+_PER_TEXT = 1500  # and for each of the text that it encodes
+_READ, _ENCODED = 2e6, 2e4  # bytes of files and of text in a second of processor time, at the least
+_TOKENS = 16  # most tokens of a byte of text; a letter may become 18 others
+_VALUES = 1 << 24  # most tokens of a vocabulary
+
+
+class AddedToken(NamedTuple):
+    """Token that was added to a vocabulary: its spelling, and whether it is special."""
+
+    content: str
+    special: bool
+
+
+class Encoding(NamedTuple):
+    """Tokens of a text: ids, and where in the text each begins (always 0) and ends, if that was asked for."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+def make_json(files: Mapping[str, bytes], words: str) -> bytes:
+    """Return tokenizer.json made of the other files of a tokenizer. Raises Malformed."""
+    request = {"do": "make", "files": [(name, len(raw)) for name, raw in files.items()], "words": words}
+    return _once(request, b"".join(files.values()))
+
+
+def with_tokens(raw: bytes, tokens: Sequence[str]) -> bytes:
+    """Return a tokenizer.json with further special tokens. Raises Malformed."""
+    return _once({"do": "add", "tokens": [*tokens]}, raw)
+
+
+def _once(request: dict[str, Any], body: bytes) -> bytes:
+    with parser_of(_PARSER) as parser:
+        return parser.ask(request, body, _limits_of(len(body)))
+
+
+def _limits_of(size: int) -> Limits:
+    """Return the limits of reading files of `size` bytes in all."""
+    return limits(_MEMORY + _PER_FILE * size, _SECONDS + size / _READ, (64 << 20) + 8 * size)
+
+
+class ConfinedTokenizer:
+    """Tokenizer of a tokenizer.json of anybody's, with those methods of the library's that are used here; a child
+    process runs it. Raises Malformed if it is none; encoding and decoding raise ConfigError."""
+
+    def __init__(self, raw: bytes):
+        self._raw, self._lock = raw, Lock()
+        self._opened()
+
+    def _opened(self) -> None:
+        """Start the child, and learn its tokens."""
+        self._parser: Parser = borrow(_PARSER)
+        finalize(self, give_back, self._parser)
+        bounds = _limits_of(len(self._raw))
+        found = from_json(self._parser.ask({"do": "open"}, self._raw, bounds), bounds.output, _VALUES, strict=False)
+        try:
+            self._ids = {text: int(i) for text, i in found["vocab"].items()}
+            self._added = {int(i): AddedToken(str(text), special is True) for i, text, special in found["added"]}
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise Malformed("its parser fails") from None
+        self._texts = {i: text for text, i in self._ids.items()} | {i: t.content for i, t in self._added.items()}
+        self._highest = max(self._texts, default=-1)
+
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+        """Return the ids of all tokens, by their spelling."""
+        return dict(self._ids)
+
+    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """Return the added tokens by id."""
+        return dict(self._added)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token; None if there is none of this spelling."""
+        return self._ids.get(token)
+
+    def id_to_token(self, number: int) -> str | None:
+        """Return the spelling of the token of an id; None if there is none."""
+        return self._texts.get(number)
+
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[Encoding]:
+        """Return the tokens of each of several texts, without where they end."""
+        return self._encoded(texts, False)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[Encoding]:
+        """Return the tokens of each of several texts, with where they end."""
+        return self._encoded(texts, True)
+
+    def _encoded(self, texts: Sequence[str], ends: bool) -> list[Encoding]:
+        if not texts:
+            return []
+        body = json.dumps(list(texts), ensure_ascii=False).encode(errors="replace")
+        most = (_TOKENS * len(body) + (1 << 14)) * 4 * (1 + ends) + 4 * len(texts)
+        memory = _MEMORY + _PER_FILE * len(self._raw) + _PER_TEXT * len(body)
+        reply = self._ask({"do": "encode", "ends": ends}, body, limits(memory, _SECONDS + len(body) / _ENCODED, most))
+        numbers = np.frombuffer(reply, np.uint32, len(reply) // 4)
+        cuts = [0, *np.cumsum(numbers[: len(texts)], dtype=np.int64).tolist()]
+        ids, places = numbers[len(texts) :][: cuts[-1]], numbers[len(texts) + cuts[-1] :]
+        right = len(reply) == 4 * (len(texts) + cuts[-1] * (1 + ends)) and len(cuts) == len(texts) + 1
+        if not right or (len(ids) and int(ids.max()) > self._highest):
+            raise ConfigError("data.tokenizer: its parser fails")
+        flat, offsets = ids.tolist(), [(0, place) for place in places.tolist()] if ends else []
+        return [Encoding(flat[a:b], offsets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids."""
+        body = json.dumps(list(ids)).encode()
+        bounds = limits(_MEMORY + _PER_FILE * len(self._raw), _SECONDS, (1 << 20) + 4096 * len(body))
+        return self._ask({"do": "decode", "skip": skip_special_tokens}, body, bounds).decode(errors="replace")
+
+    def _ask(self, request: dict[str, Any], body: bytes, bounds: Limits) -> bytes:
+        """Return an answer of the child that has the tokenizer open. Raises ConfigError."""
+        with self._lock:
+            try:
+                if not self._parser.usable:
+                    self._opened()
+                return self._parser.ask(request, body, bounds)
+            except Malformed as error:
+                raise ConfigError(f"data.tokenizer: the tokenizer fails: {error}") from None

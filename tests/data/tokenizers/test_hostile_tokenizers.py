@@ -1,0 +1,120 @@
+"""Tokenizers of strangers: what they do with memory and time, and that they cannot encode, is one line."""
+
+import json
+import struct
+
+import pytest
+
+from platform.config.fields import ConfigError, Data
+from platform.data import vocabulary
+from platform.data.tokenizers import confined_tokenizer
+from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer
+from tests.data.tokenizers import texts
+
+tokenizers = pytest.importorskip("tokenizers")
+ENDS = {"</s>": 1}
+
+
+def saved(folder, model, normalizer=None, **more):
+    made = tokenizers.Tokenizer(model)
+    if normalizer:
+        made.normalizer = normalizer
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    given = json.loads((folder / "tokenizer.json").read_bytes())
+    (folder / "tokenizer.json").write_text(json.dumps(given | more))
+
+
+def words(**more):
+    return tokenizers.models.WordLevel({"a": 0, **ENDS}, unk_token="[UNK]")
+
+
+def multiplied(folder):
+    step = tokenizers.normalizers.Replace("a", "a" * 10)
+    saved(folder, words(), tokenizers.normalizers.Sequence([step] * 12))
+
+
+def prepended(folder):
+    saved(folder, words(), tokenizers.normalizers.Prepend("a " * 2_500_000))
+
+
+def unknown(model):
+    return lambda folder: saved(folder, model())
+
+
+def word_pieces(folder):
+    (folder / "vocab.txt").write_text("a\nb\n[SEP]\n")
+
+
+def holes(folder):
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, **ENDS, "far": (1 << 31) - 1}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
+def charsmap(raw):
+    """A sentencepiece model with this map of characters."""
+
+    def field(number, value):
+        return bytes([number << 3 | 2]) + bytes([len(value)]) + value
+
+    def write(folder):
+        pieces = [
+            field(1, field(1, text) + b"\x15" + struct.pack("<f", -1) + bytes([0x18, kind])) for text, kind in PIECES
+        ]
+        (folder / "tokenizer.model").write_bytes(b"".join(pieces) + field(3, field(2, raw)))
+
+    return write
+
+
+PIECES = [(b"<unk>", 2), (b"<s>", 3), (b"</s>", 3), (b"a", 1)]
+HOSTILE = {
+    "multiplied": (multiplied, "memory|more than"),
+    "prepended": (prepended, "more than|memory|takes"),
+    "words without unknown": (unknown(words), "Missing .UNK. token|unk_token"),
+    "pieces without unknown": (word_pieces, "Missing .UNK. token|unk_token"),
+    "unigram without unknown": (
+        unknown(lambda: tokenizers.models.Unigram([("a", -1.0), ("</s>", -1.0)], None)),
+        "[uU]nk",
+    ),
+    "holes": (holes, "memory"),
+    "short map": (charsmap(b"\x01"), ""),
+    "lying map": (charsmap(struct.pack("<I", 1 << 30) + b"abc"), ""),
+    "map that is none": (charsmap(struct.pack("<I", 4) + b"\xff" * 8), ""),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_tokenizer_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(confined_tokenizer, "_SECONDS", 2)
+    monkeypatch.setattr(confined_tokenizer, "_MEMORY", 64 << 20)
+    write, wanted = HOSTILE[name]
+    write(tmp_path)
+    with pytest.raises(ConfigError, match=wanted or "data.tokenizer") as caught:
+        given = vocabulary.given_vocabulary(Data(tokenizer=str(tmp_path)))
+        given.encode("a zebra" if "without" in name else "a")
+    [line] = caught.value.violations
+    assert line.startswith("data.tokenizer") and line.isprintable() and len(line) < 500
+
+
+def test_it_does_as_the_library(tmp_path):
+    """Ids, ends, texts and tokens, and after a child's death too."""
+    given, made = texts.texts(40), tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["</s>"], show_progress=False)
+    made.train_from_iterator(given, trainer)
+    made.add_tokens(["plain"])
+    raw = made.to_str().encode()
+    theirs, ours = vocabulary.parse_tokenizer(raw), ConfinedTokenizer(raw)
+    for _ in range(2):
+        some = [*given, "", "</s> plain \U0001f600"]
+        wanted, found = theirs.encode_batch(some, add_special_tokens=False), ours.encode_batch(some)
+        assert [e.ids for e in found] == [e.ids for e in wanted] == [e.ids for e in ours.encode_batch_fast(some)]
+        assert [[end for _, end in e.offsets] for e in found] == [[end for _, end in e.offsets] for e in wanted]
+        for e in wanted:
+            assert ours.decode(e.ids, skip_special_tokens=False) == theirs.decode(e.ids, skip_special_tokens=False)
+        assert ours.get_vocab() == theirs.get_vocab() and ours.encode_batch([]) == []
+        added = {i: (t.content, t.special) for i, t in theirs.get_added_tokens_decoder().items()}
+        assert ours.get_added_tokens_decoder() == added
+        assert all(ours.id_to_token(i) == theirs.id_to_token(i) for i in range(410))
+        assert ours.token_to_id("</s>") == theirs.token_to_id("</s>") and ours.token_to_id("none") is None
+        ours._parser.close()
