@@ -12,7 +12,7 @@ from pathlib import Path
 
 from platform.boundary.redaction import register_url_secrets, shielded
 from platform.boundary.terminal import print_line, print_while_read
-from platform.config.fields import ConfigError
+from platform.config.fields import ConfigError, violation
 from platform.launch import DONE, REFUSED
 
 
@@ -68,7 +68,7 @@ def _supervision(parser: argparse.ArgumentParser) -> None:
 
 def _write(given: argparse.Namespace) -> int:
     """Print the job that the command line asks for, or write it to a file."""
-    from platform.jobs.kubernetes import kubernetes_job
+    from platform.jobs.kubernetes import kubernetes_claim, kubernetes_job
     from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page
     from platform.jobs.slurm import slurm_job
 
@@ -78,14 +78,22 @@ def _write(given: argparse.Namespace) -> int:
         print("\n".join([*options_page(JobOptions), *options_page(own)]))
         return DONE
     text = write(given.overrides, given.config_dir)
+    claim = kubernetes_claim(given.overrides, given.config_dir) if write is kubernetes_job else None
+    if claim and not given.output:
+        constraint = "the claim is written to a file of its own, beside --output"
+        raise ConfigError(violation("job.storage", claim[2], constraint, ["--output job.yaml"]))
     if not given.output:
         print(text, end="")
         return DONE
-    try:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--output={given.output}: cannot be written ({error.strerror})") from None
+    files = {given.output: text, **({given.output.parent / claim[0]: claim[1]} if claim else {})}
+    for path, content in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        except OSError as error:
+            raise ConfigError(f"--output={path}: cannot be written ({error.strerror})") from None
+    if claim:
+        print_line(f"{given.output.parent / claim[0]}: the claim; kubectl apply -f it once, before the job")
     return DONE
 
 
