@@ -1,6 +1,7 @@
 """`python -m platform.jobs kubernetes|slurm +experiment=NAME [key=value] [job.KEY=VALUE]` writes a job that runs it.
 
-`supervise` and `node` are what a job runs: the supervisor of a run's driver, and Ray on one node.
+`status` and `logs` tell of a job from its run directory. `supervise` and `node` are what a job runs: the supervisor of
+a run's driver, and Ray on one node.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from platform.boundary.redaction import register_url_secrets, shielded
@@ -46,6 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _supervision(command)
     command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and supervise this run")
     command.set_defaults(run=_node)
+    command = commands.add_parser("status", help="tell what a run directory says of its job")
+    command.add_argument("run_dir", type=Path, help="the run directory of the job")
+    command.set_defaults(run=_status)
+    command = commands.add_parser("logs", help="print the ends of the logs in a run directory")
+    command.add_argument("run_dir", type=Path, help="the run directory of the job")
+    command.add_argument("name", nargs="?", default="", help="part of a log's name: worker-3, driver, node")
+    command.add_argument("--lines", type=int, default=20, help="of each log (default: 20)")
+    command.set_defaults(run=_logs)
     given = parser.parse_args(arguments)
     register_url_secrets(list(sys.argv))
     with shielded(sys.stdout, sys.stderr):
@@ -97,6 +107,24 @@ def _write(given: argparse.Namespace) -> int:
     return DONE
 
 
+def _status(given: argparse.Namespace) -> int:
+    """Print what a run directory says of its job."""
+    from platform.jobs.look.status import status_lines
+
+    for line in status_lines(given.run_dir):
+        print(line)
+    return DONE
+
+
+def _logs(given: argparse.Namespace) -> int:
+    """Print the ends of the logs in a run directory."""
+    from platform.jobs.look.logs import log_lines
+
+    for line in log_lines(given.run_dir, given.name, max(1, given.lines)):
+        print(line)
+    return DONE
+
+
 def _supervise(given: argparse.Namespace) -> int:
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
@@ -113,7 +141,8 @@ def _node(given: argparse.Namespace) -> int:
     options = NodeOptions(given.shared, given.interface, given.peer, given.ip, given.drain)
     if given.launch is None:
         return run_follower(options)
-    return run_head(options, Supervision(given.launch, given.retries, elsewhere=True))
+    told = Supervision(given.launch, given.retries, elsewhere=True)
+    return run_head(replace(options, run_dir=told.run_dir), told)
 
 
 if __name__ == "__main__":
