@@ -226,7 +226,12 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
     beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {beside} spares" if beside > 0 else ""
     say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
-    run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device))
+    from platform.cluster.run.changes import report_code
+    from platform.train.recovery.proof import code_of
+
+    code = code_of(run.config)
+    report_code(code, run.journal, say)
+    run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device, code=code))
     if orphan is not None:
         lost = max(0, orphan - run.checkpoints.step)
         run.journal.write(events.TookOver(step=orphan, steps_lost=lost))

@@ -1,6 +1,7 @@
 """`python -m platform.jobs kubernetes|slurm +experiment=NAME [key=value] [job.KEY=VALUE]` writes a job that runs it.
 
-`supervise` and `node` are what a job runs: the supervisor of a run's driver, and Ray on one node.
+`status` and `logs` tell of a job from its run directory. `supervise` and `node` are what a job runs: the supervisor of
+a run's driver, and Ray on one node.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from platform.boundary.redaction import register_url_secrets, shielded
-from platform.boundary.terminal import print_refusals, print_while_read
-from platform.config.fields import ConfigError
+from platform.boundary.terminal import print_line, print_refusals, print_while_read
+from platform.config.fields import ConfigError, violation
 from platform.launch import DONE, REFUSED
 
 
@@ -46,6 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _supervision(command)
     command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and supervise this run")
     command.set_defaults(run=_node)
+    command = commands.add_parser("status", help="tell what a run directory says of its job")
+    command.add_argument("run_dir", type=Path, help="the run directory of the job")
+    command.set_defaults(run=_status)
+    command = commands.add_parser("logs", help="print the ends of the logs in a run directory")
+    command.add_argument("run_dir", type=Path, help="the run directory of the job")
+    command.add_argument("name", nargs="?", default="", help="part of a log's name: worker-3, driver, node")
+    command.add_argument("--lines", type=int, default=20, help="of each log (default: 20)")
+    command.set_defaults(run=_logs)
     given = parser.parse_args(arguments)
     register_url_secrets(list(sys.argv))
     with shielded(sys.stdout, sys.stderr):
@@ -67,7 +77,7 @@ def _supervision(parser: argparse.ArgumentParser) -> None:
 
 def _write(given: argparse.Namespace) -> int:
     """Print the job that the command line asks for, or write it to a file."""
-    from platform.jobs.kubernetes import kubernetes_job
+    from platform.jobs.kubernetes import kubernetes_claim, kubernetes_job
     from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page
     from platform.jobs.slurm import slurm_job
 
@@ -77,14 +87,40 @@ def _write(given: argparse.Namespace) -> int:
         print("\n".join([*options_page(JobOptions), *options_page(own)]))
         return DONE
     text = write(given.overrides, given.config_dir)
+    claim = kubernetes_claim(given.overrides, given.config_dir) if write is kubernetes_job else None
+    if claim and not given.output:
+        constraint = "the claim is written to a file of its own, beside --output"
+        raise ConfigError(violation("job.storage", claim[2], constraint, ["--output job.yaml"]))
     if not given.output:
         print(text, end="")
         return DONE
-    try:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--output={given.output}: cannot be written ({error.strerror})") from None
+    files = {given.output: text, **({given.output.parent / claim[0]: claim[1]} if claim else {})}
+    for path, content in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        except OSError as error:
+            raise ConfigError(f"--output={path}: cannot be written ({error.strerror})") from None
+    if claim:
+        print_line(f"{given.output.parent / claim[0]}: the claim; kubectl apply -f it once, before the job")
+    return DONE
+
+
+def _status(given: argparse.Namespace) -> int:
+    """Print what a run directory says of its job."""
+    from platform.jobs.look.status import status_lines
+
+    for line in status_lines(given.run_dir):
+        print(line)
+    return DONE
+
+
+def _logs(given: argparse.Namespace) -> int:
+    """Print the ends of the logs in a run directory."""
+    from platform.jobs.look.logs import log_lines
+
+    for line in log_lines(given.run_dir, given.name, max(1, given.lines)):
+        print(line)
     return DONE
 
 
@@ -104,7 +140,8 @@ def _node(given: argparse.Namespace) -> int:
     options = NodeOptions(given.shared, given.interface, given.peer, given.ip, given.drain)
     if given.launch is None:
         return run_follower(options)
-    return run_head(options, Supervision(given.launch, given.retries, elsewhere=True))
+    told = Supervision(given.launch, given.retries, elsewhere=True)
+    return run_head(replace(options, run_dir=told.run_dir), told)
 
 
 if __name__ == "__main__":

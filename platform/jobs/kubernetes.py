@@ -8,14 +8,16 @@ from typing import Any
 import yaml
 
 from platform.config.durations import seconds_of
-from platform.jobs.options import KubernetesOptions
-from platform.jobs.planned_run import TEMPLATES, PlannedRun, fill, folded, plan_job, within
+from platform.jobs.options import KubernetesOptions, take_options
+from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, folded, plan_job, within
 from platform.jobs.sizing import GIB, JobSize
 
-_WAITING = 3600  # seconds for the first nodes to come
+_SUBMITTERS = 10  # pods that may follow the one that submits the run: what evicts it does not end the run
 _HEAD = {"cuda": {"cpu": "8", "memory": "32Gi"}, "cpu": {"cpu": "1", "memory": "4Gi"}}
 _DISK = {"cuda": "50Gi", "cpu": "5Gi"}  # of a node's own disk: logs, and what Ray spills
 _TAINT = "nvidia.com/gpu"
+_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"  # where Kueue places pods, it places by this
+_SCRAPED = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
 
 
 def kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
@@ -23,10 +25,23 @@ def kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     (`KubernetesOptions`). Raises ConfigError."""
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
     within(run.config, run.options.mount)
-    names = ("claim.yaml", "rayjob.yaml", "protection.yaml")
-    parts = [(TEMPLATES / name).read_text() for name in names if name != "claim.yaml" or run.options.storage]
+    parts = [(TEMPLATES / name).read_text() for name in ("rayjob.yaml", "protection.yaml")]
     values = _values(run)
     return fill(_title(run), values) + "---\n".join(fill(part, values) for part in parts)
+
+
+def kubernetes_claim(typed: Sequence[str], config_dir: str | None = None) -> tuple[str, str, str] | None:
+    """Write the claim that the arguments `typed`, which `kubernetes_job` takes, ask for with job.storage; return the
+    name of its file, its text and its size, None if they ask for none. It is no part of the job's own file: what
+    deletes a job must not delete its checkpoints."""
+    o, _, _ = take_options(KubernetesOptions, typed)
+    if not o.storage:
+        return None
+    values = {"claim": o.claim, "storage": o.storage, "storage_class": o.storage_class or None}
+    flowed = {name: None if value is None else _flow(value) for name, value in values.items()}
+    command = as_typed([*(["--config-dir", config_dir] if config_dir else []), *typed])
+    text = fill((TEMPLATES / "claim.yaml").read_text(), {**flowed, "command": command})
+    return f"claim-{o.claim}.yaml", text, o.storage
 
 
 def _title(run: PlannedRun) -> str:
@@ -41,16 +56,16 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     grace = max(120, size.margin + 60)
     seconds = int(seconds_of(o.time)) if o.time else None
+    waiting = int(seconds_of(o.wait)) if o.wait else None
     found: dict[str, Any] = {
         "name": o.name,
         "image": o.image,
         "claim": o.claim,
         "mount": o.mount,
-        "storage": o.storage or None,
-        "storage_class": o.storage_class or None,
         "backoff": o.retries,
-        "deadline": None if seconds is None else seconds + _WAITING + grace,
-        "waiting": _WAITING,
+        "submitters": _SUBMITTERS,
+        "deadline": None if seconds is None or waiting is None else seconds + waiting + grace,
+        "waiting": waiting,
         "ray": _ray_version(),
         "user": o.user,
         "grace": grace,
@@ -67,7 +82,14 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "idle": 1800,  # seconds: a spare node waits without work
         "shm": f"{size.shm // GIB}Gi",
         "priority": o.priority or None,
-        "select": dict(pair.split("=", 1) for pair in o.select) or None,
+        "account": o.service_account or None,
+        "pull": [{"name": name} for name in o.pull_secrets] or None,
+        "owner": _owner(o),
+        "affinity": _near(o),
+        "marks": {**_SCRAPED, **({_TOPOLOGY: o.topology} if o.topology else {})},
+        "head_select": _labels(o.head_select),
+        "head_tolerate": [_toleration(pair) for pair in o.head_tolerate] or None,
+        "select": _labels(o.select),
         "tolerate": [_toleration(pair) for pair in ([_TAINT] if gpu else []) + o.tolerate] or None,
     }
     limit = [f"--time-limit={seconds}"] if seconds is not None else []
@@ -92,6 +114,28 @@ def _secrets(given: Sequence[str]) -> str | None:
         secret, _, key = place.partition("/")
         found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     return "\n".join(f"- {_flow(variable)}" for variable in found) or None
+
+
+def _labels(pairs: Sequence[str]) -> dict[str, str] | None:
+    """Return the labels KEY=VALUE as a mapping, None for none."""
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)} or None
+
+
+def _owner(o: KubernetesOptions) -> list[dict[str, str]] | None:
+    """Return the reference by which Kubernetes deletes what protects a job with it; None while its uid is not given,
+    which Kubernetes draws when the job is made."""
+    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "name": o.name, "uid": o.owner}] if o.owner else None
+
+
+def _near(o: KubernetesOptions) -> dict[str, Any] | None:
+    """Return the affinity of worker pods to each other, None for none. It is a wish: a spare node far off is better
+    than none."""
+    if not o.topology:
+        return None
+    workers = {"elastic-platform/job": o.name, "elastic-platform/role": "worker"}
+    term = {"labelSelector": {"matchLabels": workers}, "topologyKey": o.topology}
+    wish = {"weight": 100, "podAffinityTerm": term}
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
 
 
 def _toleration(taint: str) -> dict[str, str]:

@@ -14,6 +14,8 @@ from platform.config.key import WORKERS, key
 
 PREFIX = "job."
 _PAIR = r"[^\s=]+=[^\s=]*"
+_TAINT = r"[^\s=]+(=[^\s=]*)?"
+_NAMED = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 Options = TypeVar("Options", bound="JobOptions")
 
 
@@ -49,15 +51,42 @@ class KubernetesOptions(JobOptions):
     mount: str = key("/shared", "where the claim is mounted", pattern=r"(/[\w.-]+)+", constraint="must be /PATH")
     storage: str = key(
         "",
-        'make the claim, of this size; "" = it is there',
+        'write the claim too, of this size, to claim-NAME.yaml beside --output; "" = it is there',
         pattern=r"([1-9]\d*[GTP]i)?",
         constraint="must be a size, such as 50Ti",
     )
     storage_class: str = key("", 'storage class of a claim that is made; "" = the cluster\'s default')
     user: int = key(1000, "user and group id of all processes, and group of the claim's files", ">= 1", most=2**31 - 1)
+    wait: str = key("", 'time to wait for the first nodes, a retry each; "" = for ever', constraint="must be H:MM:SS")
     interface: str = key("eth0", "network interface of NCCL and gloo", pattern=r"[^\s/]{1,15}", constraint="is no name")
     priority: str = key("", 'priority class; "" = none')
-    select: list[str] = key([], "labels of nodes, KEY=VALUE", pattern=_PAIR, constraint="must be KEY=VALUE")
+    select: list[str] = key(
+        [], "labels of the workers' nodes, KEY=VALUE", pattern=_PAIR, constraint="must be KEY=VALUE"
+    )
+    head_select: list[str] = key(
+        [], "labels of the head's node, KEY=VALUE; not a spot node's", pattern=_PAIR, constraint="must be KEY=VALUE"
+    )
+    topology: str = key(
+        "",
+        'label of nodes, such as a rack\'s, of which workers prefer to have one value; "" = none',
+        pattern=r"([\w.-]+/)?[\w.-]+|",
+        constraint="must be the key of a label",
+    )
+    pull_secrets: list[str] = key(
+        [], "Secrets by which the image is pulled", pattern=_NAMED, constraint="must be the name of a Secret"
+    )
+    service_account: str = key(
+        "",
+        'service account of all pods; "" = the default one, and KubeRay\'s own for the autoscaler',
+        pattern=rf"({_NAMED})?",
+        constraint="must be the name of a ServiceAccount",
+    )
+    owner: str = key(
+        "",
+        'uid of the job, once it is there: what protects it is deleted with it; "" = by kubectl delete -f',
+        pattern=r"[0-9a-f-]{0,36}",
+        constraint="must be what kubectl get rayjob NAME -o jsonpath={.metadata.uid} says",
+    )
     secrets: list[str] = key(
         [],
         "environment variables from Secrets, NAME=SECRET/KEY",
@@ -66,9 +95,12 @@ class KubernetesOptions(JobOptions):
     )
     tolerate: list[str] = key(
         [],
-        "taints beside nvidia.com/gpu, KEY or KEY=VALUE",
-        pattern=r"[^\s=]+(=[^\s=]*)?",
+        "taints of the workers' nodes beside nvidia.com/gpu, KEY or KEY=VALUE",
+        pattern=_TAINT,
         constraint="must be KEY or KEY=VALUE",
+    )
+    head_tolerate: list[str] = key(
+        [], "taints of the head's node, KEY or KEY=VALUE", pattern=_TAINT, constraint="must be KEY or KEY=VALUE"
     )
 
 
@@ -137,11 +169,11 @@ def _parse(text: str, kind: Any) -> Any:
 def _wrong(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one option."""
     yield from wrong_value(f"{PREFIX}{name}", value, field.metadata["key"])
-    if name == "time" and value:
+    if name in ("time", "wait") and value:
         try:
             seconds_of(value)
         except ValueError:
-            yield violation("job.time", value, "must be H:MM:SS", ["48:00:00"])
+            yield violation(f"{PREFIX}{name}", value, "must be H:MM:SS", ["48:00:00"])
 
 
 def lacking_options(needed: dict[str, str]) -> None:

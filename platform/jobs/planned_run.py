@@ -88,8 +88,7 @@ def plan_job(
     }
     own = [f"{key}={value}" for key, value in added.items() if value and key not in given]
     flags = ["--config-dir", config_dir] if config_dir else []
-    shown = folded([*flags, *typed], " \\\n#         ", 84)
-    return PlannedRun(config, options, size, shown, [*flags, *words, *settled, *own])
+    return PlannedRun(config, options, size, as_typed([*flags, *typed]), [*flags, *words, *settled, *own])
 
 
 def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> dict[str, str]:
@@ -127,6 +126,11 @@ def fill(template: str, values: Mapping[str, str | None]) -> str:
         indent = " " * (len(line) - len(line.lstrip()))
         lines.append(_PLACE.sub(lambda m: str(values[m[1]]).replace("\n", f"\n{indent}"), line))  # noqa: B023
     return "\n".join(lines) + "\n"
+
+
+def as_typed(typed: Sequence[str]) -> str:
+    """Quote what was typed for a job, for the comment at the top of its file."""
+    return folded(typed, " \\\n#         ", 84)
 
 
 def folded(words: Sequence[str], between: str = "\n", width: int = 100) -> str:

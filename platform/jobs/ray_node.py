@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from socket import create_connection
+from socket import create_connection, gethostname
 
 from platform.boundary import documents
 from platform.boundary.schema import Malformed
@@ -29,6 +29,7 @@ from platform.boundary.terminal import print_line
 from platform.cluster.crew.launchers import leftovers
 from platform.config.fields import ConfigError
 from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, interface_with, own_address
+from platform.jobs.look.logs import keep_ray_logs
 from platform.jobs.supervisor import Supervision, Supervisor
 from platform.launch import FAILED
 
@@ -45,13 +46,15 @@ _OBJECT_STORE = 10**9  # bytes: no tensor goes through it
 @dataclass(frozen=True)
 class NodeOptions:
     """Options of a node of a job. `shared`: the directory that all of its nodes share; `peer`: a host name of another
-    node, "" for none; `drain`: seconds that Ray takes to leave, in which the run saves."""
+    node, "" for none; `drain`: seconds that Ray takes to leave, in which the run saves; `run_dir`: where logs are kept,
+    known to the head, which tells the others."""
 
     shared: Path
     interface: str = ""
     peer: str = ""
     ip: int = 4
     drain: int = 60
+    run_dir: Path | None = None
 
 
 def ray_command(address: str, options: NodeOptions, directory: str, head: str, port: int, gpus: int) -> list[str]:
@@ -132,6 +135,10 @@ class RayNode:
             return "\n".join(self._said.read_text(errors="replace").splitlines()[-_SAID_LINES:])
         return ""
 
+    def keep_logs(self, run_dir: Path | None) -> None:
+        """Keep the end of what Ray has written on this node in the run directory, as `keep_ray_logs` says."""
+        keep_ray_logs(run_dir, self.directory, self.said())
+
     @property
     def runs(self) -> bool:
         """Return True if Ray was started on this node and has not ended."""
@@ -159,12 +166,13 @@ class _Head:
             self._node.start(port=port)
             if self._answers(address, port):
                 self._address = endpoint(address, port)
-                _replace(o.shared / HEAD, json.dumps({"address": self._address}))
-                print_line(f"node: Ray's head is at {self._address}")
+                _replace(o.shared / HEAD, json.dumps({"address": self._address, "run_dir": str(o.run_dir or "")}))
+                print_line(f"node: {gethostname()}: Ray's head is at {self._address}")
                 return
             self._node.end()
+            self._node.keep_logs(o.run_dir)
             tried = f"attempt {attempt + 1} of {_ATTEMPTS}"
-            print_line(f"{self._node.said()}\nnode: Ray's head did not start, {tried}", sys.stderr)
+            print_line(f"{self._node.said()}\nnode: {gethostname()}: Ray's head did not start, {tried}", sys.stderr)
         raise ConfigError("node: Ray's head does not start on this node; what it says is above")
 
     def _answers(self, address: str, port: int) -> bool:
@@ -181,8 +189,10 @@ class _Head:
         """Return what tells a driver where Ray is; start the head again if it has ended. Raises ConfigError if it does
         not start."""
         if not self._node.runs:
-            print_line("node: Ray's head has ended: it is started again")
+            why = f"{self._node.said()}\nnode: {gethostname()}: Ray's head has ended, as above: it is started again"
+            print_line(why, sys.stderr)
             self._node.end()
+            self._node.keep_logs(self._options.run_dir)
             self.start()
         return {"RAY_ADDRESS": self._address}
 
@@ -229,7 +239,8 @@ def run_follower(options: NodeOptions) -> int:
             while node.runs and (going.is_set() or _head(options.shared) in (head, "")):
                 time.sleep(_LOOK_SECONDS)
             if not (node.runs or going.is_set()):
-                print_line(f"{node.said()}\nnode: Ray has ended on this node; it joins again", sys.stderr)
+                print_line(f"{node.said()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr)
+                node.keep_logs(_run_dir(options.shared))
             node.end()
             going.wait(_AGAIN_SECONDS)
     return 0
@@ -255,6 +266,14 @@ def _head(shared: Path) -> str:
         return str(found["address"])
     except (OSError, Malformed, KeyError, TypeError):
         return ""
+
+
+def _run_dir(shared: Path) -> Path | None:
+    """Read the run directory from what the head wrote to the shared directory, None if it is not there."""
+    with suppress(OSError, Malformed, KeyError, TypeError):
+        named = str(documents.json_file(shared / HEAD)["run_dir"])
+        return Path(named) if named else None
+    return None
 
 
 def _replace(path: Path, text: str) -> None:

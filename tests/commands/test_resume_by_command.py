@@ -196,6 +196,8 @@ def test_an_allowed_key_changes_and_is_the_runs_from_then_on(tmp_path, monkeypat
     )
     assert "resume.allow=[optimizer.lr]" in first and len(lines) == 1
     done = train(tmp_path, *later, "resume.allow=[optimizer.lr]")
+    starts = [e["code"] for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "starting"]
+    assert len(starts) == 2 and starts[0] == starts[1] and starts[0]["platform"]
     there, here = (compose([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))
     (changed,) = (e for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "changed")
     assert changed["keys"] == {"optimizer.lr": [there.lr, 1e-4], "train.steps": [6, 8]}

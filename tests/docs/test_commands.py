@@ -228,6 +228,17 @@ def writes_a_job(typed: Typed, arguments: str, bench: Bench) -> None:
             assert len(list(yaml.safe_load_all(Path(name).read_text()))) > 1
 
 
+def tells_of_a_job(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Tell of a kept run, in whose place a page names a directory of its own, with a log of a node."""
+    [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
+    shutil.copytree(kept, "mine/run")
+    Path("mine/run/logs").mkdir(exist_ok=True)
+    Path("mine/run/logs/node-a.log").write_text("raylet died\n")
+    name, _, *more = shlex.split(arguments)
+    assert write_job([name, "mine/run", *more]) == launch.DONE
+    assert ("state: " if name == "status" else "raylet died") in bench.capfd.readouterr().out
+
+
 def writers() -> dict[str, list[str]]:
     """Return the files that commands of the pages write as jobs, each with the words of its command."""
     found = {}
@@ -284,7 +295,8 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"make (.*)": is_a_target,
     r"cat (.*)": is_shown,
     r"ray ((?!job ).*)": is_ray_s,
-    r"python -m platform\.jobs (.*)": writes_a_job,
+    r"python -m platform\.jobs ((?:kubernetes|slurm) .*)": writes_a_job,
+    r"python -m platform\.jobs ((?:status|logs) .*)": tells_of_a_job,
     r"sbatch (.*)": submits,
     r"kubectl apply (-[fk] .*)": applies,
     r"docker build -t elastic-platform:0\.1\.0 (.*)\.": builds,

@@ -6,7 +6,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from platform.jobs.kubernetes import kubernetes_job
+from platform.jobs.kubernetes import kubernetes_claim, kubernetes_job
 from platform.jobs.slurm import slurm_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +31,15 @@ EXAMPLES = {  # file -> arguments of `python -m platform.jobs kubernetes|slurm`
 }
 
 
+CLAIM = "kubernetes/gpt175b/claim-shared.yaml"
+
+
+def written_claim() -> str:
+    """Return the claim that the command of GPT-3's manifest writes beside it."""
+    _, text, _ = kubernetes_claim(shlex.split(EXAMPLES["kubernetes/gpt175b/job.yaml"]))
+    return text
+
+
 @cache
 def written(name: str) -> str:
     """Return what the command of an example writes."""
@@ -41,3 +50,5 @@ if __name__ == "__main__":
     for name in EXAMPLES:
         (JOBS / name).write_text(written(name))
         print(f"jobs/{name}")
+    (JOBS / CLAIM).write_text(written_claim())
+    print(f"jobs/{CLAIM}")

@@ -1,6 +1,8 @@
 """Manifests for Kubernetes: KubeRay's fields and types, pods that hold the plan, a run that a retry finds."""
 
 import copy
+import gzip
+import json
 import math
 import shlex
 import shutil
@@ -11,12 +13,19 @@ import jsonschema
 import pytest
 import yaml
 
+from platform.config.fields import ConfigError
+from platform.jobs.__main__ import main
 from platform.jobs.kubernetes import kubernetes_job
 from platform.launch import compose
-from tests.jobs.examples import EXAMPLES, JOBS, written
+from tests.jobs.examples import CLAIM, EXAMPLES, JOBS, written, written_claim
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "kubernetes.schema.yaml").read_text())
 CHECK = jsonschema.Draft202012Validator(SCHEMA)
+RELEASES = [  # of KubeRay: RayJob as its own CRD has it
+    jsonschema.Draft202012Validator(json.loads(gzip.decompress(path.read_bytes())))
+    for path in sorted((Path(__file__).parent / "crds").glob("*.json.gz"))
+]
+JOB_OWNER = {"apiVersion": "ray.io/v1", "kind": "RayJob", "name": "one-gpu"}
 MANIFESTS = [name for name in EXAMPLES if name.startswith("kubernetes/")]
 OVERLAYS = sorted(path.parent for path in (JOBS / "kubernetes").rglob("kustomization.yaml"))
 POD = "+experiment=one_gpu data=text data.path=/shared/a checkpoint.url=/shared/b job.image=i job.claim=c".split()
@@ -60,6 +69,25 @@ def arguments(job):
 )
 def test_the_examples_are_what_their_commands_write(name):
     assert (JOBS / name).read_text() == written(name), "python -m tests.jobs.examples writes them"
+
+
+def test_no_file_that_is_deleted_with_a_job_has_its_claim(tmp_path, capsys):
+    """`kubectl delete -f job.yaml`, the inverse of the documented `apply`, leaves data and checkpoints alone."""
+    assert (JOBS / CLAIM).read_text() == written_claim(), "python -m tests.jobs.examples writes it"
+    command = ["kubernetes", *POD, "job.storage=2Ti", "job.storage_class=fast"]
+    assert main(command) == 2
+    assert "job.storage=2Ti: the claim is written to a file of its own" in capsys.readouterr().err
+    assert main([*command, "--output", str(tmp_path / "job.yaml")]) == 0
+    assert "claim-c.yaml" in capsys.readouterr().out
+    kinds = [document["kind"] for document in documents((tmp_path / "job.yaml").read_text())]
+    assert "PersistentVolumeClaim" not in kinds
+    [claim] = documents((tmp_path / "claim-c.yaml").read_text())
+    CHECK.validate(claim)
+    assert claim["metadata"]["name"] == "c" and claim["spec"]["storageClassName"] == "fast"
+    assert claim["spec"]["resources"]["requests"] == {"storage": "2Ti"}
+    for folder in OVERLAYS:
+        listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+        assert not any("claim-" in name for name in listed)
 
 
 def test_every_file_has_the_fields_and_types_of_its_kind():
@@ -135,7 +163,8 @@ def test_a_retry_finds_the_run(name):
     """The run directory is named (not hashed or drawn) and lies on the claim, which every pod mounts."""
     job = job_of(name)
     config = compose(arguments(job)[1])
-    assert job["spec"]["backoffLimit"] > 0 and job["spec"]["submitterConfig"]["backoffLimit"] == 0
+    assert job["spec"]["backoffLimit"] > 0
+    assert job["spec"]["submitterConfig"]["backoffLimit"] >= 2  # one is evicted: the next follows the same Ray job
     for pod in pods(job):
         claims = {v["name"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
         [mount] = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] in claims]
@@ -177,8 +206,8 @@ def test_what_protects_the_job_selects_its_pods(name):
     [policy] = [document for document in found if document["kind"] == "NetworkPolicy"]
     assert all(policy["spec"]["podSelector"]["matchLabels"].items() <= own.items() for own in labels)
     budgets = [document["spec"] for document in found if document["kind"] == "PodDisruptionBudget"]
-    selected = [[b["selector"]["matchLabels"].items() <= own.items() for own in labels[:2]] for b in budgets]
-    assert sorted(selected) == [[False, True], [True, False]]
+    selected = [[b["selector"]["matchLabels"].items() <= own.items() for own in labels] for b in budgets]
+    assert sorted(selected) == [[False, False, True], [False, True, False], [True, False, False]]
     assert {b["minAvailable"] for b in budgets} == {1, workers["minReplicas"]}
 
 
@@ -186,18 +215,85 @@ def test_a_time_limit_drains_before_anybody_kills():
     plain, limited = rayjob(kubernetes_job(POD)), rayjob(kubernetes_job([*POD, "job.time=2:00:00"]))
     assert "activeDeadlineSeconds" not in plain["spec"] and not any("limit" in word for word in arguments(plain)[0])
     assert "--time-limit=7200" in arguments(limited)[0]
-    least = 7200 + limited["spec"]["preRunningDeadlineSeconds"]
-    assert limited["spec"]["activeDeadlineSeconds"] > least
+    assert "activeDeadlineSeconds" not in limited["spec"]  # which counts a queue too, however long it is
+    both = rayjob(kubernetes_job([*POD, "job.time=2:00:00", "job.wait=1:00:00"]))
+    assert both["spec"]["activeDeadlineSeconds"] > 7200 + 3600
+
+
+def test_waiting_for_nodes_is_for_ever_unless_a_key_says_otherwise():
+    """A deadline that is over costs a retry, and the place in the queue."""
+    assert "preRunningDeadlineSeconds" not in rayjob(kubernetes_job(POD))["spec"]
+    assert rayjob(kubernetes_job([*POD, "job.wait=1:00:00"]))["spec"]["preRunningDeadlineSeconds"] == 3600
+    with pytest.raises(ConfigError, match=r"job\.wait=soon: must be H:MM:SS"):
+        kubernetes_job([*POD, "job.wait=soon"])
+
+
+def test_every_container_is_confined():
+    """As PodSecurity's level `restricted` asks, the autoscaler's too, which KubeRay adds to the head's pod."""
+    job = job_of("kubernetes/gpt175b/job.yaml")
+    confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert cluster_of(job)[0]["autoscalerOptions"]["securityContext"] == confined
+    for pod in [*pods(job), job["spec"]["submitterPodTemplate"]["spec"]]:
+        assert [container["securityContext"] for container in pod["containers"]] == [confined]
+
+
+def test_who_asks_kubernetes_is_the_autoscaler_alone():
+    """No other pod has the token of a service account."""
+    for name, head in (("gpt175b", True), ("one_gpu", False)):
+        job = job_of(f"kubernetes/{name}/job.yaml")
+        told = [pod["automountServiceAccountToken"] for pod in pods(job)]
+        assert told == [head, False]
+        assert job["spec"]["submitterPodTemplate"]["spec"]["automountServiceAccountToken"] is False
+
+
+def test_where_pods_go_and_who_they_are():
+    more = "job.head_select=[pool=system] job.head_tolerate=[system=true] job.topology=example.com/rack"
+    more += " job.pull_secrets=[mine,other] job.service_account=trainer job.owner=0a1b2c3d-0000-4000-8000-000000000001"
+    text = kubernetes_job([*POD, *more.split()])
+    for document in documents(text):
+        CHECK.validate(document)
+        if document["kind"] != "RayJob":
+            [owner] = document["metadata"]["ownerReferences"]
+            assert owner == {**JOB_OWNER, "uid": "0a1b2c3d-0000-4000-8000-000000000001"}
+    job = rayjob(text)
+    (head, worker), submitter = pods(job), job["spec"]["submitterPodTemplate"]["spec"]
+    for pod in (head, submitter):
+        assert pod["nodeSelector"] == {"pool": "system"}
+        assert pod["tolerations"] == [{"key": "system", "operator": "Equal", "value": "true"}]
+    for pod in (head, submitter, worker):
+        assert pod["imagePullSecrets"] == [{"name": "mine"}, {"name": "other"}]
+        assert pod["serviceAccountName"] == "trainer"
+    assert "nodeSelector" not in worker
+    [wish] = worker["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert wish["podAffinityTerm"]["topologyKey"] == "example.com/rack"
+    labels = cluster_of(job)[1]["template"]["metadata"]["labels"]
+    assert wish["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
+    for release in RELEASES:
+        release.validate(job)
+
+
+@pytest.mark.parametrize("release", range(2))
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kuberay_s_own_definitions_take_every_example(name, release):
+    RELEASES[release].validate(job_of(name))
+
+
+@pytest.mark.parametrize("release", range(2))
+@pytest.mark.parametrize("damage", [*DAMAGE][:4])
+def test_kuberay_s_own_definitions_see_mistakes(damage, release):
+    job = copy.deepcopy(job_of("kubernetes/gpt175b/job.yaml"))
+    DAMAGE[damage](job)
+    with pytest.raises(jsonschema.ValidationError):
+        RELEASES[release].validate(job)
 
 
 def test_options():
-    more = "job.storage=2Ti job.storage_class=fast job.priority=high job.select=gpu=h100 job.tolerate=[pool=ml,x]"
+    more = "job.priority=high job.select=gpu=h100 job.tolerate=[pool=ml,x]"
     more += " job.user=7 job.interface=ens5 job.cpus=6 job.memory=48 job.retries=2"
     text = kubernetes_job([*POD, *more.split()])
     for document in documents(text):
         CHECK.validate(document)
-    job, (claim, *_) = rayjob(text), documents(text)
-    assert claim["spec"]["storageClassName"] == "fast" and claim["spec"]["resources"]["requests"] == {"storage": "2Ti"}
+    job = rayjob(text)
     pod = pods(job)[1]
     assert pod["nodeSelector"] == {"gpu": "h100"} and pod["priorityClassName"] == "high"
     assert [t["key"] for t in pod["tolerations"]] == ["nvidia.com/gpu", "pool", "x"]
@@ -249,6 +345,8 @@ def test_kustomize_builds_every_folder(folder):
     for document in found:
         CHECK.validate(document)
     [job] = [document for document in found if document["kind"] == "RayJob"]
+    for release in RELEASES:
+        release.validate(job)
     assert EXPECTED.get(folder.name, lambda job: True)(job)
     for pod in pods(job):
         [container] = pod["containers"]

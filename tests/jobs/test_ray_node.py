@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,18 +100,25 @@ def test_a_head_that_never_starts_ends_the_job(node, tmp_path, monkeypatch, capf
     assert "no head today" in capfd.readouterr().err and not (node.shared / HEAD).exists()
 
 
-def test_a_head_that_ends_is_started_again(node, tmp_path):
+def test_a_head_that_ends_is_started_again_and_says_where_and_why(node, tmp_path, capfd):
+    node = replace(node, run_dir=tmp_path / "run")
     with RayNode(node) as there:
         head = ray_node._Head(there, node)
         head.start()
         first = head.environment()["RAY_ADDRESS"]
-        assert json.loads((node.shared / HEAD).read_text()) == {"address": first} and calls(tmp_path)[0][1] == "lo"
+        assert json.loads((node.shared / HEAD).read_text()) == {"address": first, "run_dir": f"{tmp_path}/run"}
+        assert calls(tmp_path)[0][1] == "lo"
         assert (node.shared / HEAD).stat().st_mode & 0o777 == 0o600
         os.kill(calls(tmp_path)[0][2], signal.SIGKILL)
         while there.runs:
             time.sleep(0.01)
+        Path(there.directory, "ray.out").write_text("raylet died: no space left\n")
         second = head.environment()["RAY_ADDRESS"]
-        assert second != first and json.loads((node.shared / HEAD).read_text()) == {"address": second}
+        assert second != first and json.loads((node.shared / HEAD).read_text())["address"] == second
+    host, said = socket.gethostname(), capfd.readouterr()
+    assert f"raylet died: no space left\nnode: {host}: Ray's head has ended, as above" in said.err
+    assert f"node: {host}: Ray's head is at {first}" in said.out
+    assert "raylet died: no space left" in (tmp_path / "run" / "logs" / f"node-{host}.log").read_text()
 
 
 FOLLOWER = """

@@ -39,6 +39,18 @@ def changes(
     return {key: pair for key, pair in found.items() if not key.startswith((*came_along, *_OF_ONE_COMMAND))}
 
 
+def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], None]) -> None:
+    """Report what differs between the code of this driver, `now`, and that of its last one: a `code_changed` event
+    in the journal and one line per name to the user. Nothing is refused: a run may go on with a mended version."""
+    starts = [event.code for event in journal.events() if isinstance(event, events.Starting) and event.code]
+    before = starts[-1] if starts else now
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if names:
+        journal.write(events.CodeChanged(code={name: (before.get(name), now.get(name)) for name in names}))
+    for name in names:
+        say(f"changed  code of {name}: {before.get(name, 'none')} before, {now.get(name, 'none')} here")
+
+
 def report(found: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]) -> None:
     """Report the configuration keys that changed since the run's last launch, as `changes` returns them: one `changed`
     event in the journal and one line per key to the user; nothing if none changed."""

@@ -41,6 +41,12 @@ def read_code() -> None:
     versions()
 
 
+def code_of(config: Config) -> dict[str, str]:
+    """Return what a run's code is, by name: hashes of this package and of the user's modules as they were when this
+    process first looked, and the versions of libraries."""
+    return {name: _running(name) for name in ("platform", *config.extend)} | _libraries()
+
+
 @cache
 def _running(module: str) -> str:
     """Return the `source_digest` of a module at the first call in this process, which goes on to run that code when the
@@ -82,7 +88,13 @@ def versions() -> dict[str, str]:
     absent."""
     import torch  # here: the driver imports this file before it has time for torch
 
-    found = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "none"}
+    return {"cuda": torch.version.cuda or "none"} | _libraries()
+
+
+@cache
+def _libraries() -> dict[str, str]:
+    """Return the versions of Python and LIBRARIES by name, which this finds without importing them."""
+    found = {"python": sys.version.split()[0]}
     for library in LIBRARIES:
         try:
             found[library] = version(library)

@@ -3,10 +3,12 @@
 import copy
 
 from platform.checkpoint.storage.manifest import Meta
-from platform.cluster.run.changes import changes, report
+from platform.cluster.run.changes import changes, report, report_code
 from platform.config.identity import identity
 from platform.launch import compose
 from platform.monitor import Journal, JsonLines
+from platform.monitor.records import events
+from platform.train.recovery.proof import code_of
 
 QUICK = "+experiment=gpt_quick"
 MESH = {"stage": 1, "data": 2, "t": 2}
@@ -66,3 +68,22 @@ def test_a_checkpoint_from_elsewhere(tmp_path):
     (event,) = JsonLines.read(tmp_path / "journal.jsonl")
     assert (event["event"], event["keys"]["mesh.t"]) == ("changed", [None, 2])
     assert said[0] == f"changed  optimizer.lr: {rate[0]} there, 0.5 here" and len(said) == 3
+
+
+def test_another_version_of_the_code_is_journalled_and_said(tmp_path):
+    """Between two drivers of a run; the same one, and a journal of an older version without hashes, say nothing."""
+    said, code = [], code_of(compose([QUICK]))
+    assert len(code["platform"]) == 12 and {"python", "torch", "ray"} <= code.keys()
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write(events.Starting(world_size=1, cluster="processes", device="cpu"))
+    report_code(code, journal, said.append)
+    journal.write(events.Starting(world_size=1, cluster="processes", device="cpu", code=code))
+    report_code(code, journal, said.append)
+    assert said == [] and len(journal.events()) == 2
+    report_code({**code, "platform": "0123456789ab", "own": "1"}, journal, said.append)
+    assert said == [
+        f"changed  code of platform: {code['platform']} before, 0123456789ab here",
+        "changed  code of own: none before, 1 here",
+    ]
+    event = JsonLines.read(tmp_path / "journal.jsonl")[-1]
+    assert event["event"] == "code_changed" and event["code"]["platform"] == [code["platform"], "0123456789ab"]

@@ -1,0 +1,165 @@
+"""State of a job as its run directory has it: whether it runs, which lives it had, its last step, what happened last.
+
+The run directory is all that a job's lives have in common, whatever scheduler brought it back; so nothing is asked of
+Slurm or Kubernetes, and a job of last year is told of as one of today.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from platform.boundary import documents
+from platform.boundary.schema import Malformed
+from platform.cluster.run import traces
+from platform.config.fields import ConfigError, violation
+from platform.jobs.look.logs import log_files
+from platform.jobs.retries import CLOSED, ENDED, read_drivers, spent
+from platform.monitor.records import events
+from platform.monitor.records.journal_event import End, JournalEvent
+from platform.monitor.records.records import JOURNAL, METRICS
+
+_ENDS = {0: "done", 1: "gave up", 2: "refused", 75: "stopped, and can go on", 143: "told to end, and saved"}
+_SHOWN = 20  # lives, the newest
+
+
+@dataclass(frozen=True)
+class Life:
+    """One driver of a run. `began`, `ended`: seconds since the epoch, None for no end; `end`: how it ended, in words,
+    "" if it is not known; `step`: the last one that it reached, 0 for none; `nodes`: of its last mesh, 0 for none;
+    `failures`: of its workers; `code`: hash of its sources, "" if it left none."""
+
+    began: float
+    ended: float | None = None
+    end: str = ""
+    step: int = 0
+    nodes: int = 0
+    failures: int = 0
+    code: str = ""
+
+
+def status_lines(run_dir: Path) -> Iterator[str]:
+    """Yield the lines of `python -m platform.jobs status`. Raises ConfigError if the directory holds no run, or what
+    none writes."""
+    try:
+        config = traces.configuration(run_dir)
+        journal, drivers = list(traces.journal(run_dir)), read_drivers(run_dir)
+        step = traces.steps(run_dir)
+    except (OSError, Malformed) as error:
+        raise ConfigError(violation("run.dir", run_dir, f"cannot be read ({error})")) from None
+    if config is None and not journal and not drivers:
+        raise ConfigError(violation("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"]))
+    lives = lives_of(journal)
+    yield f"run directory: {run_dir}"
+    yield f"state: {_state(run_dir, lives, drivers)}"
+    saved = [event for event in journal if isinstance(event, events.Checkpoint)]
+    newest = f"{saved[-1].step} ({saved[-1].directory})" if saved else "none"
+    yield f"step: {step}{f' of {config.train.steps}' if config else ''}; newest checkpoint: {newest}"
+    if drivers:
+        yield f"retries spent since the job was last closed: {spent(drivers)}"
+    if lives:
+        yield f"lives: {len(lives)}{f', of which the last {_SHOWN}' if len(lives) > _SHOWN else ''}"
+        before = ""
+        for number, life in [*enumerate(lives, 1)][-_SHOWN:]:
+            yield _line(number, life, before)
+            before = life.code or before
+    yield from _last_failure(journal)
+    found = log_files(run_dir)
+    yield f"logs: {len(found)} files in {run_dir / 'logs'}; python -m platform.jobs logs {run_dir}"
+
+
+def lives_of(journal: Sequence[JournalEvent]) -> list[Life]:
+    """Return the drivers that a journal tells of, in order."""
+    lives: list[Life] = []
+    for event in journal:
+        if isinstance(event, events.Starting):
+            lives.append(Life(event.time, code=(event.code or {}).get("platform", "")))
+        elif lives:
+            lives[-1] = _after(lives[-1], event)
+    return lives
+
+
+def _after(life: Life, event: JournalEvent) -> Life:
+    """Return what is known of a life after one more event of it."""
+    step = max(life.step, getattr(event, "step", 0) or 0)
+    if isinstance(event, events.Failure):
+        return replace(life, step=step, failures=life.failures + 1)
+    if isinstance(event, events.Formed):
+        return replace(life, nodes=len({worker.get("node") for worker in event.workers}))
+    if isinstance(event, End):
+        cause = getattr(event, "cause", "") or getattr(event, "signal", "")
+        return replace(life, step=step, ended=event.time, end=f"{event.word}{f': {cause}' if cause else ''}")
+    return replace(life, step=step)
+
+
+def _state(run_dir: Path, lives: Sequence[Life], drivers: Sequence[dict[str, Any]]) -> str:
+    """Return in words whether a run is driven now and, if not, how it ended."""
+    last = drivers[-1] if drivers else {}
+    if last.get("event") == CLOSED and "status" in last:
+        return f"ended with status {last['status']} ({_ENDS.get(last['status'], 'lost')}), {_since(last['time'])}"
+    if last.get("event") == ENDED:
+        return f"between two lives: a driver ended with status {last.get('status')} {_since(last['time'])}"
+    if lives and lives[-1].ended is not None:
+        return f"ended: {lives[-1].end}, {_since(lives[-1].ended)}"
+    if not lives and not last:
+        return "nothing has started"
+    with suppress(OSError):
+        owner = documents.one_line(documents.read_bytes(run_dir / traces.LOCK))
+        how = "lost: it has no end, and is gone" if _is_gone(owner) else "running, as it has no end"
+        return f"{how}: {owner}, which wrote last {_ago(run_dir)}"
+    return f"its driver has no end, and wrote last {_ago(run_dir)}"
+
+
+def _is_gone(owner: str) -> bool:
+    """Return True if the owner that a lock names is a process of this machine that is there no more. The lock itself is
+    not tried: a driver that starts at this moment would take that for another driver."""
+    found = re.fullmatch(r"process (\d{1,9}) on (.+)", owner)
+    return bool(found) and found[2] == socket.gethostname() and not Path("/proc", found[1]).exists()  # type: ignore[index]
+
+
+def _ago(run_dir: Path) -> str:
+    """Return in words when a run last wrote something."""
+    times = []
+    for name in (JOURNAL, METRICS):
+        with suppress(OSError):
+            times.append((run_dir / name).stat().st_mtime)
+    return _since(max(times, default=0.0))
+
+
+def _since(moment: float) -> str:
+    """Return in words how long ago a moment was, given in seconds since the epoch; 0: never."""
+    seconds = max(0, int(time.time() - moment))
+    return f"{_clock(seconds)} ago" if moment else "never"
+
+
+def _clock(seconds: float) -> str:
+    """Return seconds as H:MM:SS."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+def _line(number: int, life: Life, code_before: str) -> str:
+    """Return the line of one life. `code_before`: hash of the sources of the one before, "" if not known."""
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.began))
+    lasted = _clock(life.ended - life.began) if life.ended is not None else "no end"
+    said = [f"{life.nodes} nodes"] if life.nodes else []
+    said += [f"{life.failures} failures"] if life.failures else []
+    said += [f"other code: {life.code}"] if code_before and life.code not in ("", code_before) else []
+    return (
+        f"  {number}  {began}  {lasted}  to step {life.step}  {life.end or 'no end'}{''.join(f', {s}' for s in said)}"
+    )
+
+
+def _last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:
+    """Yield a line on the last failure of a worker, with node and cause, if there was one."""
+    found = [event for event in journal if isinstance(event, events.Failure)]
+    if found:
+        last = found[-1]
+        where = f"; {last.log}" if last.log else ""
+        cause = documents.one_line(last.cause.encode())
+        yield f"last failure: worker {last.number} on {last.node}, {_since(last.time)}: {last.kind}: {cause}{where}"
