@@ -25,7 +25,8 @@ def wrong_data(config: Config) -> Iterator[str]:
         yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
     held = data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
     if config.eval.every and not held:
-        yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
+        reason = f"eval.every={config.eval.every} needs a held-out split"
+        yield violation("data.validation", 0, reason, [0.05, "eval.every=0"])
 
 
 def _held_out(source: Any) -> bool:
