@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from platform.boundary.terminal import flush_streams, print_line
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.groups.data_group import Data
+from platform.data.tokenizers.tokenizer_files import JSON
 from platform.generate import answered, note, sorted_words
 
 if TYPE_CHECKING:
@@ -104,11 +105,14 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
         for name, raw in trained.files.items():
             (folder / name).write_bytes(raw)
         apart = trained.model.within_documents and "data.document_mask" not in typed
-        complete = partial(_complete, typed=typed, tokenizer=str(folder) if trained.files else "", apart=apart)
-        planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
-        if given.bleu and (wrong := [*wrong_memory(planned.config, planned.plan, 1, 1, given.beams)]):
-            raise ConfigError(wrong)
-        corpus = corpus_of(planned.config)
+        complete = partial(_complete, typed=typed, tokenizer=str(folder) if JSON in trained.files else "", apart=apart)
+        try:
+            planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
+            if given.bleu and (wrong := [*wrong_memory(planned.config, planned.plan, 1, 1, given.beams)]):
+                raise ConfigError(wrong)
+            corpus = corpus_of(planned.config)
+        except ConfigError as error:  # it is the model's own
+            raise ConfigError([line.replace(str(folder), trained.url) for line in error.violations]) from None
         splits = _splits(corpus, given.split)
         crew = opened.enter_context(open_session(planned.config, planned.plan, note, str(corpus.entry or "")))
         rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]

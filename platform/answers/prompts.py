@@ -121,11 +121,11 @@ class Reader:
 def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
     """Return the tokens that end an answer: what ends documents, and messages, and what the model's file of
     `generation` says, b"" without one."""
-    if vocabulary is None:
-        return []
-    found = {vocabulary.special.end}
-    found |= {i for token in _TURNS if (i := vocabulary.tokenizer.token_to_id(token)) is not None}
-    return sorted(found | set(_said(generation)))
+    found = set(_said(generation))
+    if vocabulary is not None:
+        found.add(vocabulary.special.end)
+        found |= {i for token in _TURNS if (i := vocabulary.tokenizer.token_to_id(token)) is not None}
+    return sorted(found)
 
 
 def _said(generation: bytes) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +23,7 @@ from platform.data.vocabulary import Vocabulary, given_vocabulary
 from platform.launch import compose, prepare
 from platform.plan.core.plan import Plan
 from platform.train.recovery import urls
-from platform.weights.beside import GENERATION, beside, vocabulary_in
+from platform.weights.beside import GENERATION, beside, check_tokenizer, vocabulary_in
 from platform.weights.folder import CONFIG, SavedModel
 from platform.weights.importing import source_keys
 from platform.weights.translate import stored_model
@@ -80,7 +81,11 @@ def _of_run(directory: Path) -> str:
 
 def _of_folder(url: str) -> TrainedModel:
     """Return the model that transformers saved in a folder."""
-    files, _ = beside(SavedModel(url, NAME), NAME)
+    saved = SavedModel(url, NAME)
+    files, _ = beside(saved, NAME)
+    ends = saved.config.get("eos_token_id")
+    if GENERATION not in files and isinstance(ends, list):  # as older models say it
+        files[GENERATION] = json.dumps({"eos_token_id": ends}).encode()
     return TrainedModel(url, Model(**source_keys(url, NAME)), files=files)
 
 
@@ -141,7 +146,9 @@ def plan_answers(
         raise ConfigError(wrong)
     if config.cluster.kind == "inline" and plan.mesh.size > 1 and not typed.keys() & {"cluster", "cluster.kind"}:
         config.cluster.kind = "processes"
-    given = given_vocabulary(config.data) if "data.tokenizer" in typed else vocabulary_in(found.files)
+    typed_one = given_vocabulary(config.data) if "data.tokenizer" in typed else None
+    check_tokenizer(config.data, typed_one, found.url, found.files)
+    given = typed_one or vocabulary_in(found.files)
     if given and given.size > config.model.vocab:
         reason = f"has {given.size} tokens, and the model has model.vocab={config.model.vocab}: it is another model's"
         raise ConfigError(violation("data.tokenizer", config.data.tokenizer or found.url, reason))

@@ -32,6 +32,7 @@ from platform.data.corpus import Corpus, corpus_of
 from platform.data.data_checks import check_data, check_sample
 from platform.data.sources.texts import stdlib_bytes
 from platform.data.tokens import cache
+from platform.data.vocabulary import Vocabulary, given_vocabulary
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
@@ -41,6 +42,7 @@ from platform.planning.attention_choice import kernel_violations
 
 if TYPE_CHECKING:
     from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.cluster.run.origin import Origin
 
 
 def run(
@@ -117,7 +119,8 @@ def _check_and_drive(
     from platform.train.recovery.urls import saves
 
     found = origin(config)
-    _check_initial(config, bool(found and found.manifest))
+    resumes = bool(found and found.manifest)
+    _check_initial(config, resumes)
     tasks = open_tasks(config)
     places = places or reserve(state.say)
     for line in found_early:
@@ -129,12 +132,13 @@ def _check_and_drive(
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
         check_writable(config)
-    corpus = _corpus(config, plan, directory.path, state.say, tasks)
+    corpus = _corpus(config, plan, directory.path, state.say, tasks, fresh=not resumes)
     orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
     report(changed, journal, monitor.say)
-    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, corpus.files)
+    files = _carried(config, found, corpus)
+    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, files)
     job = Job(
         config=config,
         coordinates=[plan.mesh.coordinates(rank) for rank in range(size)],
@@ -153,11 +157,36 @@ def _check_and_drive(
 
 
 def _check_initial(config: Config, resumes: bool) -> None:
-    """Raise ConfigError if a run could not start from the weights of train.init, unless it resumes from others."""
+    """Raise ConfigError if a run could not start from the weights of train.init, or would read their tokens by another
+    tokenizer, unless it resumes from others."""
     if not resumes and config.train.init not in ("", "random"):
         from platform.weights.initial import initial_weights
 
         initial_weights(config)
+        if config.data.kind != "synthetic":
+            _check_tokenizer(config, given_vocabulary(config.data))
+
+
+def _check_tokenizer(config: Config, vocabulary: Vocabulary | None) -> None:
+    """Raise ConfigError if the vocabulary of the data, None if it has none or that is not known yet, is another than
+    that of the weights of train.init."""
+    if vocabulary and config.train.init not in ("", "random"):
+        from platform.weights.beside import check_tokenizer, files_of
+
+        check_tokenizer(config.data, vocabulary, *files_of(config.train.init))
+
+
+def _carried(config: Config, found: Origin | None, corpus: Corpus) -> dict[str, bytes]:
+    """Return the files that the checkpoints of a run carry: of its tokenizer, and what says how text is generated, as
+    the checkpoint that it resumes from or the weights of train.init have it, whose tokens it reads."""
+    files = dict(corpus.files)
+    if config.train.init in ("", "random") or config.data.foreign_tokenizer:
+        return files
+    from platform.weights.beside import GENERATION, files_of
+
+    there = f"{found.storage.url}/{found.directory}" if found and found.manifest else config.train.init
+    _, beside = files_of(there)
+    return files | {name: raw for name, raw in beside.items() if name == GENERATION}
 
 
 def _say_what_next(state: DriverState, config: Config, size: int) -> None:
@@ -179,7 +208,13 @@ def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonito
 
 
 def _corpus(
-    config: Config, plan: Plan, run_dir: Path, say: Callable[[str], None], tasks: RunTasks | None = None
+    config: Config,
+    plan: Plan,
+    run_dir: Path,
+    say: Callable[[str], None],
+    tasks: RunTasks | None = None,
+    *,
+    fresh: bool = False,
 ) -> Corpus:
     """Open the training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the cache
     or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a file of
@@ -192,6 +227,8 @@ def _corpus(
             lengths = {name: config.model.length for name in plan.readers}
             if "source" in lengths:
                 lengths["source"] = config.model.source_length or config.model.length
+            if fresh:
+                _check_tokenizer(config, corpus.vocabulary)
             if tasks:
                 tasks.check(corpus.vocabulary)
             check_sample(objective_of(config), lambda: corpus.batch("train", 0, 1), lengths)

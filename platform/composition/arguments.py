@@ -221,6 +221,8 @@ def translate_error(argument: str, error: Exception) -> str:
         return violation(key, value, f"{within}must be {_KINDS.get(wanted, wanted)}", legal)
     if re.search("is not Optional|Missing mandatory value|Incompatible value 'None'", text):
         return violation(key, value, f"{within}must be given", _default(where))
+    if "is not a ListConfig" in text:
+        return violation(key, value, f"{within}must be a list", [f"[{value}]"])
     if isinstance(error, RecursionError):
         return violation(key, value, "includes itself, or holds itself")
     if "group override must be a string" in text or "can only concatenate" in text or "sequence item" in text:

@@ -24,7 +24,7 @@ from platform.config.rules.train_rules import wrong_evaluation, wrong_ramp, wron
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
-from platform.plan.schedule.generators import ONE_CHUNK
+from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
 
 def wrong_configuration(config: Config) -> list[str]:
@@ -251,7 +251,7 @@ def _pipeline(config: Config) -> Iterator[str]:
         legal = [1, "pipeline=interleaved", "pipeline=zb_h1"]
         yield _refused(config, "pipeline.chunks", f"pipeline={p.kind} has one chunk per stage", legal)
     if p.kind == "file" and not p.file:
-        yield _refused(config, "pipeline.file", "pipeline=file needs the table of a schedule, one line per stage")
+        yield _refused(config, "pipeline.file", NO_TABLE, ["pipeline.file=FILE"])
     elif p.kind != "file" and p.file:
         yield _refused(config, "pipeline.file", "only for pipeline=file")
 
@@ -271,7 +271,7 @@ def _scheme(config: Config) -> Iterator[str]:
     elif tensor.scheme != "layout":
         for name, size in tensor.axes.items():
             if name not in declared:
-                legal = closest(name, declared) or ["none"]
+                legal = [*(f"tensor.axes.{n}={size}" for n in closest(name, declared)), 1]
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
             yield _refused(config, "tensor.layout", "only for tensor=layout")
@@ -286,7 +286,7 @@ def _branch(config: Config) -> Iterator[str]:
         yield _refused(config, "branch.kind", "a branch's name without its table; write branch=NAME")
     for name, size in branch.axes.items():
         if branch.kind == "none":
-            yield violation(f"branch.axes.{name}", size, "branch=none has no axes", ["none"])
+            yield violation(f"branch.axes.{name}", size, "branch=none has no axes", [1, "branch=NAME"])
         elif name in tensor.axes or name in axes_of(tensor):
             yield violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
 

@@ -32,6 +32,8 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("train.ema", "the saved averages are others"),
     ("", _ORDER),
 )
+_NOT_OF_DATA = ("cache", "foreign_tokenizer")  # where tokens lie, and a word about how a run began
+_OF_SHARES = ("weight", "epochs", "validation", "streaming")  # keys of a mixture's source that say which samples it has
 _MOST = 100  # directories of one experiment to search for a run
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -43,7 +45,7 @@ def identity(config: Config) -> dict[str, Any]:
     A run directory or checkpoint in which any of them differs belongs to another run.
     """
     values = config.to_dict()
-    data = {k: v for k, v in values["data"].items() if k != "cache"}
+    data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
     own = {
         "model": values["model"],
         "data": data,
@@ -99,11 +101,11 @@ def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what
     found = {k: v for k, v in differences(completed(there), identity(config)).items() if not _freed(k, allow)}
     if not found:
         return []
-    free = [key for key in map(_freeable, found) if key]
+    free = [_freeable(key) for key in found if _curable(key)]
     named = ",".join(dict.fromkeys([*allow, *free]))
     cure = f", or go on with resume.allow=[{named}]" if len(free) == len(found) else ""
     lines = (
-        f"{k}: {a} there, {b} here" + ("" if _freeable(k) else f"; fixed: {_reason(k)}") for k, (a, b) in found.items()
+        f"{k}: {a} there, {b} here" + ("" if _curable(k) else f"; fixed: {_reason(k)}") for k, (a, b) in found.items()
     )
     return [violation(key, value, f"{what}{cure}. What differs:"), *lines]
 
@@ -128,6 +130,12 @@ def _freed(key: str, allow: Sequence[str]) -> bool:
 def _freeable(key: str) -> str:
     """Return the entry of FREE that a key is, or lies in, such as data.sources; "" if there is none."""
     return next((free for free in FREE if f"{key}.".startswith(f"{free}.")), "")
+
+
+def _curable(key: str) -> bool:
+    """Return True if `resume.allow` lets a run go on with another value of a key: it may free a mixture's sources,
+    whose files may lie elsewhere, but a source's share decides about the samples."""
+    return bool(_freeable(key)) and not (key.startswith("data.sources.") and key.rpartition(".")[2] in _OF_SHARES)
 
 
 def _reason(key: str) -> str:
@@ -155,6 +163,7 @@ def _of_the_run(config: Config) -> dict[str, Any]:
     for key in ("run", "resume"):  # a resumed run is the same run
         del values[key]
     del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
+    del values["data"]["foreign_tokenizer"]
     if not isinstance(config.checkpoint.every, int):  # a duration does not affect the steps
         values["checkpoint"]["every"] = 0
     return values

@@ -194,7 +194,7 @@ def open_corpus(
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
     goal = make_objective(objective, shape)
     small = vocab - goal.reserved
-    if not entry and (violations := check_data(data, vocab=small)):
+    if not entry and (violations := check_data(data, vocab=vocab, reserved=goal.reserved)):
         raise ConfigError(violations)
     if data.kind == "synthetic":
         corpus = _synthetic(goal, small, seed)

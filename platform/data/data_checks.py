@@ -22,10 +22,10 @@ from platform.plan.language.functions import LABEL_WEIGHTS
 _AT_ONCE = 1024  # samples whose labels are counted at once
 
 
-def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
+def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST, reserved: int = 0) -> list[str]:
     """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
-    kind, fraction, paths, beginnings of files. `vocab`: most entries of the tokenizer, which needs at least one per
-    byte value."""
+    kind, fraction, paths, beginnings of files. `vocab`: ids of the model, of which the objective takes the
+    `reserved` last ones for itself; a tokenizer needs at least one per byte value."""
     if data.kind not in (kinds := _kinds()):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     try:
@@ -34,7 +34,7 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
         return error.violations
     violations = [line for source in sources for line in _check_source(source)]
     textual = any(kind_of(source.data).texts for source in sources)
-    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, textual))
+    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, reserved, textual))
 
 
 def _kinds() -> list[str]:
@@ -42,7 +42,7 @@ def _kinds() -> list[str]:
     return [*dict.fromkeys([*SOURCES, *KINDS, *iterables.TEXTS, *iterables.TOKENS]), "synthetic", "mixture"]
 
 
-def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
+def _check_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> list[str]:
     """Return one refusal line per mistake in the keys of `data` that say which tokenizer is given, or how one is
     trained, as `textual` data needs it."""
     try:
@@ -50,11 +50,16 @@ def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
         added_tokens(data), template_of(data)
     except ConfigError as error:
         return error.violations
-    if given and given.size > vocab:
+    if given and given.size + reserved > vocab:
         reason = f"has {given.size} tokens, and the model has model.vocab={vocab}"
-        return [violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={given.size}"])]
-    if textual and not given and vocab < (least := tokenizer.SMALLEST + len(added_tokens(data))):
-        return [f"model.vocab={vocab}: a byte-level tokenizer needs at least {least}"]
+        if reserved:
+            reason += f"; {reserved} more must be free, as none of its tokens stands for what is hidden, like [MASK]"
+        return [violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={given.size + reserved}"])]
+    least = tokenizer.SMALLEST + len(added_tokens(data)) + reserved
+    if textual and not given and vocab < least:
+        hidden = f", {reserved} of them for what is hidden" if reserved else ""
+        reason = f"a byte-level tokenizer needs at least {least}{hidden}"
+        return [violation("model.vocab", vocab, reason, [least])]
     return []
 
 

@@ -111,7 +111,7 @@ def _status(given: argparse.Namespace) -> int:
     from platform.jobs.look.status import status_lines
 
     for line in status_lines(given.run_dir):
-        print(line)
+        print_line(line)
     return DONE
 
 
@@ -120,7 +120,7 @@ def _logs(given: argparse.Namespace) -> int:
     from platform.jobs.look.logs import log_lines
 
     for line in log_lines(given.run_dir, given.name, max(1, given.lines)):
-        print(line)
+        print_line(line)
     return DONE
 
 

@@ -11,6 +11,7 @@ from platform.config.groups.batch_ramp import batch_sizes
 from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (
     MOST_PASSES,
+    NO_TABLE,
     SCHEDULES,
     Generator,
     generate,
@@ -95,6 +96,8 @@ def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
     MISTAKES_SHOWN, or with every number of it that differs from the configuration's. `unit`: sequences of one
     microbatch of all replicas."""
     path = config.pipeline.file
+    if not path:
+        raise ConfigError(violation("pipeline.file", "", NO_TABLE, ["pipeline.file=FILE"]))
     try:
         schedule = from_csv(path)
     except ScheduleError as error:

@@ -1,19 +1,31 @@
-"""Files beside a model's weights: its tokenizer, and how text is generated from it by default."""
+"""Files beside a model's weights: its tokenizer, which data has to share, and how text is generated from it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from platform.boundary.redaction import bare_url
 from platform.boundary.schema import Malformed
+from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
-from platform.checkpoint.storage.manifest import Manifest
+from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import ConfigError, Model, violation
-from platform.data.tokenizers.tokenizer_files import CONFIG, JSON, has_tokenizer, json_of, read_files
+from platform.config.fields import ConfigError, Data, Model, violation
+from platform.data.tokenizers.tokenizer_files import (
+    CONFIG,
+    JSON,
+    has_tokenizer,
+    json_of,
+    parse_tokenizer,
+    read_files,
+)
 from platform.data.vocabulary import OWN, Vocabulary, vocabulary_of
-from platform.weights.folder import SavedModel
+from platform.weights.folder import SavedModel, is_saved
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 GENERATION = "generation_config.json"
 _ROLES = ("bos", "eos", "pad")
@@ -67,3 +79,41 @@ def token_ids(vocabulary: Vocabulary | None, model: Model) -> dict[str, Any]:
     start = {"decoder_start_token_id": vocabulary.special.start} if model.kind == "encoder_decoder" else {}
     tokens = {role: vocabulary.named[role] for role in _ROLES if role in vocabulary.named}
     return start | {f"{role}_token_id": vocabulary.tokenizer.token_to_id(token) for role, token in tokens.items()}
+
+
+def files_of(url: str) -> tuple[str, dict[str, bytes]]:
+    """Return where the weights at a URL, of a model that transformers saved or of a checkpoint, have files beside them,
+    and these files by name; {} if they cannot be read."""
+    try:
+        if is_saved(url):
+            saved = SavedModel(url)
+            return saved.place, beside(saved, "source")[0]
+        storage, name, manifest = catalogue.select(url, "source")
+        return f"{storage.url}/{name}", read_carried(storage, name, manifest)
+    except (ConfigError, Refused, OSError):
+        return url, {}
+
+
+def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Mapping[str, bytes]) -> None:
+    """Raise ConfigError if the tokenizer of data, None if it has none, is another than that of a model, which is among
+    the `files` at `place`: the model would read other tokens than it knows. data.foreign_tokenizer=true allows it."""
+    if given is None or JSON not in files or data.foreign_tokenizer or given.files.get(JSON) == files[JSON]:
+        return
+    try:
+        known = parse_tokenizer(files[JSON])
+    except Malformed:
+        return
+    others, count = _otherwise(known, given.tokenizer)
+    if others:
+        reason = f"is not that of the weights in {bare_url(place)}: {others} of its {count} tokens have other ids here"
+        legal = [f"data.tokenizer={bare_url(place)}", "data.foreign_tokenizer=true"]
+        raise ConfigError(violation("data.tokenizer", bare_url(data.tokenizer), reason, legal))
+
+
+def _otherwise(known: Tokenizer, here: Tokenizer) -> tuple[int, int]:
+    """Return how many tokens of a tokenizer have another id, or none, in another one, and how many it has: special ones
+    left out, as they may be renamed."""
+    special = known.get_added_tokens_decoder()
+    tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
+    there = here.get_vocab()
+    return sum(there.get(token) != i for token, i in tokens.items()), len(tokens)

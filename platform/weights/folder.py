@@ -180,6 +180,12 @@ class SavedModel:
         return True
 
 
+def is_saved(url: str) -> bool:
+    """Return True if a path or URL is a model as transformers saves it, and not a storage of checkpoints. Raises
+    OSError, ConfigError."""
+    return url.rstrip("/").endswith(".safetensors") or CONFIG in open_storage(url, "source").list("")
+
+
 def _opened(source: str) -> tuple[Storage, str]:
     """Open the folder of a source; return it, and the file in it that the source names, "" for none."""
     if source.rstrip("/").endswith(".safetensors"):

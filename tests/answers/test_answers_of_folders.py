@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from platform.data.tokenizer import train_tokenizer
 from platform.data.tokenizers.chat import CHATML
+from platform.evaluate import main as evaluate
 from platform.generate import main as generate
 from tests.data.tokenizers.texts import sources
 from tests.weights import peer
@@ -100,3 +101,33 @@ def test_a_conversation_from_a_file(talker):
     wanted = answers(folder, prompts=[{"ids": by_hand(made, turns)}, {"ids": by_hand(made, turns[-1:])}])
     assert [line["answer_ids"] for line in found] == [line["answer_ids"] for line in wanted]
     assert found[0]["answer_ids"] != found[1]["answer_ids"] and found[0]["messages"] == prompts[0]["messages"]
+
+
+def test_a_bert_whose_tokenizer_hides_nothing(tmp_path, capsys):
+    """The refusal names the model and the cause, and its hint leads to a number; so does a token for what is hidden."""
+    folder = written(tmp_path / "hf", "bert", ours={"vocab": VOCAB})
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    read = ["data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}", "--samples", "2"]
+    save_tokenizer(folder, ["[SEP]"], {"sep_token": "[SEP]"})
+    assert evaluate([str(folder), *read]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"evaluate: data.tokenizer={folder}: has {VOCAB} tokens, and the model has model.vocab={VOCAB};"
+    )
+    assert "like [MASK]" in line
+    assert line.endswith(f"nearest legal: model.vocab={VOCAB + 1}")
+    assert evaluate([str(folder), *read, f"model.vocab={VOCAB + 1}"]) == 0
+    save_tokenizer(folder, ["[SEP]", "[MASK]"], {"sep_token": "[SEP]", "mask_token": "[MASK]"})
+    assert evaluate([str(folder), *read]) == 0
+
+
+def test_a_folder_without_a_tokenizer_is_measured_on_tokens(tmp_path, capsys):
+    """Though it has a file beside it, which is no tokenizer's: text is refused by the right name, random tokens are
+    read."""
+    folder = written(tmp_path / "hf", "gpt2")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert evaluate([str(folder), "data=stdlib", "--samples", "2"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("evaluate: data.tokenizer=: there is none beside the model")
+    assert evaluate([str(folder), "data=synthetic", "--samples", "2"]) == 0

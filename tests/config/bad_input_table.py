@@ -172,12 +172,12 @@ pipeline=gpipe pipeline.chunks=2 | pipeline.chunks=2: pipeline=gpipe has one chu
 pipeline=1f1b pipeline.chunks=1000 | pipeline.chunks=1000: pipeline=1f1b has one chunk | 1
 pipeline=file | pipeline.file=: 
 pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file
-branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | none
+branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | 1, branch=NAME
 branch=dsp branch.axes.t=2 | branch.axes.t=2: tensor=1d has an axis t
 branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero are reserved
-tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | t
-tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | none
-tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | x, y, z
+tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | tensor.axes.t=2, 1
+tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | 1
+tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | tensor.axes.x=2, 
 tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero are reserved
 tensor=layout tensor.axes={a-b:2} | tensor.axes.a-b=2: an axis is named by letters
 tensor.layout=batch:t | tensor.layout=batch:t: only for tensor=layout

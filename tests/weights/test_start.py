@@ -163,3 +163,26 @@ def test_tables_grow_alike_under_every_plan(tmp_path, case):
             assert torch.equal(whole[had:], before.double().mean(0).float().double().expand(7, *whole.shape[1:])), name
         assert torch.equal(whole[: len(before)], before.double()), name
     assert grown == ({"embedding"} if found.model.tied else {"embedding", "head"})
+
+
+def test_a_mixture_with_other_weights(tmp_path):
+    """No hint leads astray: with other weights the samples are others, which resume.allow cannot change; what the
+    refusal names, a run of its own from these weights, runs."""
+    sources = []
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text(f"the quick brown {name} jumps over the lazy dog\n" * 200)
+        sources += [f"data.sources.{name}.path={tmp_path / name}.txt", f"data.sources.{name}.weight=0.5"]
+    small = "model.layers=1 model.d_model=32 model.heads=2 model.length=16 model.vocab=300".split()
+    mixture = [*small, "data=mixture", *sources, f"data.cache={tmp_path / 'cache'}", "data.validation=0"]
+    trained(tmp_path, *mixture, "train.stop_at=2")
+    other = [*mixture[:-2], "data.sources.web.weight=0.9", *mixture[-2:]]
+    line = trained(tmp_path, *other, status=2)
+    assert "data.sources.web.weight: 0.5 there, 0.9 here; fixed: samples or their order" in line
+    assert "resume.allow" not in line
+    (line,) = (line for line in trained(tmp_path, *other, "resume.allow=[data.sources]", status=2).splitlines()
+               if line.startswith("config: "))  # fmt: skip
+    assert "data.sources.web.weight: 0.5 there, 0.9 here" in line and "the files have changed" not in line
+    hint = line.rpartition("run.dir=DIRECTORY ")[2]
+    assert hint.startswith("train.init=")
+    (tmp_path / "run").rename(tmp_path / "first")
+    trained(tmp_path, *other, hint.replace("/run/", "/first/"), "train.stop_at=1")

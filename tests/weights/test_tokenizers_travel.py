@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from platform.answers.prompts import ends_of
+from platform.answers.trained import find_trained
 from platform.data.tokenizer import train_tokenizer
 from platform.data.vocabulary import open_vocabulary
+from platform.generate import main as write_answers
 from platform.weights.__main__ import main
+from platform.weights.beside import vocabulary_in
 from tests.data.tokenizers.texts import sources
 from tests.weights.test_start import trained
 from tests.weights.written import written
@@ -58,7 +62,7 @@ def test_a_run_reads_the_tokens_of_its_model(tmp_path, model, text):
     first = ours.decode(tokens[2 : np.nonzero(tokens == end)[0][1]])
     assert first in {path.read_text() for path in (tmp_path / "texts").iterdir()}  # with "</s>" as text
     assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
-    assert files(tmp_path / "out") == {k: raw for k, raw in files(model).items() if k != "generation_config.json"}
+    assert files(tmp_path / "out") == files(model)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (begin, end)
 
@@ -109,3 +113,59 @@ def _refused(cwd: Path, *arguments: str) -> list[str]:
     printed = trained(cwd, *arguments, status=2)
     assert not (cwd / "run").exists()
     return [line.removeprefix("config: ") for line in printed.splitlines() if "data." in line]
+
+
+def test_a_tokenizer_that_is_not_the_model_s(tmp_path, model, text):
+    """Another one, given or trained, is refused wherever text is read, unless it is meant."""
+    other = tmp_path / "other.json"
+    made = Tokenizer.from_str(train_tokenizer(["another language altogether, zyxwv " * 50], 300).to_str())
+    made.add_special_tokens(["</s>"])
+    made.save(str(other))
+    source = ["model=from_hf", f"model.source={model}", *text]
+    for given in (f"data.tokenizer={other}", "data.tokenizer=train"):
+        (line,) = _refused(tmp_path, *source, given)
+        assert "is not that of the weights in" in line and f"nearest legal: data.tokenizer={model}, " in line
+        assert line.endswith("data.foreign_tokenizer=true") and line.startswith(given)
+    assert write_answers([str(model), "the", "--tokens", "2", f"data.tokenizer={other}"]) == 2
+    trained(tmp_path, *source, f"data.tokenizer={other}", "data.foreign_tokenizer=true", "train.stop_at=2")
+    assert "continues after step 2" in trained(tmp_path, *source, f"data.tokenizer={other}", "train.stop_at=3")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert not [*checkpoints.glob("*/generation_config.json")]
+    (tmp_path / "run").rename(tmp_path / "first")
+    started = [f"train.init={tmp_path / 'first' / 'checkpoints'}", "train.stop_at=1"]
+    (line,) = _refused(tmp_path, *source, *started)
+    hint = line.rpartition("nearest legal: ")[2].partition(", ")[0]
+    trained(tmp_path, *source, *started, hint)
+
+
+def test_tables_grow_for_more_tokens(tmp_path, model, text, capsys):
+    """By command, as the hint says: the tokens of a chat template, in and out again."""
+    source = ["model=from_hf", f"model.source={model}", *text, "data.chat_template=chatml"]
+    (line,) = _refused(tmp_path, *source)
+    hint = line.rpartition("nearest legal: ")[2]
+    assert hint == f"model.vocab={VOCAB + 2}"
+    printed = trained(tmp_path, *source, hint, "train.stop_at=2")
+    assert f"2 new rows of embedding, head: each the mean of the {VOCAB} that are there" in printed
+    assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == VOCAB + 2
+    capsys.readouterr()
+    assert write_answers([str(tmp_path / "out"), "the", "--tokens", "2"]) == 0
+
+
+def test_all_ends_of_a_text_travel(tmp_path, model, text):
+    """A list of end tokens, as generation_config.json has it, is kept by a run that starts from the model, also when it
+    goes on without the folder; without that file config.json says it."""
+    (model / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    source = ["model=from_hf", f"model.source={model}", *text]
+    trained(tmp_path, *source, "train.stop_at=2")
+    (model / "generation_config.json").unlink()
+    trained(tmp_path, *source, "train.stop_at=4")
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(checkpoints) == 2
+    for place in checkpoints:
+        found = find_trained(str(place))
+        assert set(ends_of(vocabulary_in(found.files), found.generation)) == {5, 9, VOCAB - 1}
+    config = json.loads((model / "config.json").read_text()) | {"eos_token_id": [6, 7]}
+    (model / "config.json").write_text(json.dumps(config))
+    assert set(ends_of(None, find_trained(str(model)).generation)) == {6, 7}

@@ -37,6 +37,9 @@ class Data:
     )
     tokenizer: str = key("train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE")
     tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
+    foreign_tokenizer: bool = key(
+        False, "the tokenizer may be another than that of the weights of train.init, which then read other tokens"
+    )
     special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")
     end_token: str = key("", 'special token that ends documents; "" = as the tokenizer says')
     begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')

@@ -25,7 +25,8 @@ def wrong_data(config: Config) -> Iterator[str]:
         yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
     held = data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
     if config.eval.every and not held:
-        yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
+        reason = f"eval.every={config.eval.every} needs a held-out split"
+        yield violation("data.validation", 0, reason, [0.05, "eval.every=0"])
 
 
 def _held_out(source: Any) -> bool:
@@ -48,6 +49,9 @@ def wrong_objective(config: Config) -> Iterator[str]:
     kinds = _kinds(data)
     if objective not in legal or (kinds != {"pairs"} if objective == "pairs" else "pairs" in kinds):
         fitting = [o for o in legal if (o == "pairs") == ("pairs" in kinds)]
+        fitting = fitting or [f"model.kind={kind}" for kind, known in OBJECTIVES.items() if "pairs" in known]
+        if "pairs" in kinds and len(kinds) > 1:
+            fitting = ["sources that are all of kind: pairs, or none"]
         constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
         yield violation("data.objective", objective, constraint, fitting)
     elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):

@@ -121,6 +121,7 @@ def _row(
     return [*row, *weights]
 
 
+NO_TABLE = "pipeline=file needs the table of a schedule, one line per stage"  # a refusal where no file is named
 ONE_CHUNK = ("gpipe", "1f1b")  # schedules that allow only one chunk per stage
 SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
 SHIPPED = tuple(SCHEDULES)

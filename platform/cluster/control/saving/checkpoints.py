@@ -25,7 +25,7 @@ from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
 from platform.config.fields import Config, ConfigError, short_hash, violation
 from platform.config.groups.batch_ramp import samples_before
-from platform.config.identity import identity
+from platform.config.identity import completed, differences, identity
 from platform.monitor import Journal
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
@@ -133,7 +133,8 @@ class Checkpoints:
 
     def check(self, corpus: str) -> None:
         """Report the newer checkpoints that were passed over, and raise ConfigError if the one to resume from was
-        trained on another corpus than `corpus`, the hash of today's data."""
+        trained on another corpus than `corpus`, the hash of today's data: its files have changed, or keys that
+        resume.allow let differ."""
         self._corpus = corpus
         if not self._origin:
             return
@@ -142,8 +143,17 @@ class Checkpoints:
         there = self._origin.manifest.meta.corpus if self._origin.manifest else corpus
         if there != corpus:
             where = f"{self._origin.storage.url}/{self._origin.directory}"
-            reason = f"its corpus is {corpus} now, and was {there} for {where}: the files have changed"
-            raise ConfigError(violation("data", self._config.data.kind, reason))
+            changed = "; ".join(f"{key}: {a} there, {b} here" for key, (a, b) in self._changed_data().items())
+            why = changed or "the files have changed"
+            reason = f"its corpus is {corpus} now, and was {there} for {where}: {why}"
+            legal = ["the data as it was", f"a run of its own from these weights, run.dir=DIRECTORY train.init={where}"]
+            raise ConfigError(violation("data", self._config.data.kind, reason, legal))
+
+    def _changed_data(self) -> dict[str, tuple[Any, Any]]:
+        """Return the keys of data that differ from those of the checkpoint to resume from: key -> (there, here)."""
+        assert self._origin and self._origin.manifest
+        found = differences(completed(self._origin.manifest.meta.identity), identity(self._config))
+        return {key: pair for key, pair in found.items() if key.startswith("data.")}
 
     def _refuse(self, directory: str, reason: str) -> None:
         """Journal and print that the checkpoint in `directory` is not used, and the reason."""
