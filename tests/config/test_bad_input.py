@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 
 from platform import launch
+from platform.boundary.terminal import printable
 from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
 from platform.config import surroundings
 from platform.config.bounds import KEYS, LONGEST, flat_values
-from platform.boundary.terminal import printable
 from platform.config.fields import Config, ConfigError, Train
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
