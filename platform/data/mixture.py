@@ -93,8 +93,8 @@ def _wrong_source(name: str, given: Any) -> list[str]:
         where = f"{key}.{own}"
         if own in ("weight", "epochs"):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < 1e9:
-                lines.append(violation(where, value, "must be a number above 0", [1]))
+            if not number or not 1e-9 <= value <= 1e9:
+                lines.append(violation(where, value, "must be a number from 1e-9 to 1e9", [1]))
         elif own not in types:
             lines.append(violation(where, value, "unknown key", closest(own, [*OWN, "weight", "epochs"])[:3]))
         elif own == "kind" and value in ("mixture", "synthetic"):
@@ -139,11 +139,11 @@ def paths_of(data: Data) -> dict[str, str]:
 
 def set_path(config: Config, key: str, path: str) -> None:
     """Set one of the paths that `paths_of` returned in a configuration, in place."""
-    _, *source, name = key.split(".")
-    if source:
-        config.data.sources[source[1]][name] = path
-    else:
+    place, _, name = key.rpartition(".")
+    if place == "data":
         setattr(config.data, name, path)
+    else:
+        config.data.sources[place.removeprefix("data.sources.")][name] = path
 
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
