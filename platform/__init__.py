@@ -16,3 +16,8 @@ assert _spec is not None and _spec.loader is not None
 _std = sys.modules[__name__] = module_from_spec(_spec)
 _spec.loader.exec_module(_std)  # loads the standard library's cached .pyc
 _std.__spec__ = __spec__
+
+if sys.argv[:1] == ["-m"]:  # `python -m platform.NAME` looks for its module
+    import platform.boundary.interrupts
+
+    platform.boundary.interrupts.watch_imports()

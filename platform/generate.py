@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from platform.boundary.interrupts import run_interruptible
 from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
 from platform.boundary.terminal import flush_streams, print_line, print_refusals, printable, write_text
 from platform.config.fields import Config, ConfigError, violation
@@ -72,7 +73,7 @@ def answered(
     register_url_secrets(given)
     with shielded(sys.stdout, sys.stderr):
         try:
-            return run(parser.parse_intermixed_args(given))
+            return run_interruptible(lambda: run(parser.parse_intermixed_args(given)))
         except ConfigError as error:
             print_refusals(name, error.violations)
             return 2

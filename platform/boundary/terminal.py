@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from platform.boundary.interrupts import run_interruptible
+
 
 def printable(text: str, kept: str = "") -> str:
     """Escape every unprintable character of a text but those in `kept`, line ends and terminals' escape sequences
@@ -83,7 +85,7 @@ def print_while_read(command: Callable[[], int]) -> int:
     """Run a command that only prints, such as `platform.plan`, and return its exit status: 0 also if its reader, such
     as `| head`, leaves before the end."""
     try:
-        return command()
+        return run_interruptible(command)
     except BrokenPipeError:
         return 0
     finally:

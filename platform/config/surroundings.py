@@ -1,14 +1,17 @@
-"""Checks of what a configuration needs on this machine: directories, storages, environment variables; read-only."""
+"""Checks of what a configuration needs on this machine: directories, storages, environment variables; read-only. And a
+name for the disk that fills up later."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from platform.boundary.redaction import bare_url
 from platform.config.execution import RESUME
-from platform.config.fields import Config, violation
+from platform.config.fields import Config, ConfigError, violation
 
 # fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
@@ -131,3 +134,19 @@ def expanded(key: str, path: str) -> tuple[str, list[str]]:
     if there != path or not user.startswith("~") or os.path.lexists(user):
         return os.path.abspath(there), []
     return os.path.abspath(there), [violation(key, path, f"there is no user {user[1:]}", [f"./{path}"])]
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
+
+
+@contextmanager
+def writing_to(key: str, place: object) -> Iterator[None]:
+    """Raise ConfigError, which names the key of the folder or file `place`, for a disk within the context that takes
+    nothing, or no more; other errors are raised as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL and not (error.errno is None and "requested and" in str(error)):  # as NumPy says it
+            raise
+        why = error.strerror or os.strerror(errno.ENOSPC)
+        raise ConfigError(violation(key, place, f"cannot be written: {why}", ["another place"])) from None

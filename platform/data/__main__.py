@@ -11,11 +11,13 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from platform.boundary.redaction import register_url_secrets, shielded
 from platform.boundary.terminal import print_line, print_refusals, print_while_read
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.groups.batch_ramp import samples_before
+from platform.config.surroundings import writing_to
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON
@@ -92,16 +94,23 @@ def _convert(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
         raise ConfigError(violation("data.streaming", True, "its tokens are never there as a whole", [False]))
     if not prefix.parent.is_dir():
         raise ConfigError(f"{prefix}: there is no folder {prefix.parent}")
-    for part in corpus.parts:
-        for split, stream in part.streams.items():
-            if len(stream):
-                path = prefix.with_name("-".join(filter(None, [prefix.name, part.name, split])))
-                WRITERS[given.format](path, documents(stream, corpus.special.begin), corpus.vocab)
-                print_line(f"{path}.bin: {len(stream):,} tokens")
-    if JSON in corpus.files:
-        own = prefix.with_name(f"{prefix.name}-{JSON}")
-        own.write_bytes(corpus.files[JSON])
-        print_line(f"{own}: its tokenizer; documents begin with token {corpus.special.begin}")
+    written = []
+    with writing_to("PREFIX", prefix), TemporaryDirectory(dir=prefix.parent, prefix=".converting-") as workshop:
+        for part in corpus.parts:
+            for split, stream in part.streams.items():
+                if len(stream):
+                    name = "-".join(filter(None, [prefix.name, part.name, split]))
+                    place = Path(workshop, name)
+                    WRITERS[given.format](place, documents(stream, corpus.special.begin), corpus.vocab)
+                    written.append(f"{prefix.with_name(name)}.bin: {len(stream):,} tokens")
+        if JSON in corpus.files:
+            own = prefix.with_name(f"{prefix.name}-{JSON}")
+            Path(workshop, own.name).write_bytes(corpus.files[JSON])
+            written.append(f"{own}: its tokenizer; documents begin with token {corpus.special.begin}")
+        for file in Path(workshop).iterdir():  # all of them, or none
+            file.replace(prefix.with_name(file.name))
+    for line in written:
+        print_line(line)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from platform.config.fields import Config, ConfigError, Data, closest, violation
 _FINEST = 1 << 20  # parts into which weights are rounded
 _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
 _MOST = 100  # sources
-_LEAST = 1e-9  # weight, and epochs
 _LARGEST = 1 << 62  # sum of shares
 _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
 # Keys of group data that a source of a mixture may have; the others are those of the whole.
@@ -95,8 +94,8 @@ def _wrong_source(name: str, given: Any) -> list[str]:
         where = f"{key}.{own}"
         if own in ("weight", "epochs"):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not _LEAST <= value < 1e9:
-                lines.append(violation(where, value, f"must be a number from {_LEAST:g} on, and below 1e9", [1]))
+            if not number or not 1e-9 <= value <= 1e9:
+                lines.append(violation(where, value, "must be a number from 1e-9 to 1e9", [1]))
         elif own not in types:
             lines.append(violation(where, value, "unknown key", closest(own, [*OWN, "weight", "epochs"])[:3]))
         elif own == "kind" and value in ("mixture", "synthetic"):
@@ -148,11 +147,11 @@ def _wrong_name(name: Any) -> list[str]:
 
 def set_path(config: Config, key: str, path: str) -> None:
     """Set one of the paths that `paths_of` returned in a configuration, in place."""
-    _, *source, name = key.split(".")
-    if source:
-        config.data.sources[source[1]][name] = path
-    else:
+    place, _, name = key.rpartition(".")
+    if place == "data":
         setattr(config.data, name, path)
+    else:
+        config.data.sources[place.removeprefix("data.sources.")][name] = path
 
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:

@@ -7,14 +7,17 @@ a run's driver, and Ray on one node.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 from platform.boundary.redaction import register_url_secrets, shielded
 from platform.boundary.terminal import print_line, print_refusals, print_while_read
 from platform.config.fields import ConfigError, violation
+from platform.config.key import SECONDS
 from platform.launch import DONE, REFUSED
 
 
@@ -35,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.set_defaults(run=_write)
     command = commands.add_parser("supervise", help="run platform.launch, again where it goes on")
     _supervision(command)
-    command.add_argument("--time-limit", type=float, help="seconds after which the job's time is over")
-    command.add_argument("--notice", type=float, default=0.0, help="seconds that a node is given to leave")
+    command.add_argument("--time-limit", type=_seconds, help="seconds after which the job's time is over")
+    command.add_argument("--notice", type=_seconds, default=0.0, help="seconds that a node is given to leave")
     command.add_argument("launch", nargs=argparse.REMAINDER, help="arguments of platform.launch, with run.dir")
     command.set_defaults(run=_supervise)
     command = commands.add_parser("node", help="Ray on a node of a Slurm job")
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--interface", default="", help="network interface")
     command.add_argument("--peer", default="", help="host name of another node")
     command.add_argument("--ip", type=int, choices=(4, 6), default=4, help="version of IP")
-    command.add_argument("--drain", type=int, default=60, help="seconds that leaving takes at most")
+    command.add_argument("--drain", type=_count, default=60, help="seconds that leaving takes at most")
     _supervision(command)
     command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and supervise this run")
     command.set_defaults(run=_node)
@@ -71,8 +74,26 @@ def _answer(command: Callable[[], int]) -> int:
         return REFUSED
 
 
+def _seconds(text: str) -> float:
+    """Read a duration. Raises ArgumentTypeError for what is none."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = nan
+    if not 0 <= seconds <= SECONDS:
+        raise argparse.ArgumentTypeError(f"must be seconds from 0 to {SECONDS}, not {text!a}")
+    return seconds
+
+
+def _count(text: str) -> int:
+    """Read a number of times. Raises ArgumentTypeError for what is none."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 on, not {text!a}")
+    return int(text)
+
+
 def _supervision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--retries", type=int, default=10, help="drivers that may be lost (default: 10)")
+    parser.add_argument("--retries", type=_count, default=10, help="drivers that may be lost (default: 10)")
 
 
 def _write(given: argparse.Namespace) -> int:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import bare_url, shielded
 from platform.boundary.terminal import print_refusals, print_while_read, visible
+from platform.boundary.undo import missing_directories, remove_empty
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import ConfigError, violation
+from platform.config.surroundings import writing_to
 from platform.data.tokenizers.tokenizer_files import has_tokenizer
 from platform.weights.averages import with_averages
 from platform.weights.beside import beside, to_export, vocabulary_in
@@ -102,7 +105,13 @@ def _export(given: argparse.Namespace) -> int:
     vocabulary = vocabulary_in(more)
     found = exportable(storage, directory, manifest, given.family, given.dtype, like, vocabulary)
     folder = open_storage(given.folder, "folder")
-    names = export_model(found, folder, most, more)
+    made = [] if "://" in given.folder else missing_directories(Path(given.folder).absolute())
+    try:
+        with writing_to("folder", bare_url(given.folder)):
+            names = export_model(found, folder, most, more)
+    except BaseException:
+        remove_empty(made)
+        raise
     if not vocabulary:
         print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
     print(visible(f"{directory}: {found.family.architecture} in {bare_url(given.folder)}: {', '.join(names)}"))

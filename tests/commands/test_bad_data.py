@@ -6,13 +6,17 @@ Some faults show at once, others deep inside a file, when it is read as a whole:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from platform.data.sources.token_files import write_megatron
+from platform.launch import main
 from tests.harness.commands import refused
 
 TEXT = "".join(f"line {i} of a text, {i * i} sheep\n" for i in range(400))
@@ -112,3 +116,19 @@ def test_it_ends_with_one_line(tmp_path, name):
     [line] = refused(*given, "data.cache=cache", "run.dir=run", cwd=tmp_path)
     assert line.startswith("config: data.") and reason in line, line
     assert name.partition(".")[0] in line or "data.chat_template" in line, line
+
+
+@pytest.mark.parametrize("kind", ["text", "instructions"])
+def test_what_python_does_not_hold(kind, tmp_path, monkeypatch, capsys):
+    """A date of the year 2,700,000, and lists 900 deep, are refused by the name of their file."""
+    monkeypatch.chdir(tmp_path)
+    if kind == "text":
+        dates = pyarrow.array([10**9] * 300, pyarrow.int32()).cast(pyarrow.date32())
+        pyarrow.parquet.write_table(pyarrow.table({"text": dates}), "d.parquet")
+        given = ["data.path=d.parquet"]
+    else:
+        line = '{"messages": [{"role": "user", "content": "hi", "more": %s}, {"role": "assistant", "content": "x"}]}\n'
+        (tmp_path / "n.jsonl").write_text(line % ("[" * 900 + "]" * 900) * 50)
+        given = ["data.path=n.jsonl", "data.field=messages", "data.chat_template=chatml", "model.vocab=400"]
+    assert main(["+experiment=gpt_quick", "cluster=inline", f"data={kind}", *given, "run.dir=run"]) == 2
+    assert re.fullmatch(r"config: data.path=\S+: .+\n", capsys.readouterr().err)

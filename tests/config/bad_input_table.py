@@ -248,6 +248,7 @@ checkpoint.resume=nosuch://x | checkpoint.resume=nosuch://x: cannot be used: no 
 tensor.axes={} tensor=1d tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | t
 model.d_model=${model.heads}x | model.d_model=${model.heads}x: must be an integer
 model.dropout=half | model.dropout=half: must be a number | 0.0
+data=mixture data.sources={a.b:{path:x}} | data.sources=a.b: the name of a source has letters, digits and _
 model.bias=maybe | model.bias=maybe: must be true or false | true
 model.tied=2 model.bias=x | model.bias=x: must be true or false | false
 elastic.replace=perhaps | elastic.replace=perhaps: must be true or false | true

@@ -47,12 +47,12 @@ LOOP.append(LOOP)
 KNOT: dict[str, Any] = {}
 KNOT["a"] = KNOT
 PLAIN = [None, True, False, -1, 0, 1, 10**30, 10**5000, -(10**5000), 2**63, 1.5, -0.5, 1e308, 1e-300, math.nan,
-         math.inf, -math.inf, "", "x", "a\x1b[31m", "a\nb", "\ud800", "\0", "x" * 20_000, "${seed}", "???", [], [1], ["x"],
-         [None], [[["x"]]], ["\ud800"], LOOP, {}, {"a": 1}, {"a": "x"}, {"a": None}, {"a": {"b": ["x"]}}, {"\x1b": {}},
-         {"a.b": {"path": "x"}}, KNOT]  # fmt: skip
+         math.inf, -math.inf, "", "x", "a\x1b[31m", "a\nb", "\ud800", "\0", "x" * 20_000, "${seed}", "???",
+         [], [1], ["x"], [None], [[["x"]]], ["\ud800"], LOOP, {}, {"a": "x"}, {"a": None}, {"a": {"b": ["x"]}},
+         {"a": 1}, {"\x1b": {}}, {"a.b": {"path": "x"}}, KNOT]  # fmt: skip
 STRANGE = [b"x", {1: 2}, {None: None}, Path("x"), (1, 2), {1}, object(), Hostile(), len, int, Text("x"),
-           np.float64(0.5), np.int64(2), np.zeros(3), threading.Lock(), (i for i in ()), ..., 1j, {"a": Hostile()}, [Hostile()],
-           Config()]  # fmt: skip
+           np.float64(0.5), np.int64(2), np.zeros(3), threading.Lock(), (i for i in ()), ..., 1j,
+           {"a": Hostile()}, [Hostile()], Config()]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

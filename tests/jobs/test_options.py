@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from platform.config.fields import ConfigError
+from platform.jobs.__main__ import main
 from platform.jobs.kubernetes import kubernetes_job
 from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page, take_options
 from platform.jobs.slurm import slurm_job
@@ -107,3 +108,13 @@ def test_the_page_lists_every_key():
     rows = [row for kind in (JobOptions, KubernetesOptions, SlurmOptions) for row in options_page(kind)]
     assert "| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n" in page
     assert len(rows) > 25
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [("--time-limit", "nan"), ("--time-limit", "inf"), ("--notice", "nan"), ("--retries", "-1")],
+)
+def test_a_supervisor_is_told_numbers(flag, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["supervise", f"{flag}={value}", "run.dir=x"])
+    assert ended.value.code == 2 and f"argument {flag}: must be" in capsys.readouterr().err

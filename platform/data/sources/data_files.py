@@ -231,6 +231,8 @@ def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
         raise ConfigError(f"{key}={file}: {_said(error)}") from None
+    except (OverflowError, RecursionError) as error:  # a date, or lists in lists, beyond what Python holds
+        raise ConfigError(f"{key}={file}: {_said(error)}") from None
     except Exception as error:
         if isinstance(file, RemoteFile) or type(error).__module__.startswith("pyarrow"):  # they raise their own
             raise ConfigError(f"{key}={file}: {_said(error)}") from None

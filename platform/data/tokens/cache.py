@@ -21,6 +21,7 @@ from typing import Annotated, Any, TypeVar
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.config.fields import ConfigError
+from platform.config.surroundings import writing_to
 
 BLOCK = 1 << 24  # bytes that are hashed by themselves; a file may say another size
 THREADS = min(8, os.cpu_count() or 1)
@@ -67,7 +68,7 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[
         raise ConfigError(
             f"data.cache={entry.parent}: cannot be written: {error.strerror}; name another folder"
         ) from None
-    with workshop:
+    with workshop, writing_to("data.cache", entry.parent):
         with suppress(FileNotFoundError):
             entry.rename(Path(workshop.name, "corrupt"))
         private = Path(workshop.name, "new")
@@ -93,11 +94,13 @@ def fetch_shared(
     if found := verified(shared, read):
         return shared, found
     made = fetch(entry, build, read)
-    folder.mkdir(0o700, parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder, prefix=".building-") as workshop:
+    with writing_to("run.dir", folder):
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        workshop = TemporaryDirectory(dir=folder, prefix=".building-")
+    with workshop as place, writing_to("run.dir", folder):
         with suppress(FileNotFoundError):
-            shared.rename(Path(workshop, "corrupt"))
-        private = Path(workshop, "new")
+            shared.rename(Path(place, "corrupt"))
+        private = Path(place, "new")
         private.mkdir()
         for file in entry.iterdir():
             try:

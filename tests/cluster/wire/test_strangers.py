@@ -4,6 +4,8 @@ import errno
 import os
 import random
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
@@ -133,3 +135,25 @@ def test_the_store_of_a_generation_outlives_what_strangers_send():
             stranger.sendall(head + draw.choice((draw.randbytes(90), b"\xff" * 90, b"\1" + b"\x7f" * 16)))
         member.set("alive", str(number))
         assert member.get("alive") == str(number).encode()
+
+
+JUNK = """
+import random, socket, time
+from platform.cluster.crew.base.rendezvous import open_store
+store, r = open_store("127.0.0.1"), random.Random(0)
+for kind in [*range(20), *range(20)]:
+    with socket.create_connection(("127.0.0.1", store.port)) as stranger:
+        greeting = bytes([0]) + (0x3C85F7CE).to_bytes(4, "little")  # as a client of torch's begins
+        stranger.sendall(greeting + bytes([kind]) + r.randbytes(r.randrange(1, 200)))
+        time.sleep(0.01)
+time.sleep(0.5)
+store.set("a", b"1")
+print(store.get("a").decode())
+"""
+
+
+def test_junk_at_the_store_fills_no_log():
+    """Torch warns of each message that is none, in 25 lines with a backtrace."""
+    clean = {key: value for key, value in os.environ.items() if key != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", JUNK], env=clean, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

@@ -1,0 +1,89 @@
+"""Signals that end a command, from the moment on that it begins to import: one line, and a status of its own.
+
+`platform/__init__.py` imports this module first of all in a command, so it imports nothing that takes time. A run,
+which has something to save, handles the signals itself (`platform.cluster.crew.base.signals`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 75}  # exit status
+COMMANDS = ("launch", "generate", "evaluate", "doctor", "plan", "checkpoint", "weights", "data", "jobs")
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class Interrupted(BaseException):
+    """Reports that a command was asked to end, by the signal of this number. Like KeyboardInterrupt it is no
+    Exception."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}; the same command does it anew")
+        self.status = STATUS[signal.Signals(number)]
+
+
+def watch_imports() -> None:
+    """If this process is one of our commands, let a signal end it from now on in one line: while it imports, nothing is
+    there to be tidied up."""
+    words = sys.orig_argv
+    module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
+    if module and module[0].removeprefix("platform.") in COMMANDS and module[0].startswith("platform."):
+        _handle(_leave)
+
+
+def run_interruptible(command: Callable[[], int]) -> int:
+    """Run a command and return its exit status. A signal ends it as an exception does, so that it tidies up, and is
+    said in one line; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return command()
+    before = _handle(_raise)
+    try:
+        return command()
+    except Interrupted as interrupted:
+        _say(str(interrupted))
+        return interrupted.status
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handle(handler: Handler) -> dict[int, Any]:
+    """Handle the signals so, unless they are ignored, as under nohup; return how each was handled before."""
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STATUS}
+    mine = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != mine:  # a fork, which is no command
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        else:
+            handler(number, frame)
+
+    changed = {number: there for number, there in before.items() if there not in (signal.SIG_IGN, None)}
+    for number in changed:
+        signal.signal(number, handle)
+    return changed
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    interrupted = Interrupted(number)
+    _say(str(interrupted))
+    os._exit(interrupted.status)
+
+
+def _raise(number: int, _: FrameType | None) -> None:
+    _handle(_leave)
+    raise Interrupted(number)
+
+
+def _say(line: str) -> None:
+    try:
+        os.write(2, f"{line}\n".encode())  # not print(), which the signal may have interrupted
+    except OSError:
+        pass

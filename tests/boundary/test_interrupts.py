@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM end a command in one line with a status of their own, from its first import on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from platform.boundary.interrupts import COMMANDS, STATUS, Interrupted, run_interruptible
+
+# Sends this process a signal as soon as a module is looked for.
+SITE = """
+import os, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["AT_MODULE"]:
+            os.kill(os.getpid(), int(os.environ["NUMBER"]))
+sys.meta_path.insert(0, Finder)
+"""
+IMPORTING = [(command, "platform.boundary.redaction") for command in COMMANDS]
+RUNNING = [("generate", "platform.composition.composer"), ("evaluate", "platform.answers.outputs"), ("plan", "hydra")]
+
+
+@pytest.mark.parametrize("number", list(STATUS))
+@pytest.mark.parametrize("command, module", [*IMPORTING, *RUNNING])
+def test_a_command_that_is_stopped(command, module, number, tmp_path, root):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    more = {"PYTHONPATH": f"{tmp_path}:{root}", "AT_MODULE": module, "NUMBER": str(int(number))}
+    line = [sys.executable, "-m", f"platform.{command}", "x"]
+    done = subprocess.run(line, env={**os.environ, **more}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == STATUS[number], done.stderr
+    assert (done.stdout, done.stderr) == ("", f"stopped by {number.name}; the same command does it anew\n")
+
+
+def test_what_was_begun_is_tidied_up_and_handlers_return(capfd):
+    before, tidied = [signal.getsignal(number) for number in STATUS], []
+
+    def command() -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            tidied.append(True)
+        return 0
+
+    assert run_interruptible(command) == 75 and tidied
+    assert [signal.getsignal(number) for number in STATUS] == before
+    assert capfd.readouterr().err == "stopped by SIGTERM; the same command does it anew\n"
+    assert not issubclass(Interrupted, Exception)
+
+
+def test_what_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run_interruptible(lambda: signal.raise_signal(signal.SIGINT) or 7) == 7
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_program_that_only_imports_the_package_keeps_its_signals(root):
+    code = "import signal, platform.launch; assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL"
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
