@@ -34,6 +34,7 @@ from platform.data.sources.texts import stdlib_bytes
 from platform.data.tokens import cache
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
+from platform.optimizer.learning_rate import short_of_peak
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.reports.describe import describe
@@ -222,6 +223,8 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
     job, say = run.job, run.monitor.say
     run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
+    if line := short_of_peak(run.config.optimizer, run.config.train.steps):
+        say(line)
     kind = resources.crew_kind(run.config.cluster)
     beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {beside} spares" if beside > 0 else ""

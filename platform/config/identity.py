@@ -44,6 +44,7 @@ def identity(config: Config) -> dict[str, Any]:
     """
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k != "cache"}
+    data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
     own = {
         "model": values["model"],
         "data": data,
