@@ -166,6 +166,8 @@ def _say_what_next(state: DriverState, config: Config, size: int) -> None:
     state.say(f"run directory: {state.directory.path}")
     if state.done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
+    if state.checkpoints and (line := state.checkpoints.best()):
+        state.say(line)
     if line := state.command.other_layout(config, size):
         state.say(f"next: {line}")
 
