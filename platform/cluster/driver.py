@@ -35,6 +35,7 @@ from platform.data.tokens import cache
 from platform.data.vocabulary import Vocabulary, given_vocabulary
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
+from platform.optimizer.learning_rate import short_of_peak
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.reports.describe import describe
@@ -194,6 +195,8 @@ def _say_what_next(state: DriverState, config: Config, size: int) -> None:
     state.say(f"run directory: {state.directory.path}")
     if state.done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
+    if state.checkpoints and (line := state.checkpoints.best()):
+        state.say(line)
     if line := state.command.other_layout(config, size):
         state.say(f"next: {line}")
 
@@ -259,6 +262,8 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
     job, say = run.job, run.monitor.say
     run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
+    if line := short_of_peak(run.config.optimizer, run.config.train.steps):
+        say(line)
     kind = resources.crew_kind(run.config.cluster)
     beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {beside} spares" if beside > 0 else ""

@@ -36,6 +36,7 @@ class Checkpoint:
     )
     on_stop: bool = key(True, "save when a signal, a time limit or a notice ends the run, whatever `every` is")
     keep: int = key(2, "number of newest checkpoints to keep; older ones are deleted", ">= 1")
+    best: bool = key(False, "save after the evaluation with the lowest validation loss, and keep that checkpoint too")
     keep_every: int = key(0, "keep checkpoints at multiples of this many steps for good; 0 = none", ">= 0")
     timeout: float = key(3600.0, "seconds that a save may take before the run ends; 0 = no limit", ">= 0", most=SECONDS)
     resume: str = key("auto", "checkpoint to go on from", constraint=f"{', '.join(RESUME)}, or a path or URL")

@@ -46,6 +46,7 @@ def identity(config: Config) -> dict[str, Any]:
     """
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
+    data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
     own = {
         "model": values["model"],
         "data": data,

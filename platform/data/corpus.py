@@ -356,7 +356,8 @@ def _streamed(
         return _rows_of(data, train, place, length, begin, trusted=False)[TRAIN]
 
     goal = objective.made if isinstance(objective, OwnObjective) else objective
-    decisive = [head.name, data.packing, length, type(goal).__name__, objective.needs, begin]
+    rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
+    decisive = [head.name, rows, length, type(goal).__name__, objective.needs, begin]
     return StreamedTokens(
         folder=head.parent / cache.hash_of(["blocks", *decisive]),
         reader=BlockReader(kind.form, kind.find(data), data),
@@ -381,4 +382,4 @@ def _rows_of(
             raise ConfigError(violation("data.separator", begin, f"{key} needs documents: {constraint}", ["a token"]))
     if data.packing == "cut":
         return streams
-    return packing.packed_streams(streams, place, length, begin, trusted=trusted)
+    return packing.packed_streams(streams, place, length, begin, data.overlong, trusted=trusted)

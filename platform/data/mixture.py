@@ -23,7 +23,10 @@ _MOST = 100  # sources
 _LARGEST = 1 << 62  # sum of shares
 _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
 # Keys of group data that a source of a mixture may have; the others are those of the whole.
-OWN = ("kind", "path", "field", "target_path", "target_field", "dtype", "validation", "validation_path", "streaming")
+OWN = (
+    *("kind", "path", "field", "target_path", "target_field", "input_field"),
+    *("dtype", "validation", "validation_path", "streaming"),
+)
 PATHS = ("path", "target_path", "validation_path")
 Ints = NDArray[np.int64]
 

@@ -4,7 +4,7 @@ so that a run that was resumed decides as one that was not."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import inf
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 from platform.config.fields import Eval
@@ -32,3 +32,9 @@ def learned_out(rows: Iterable[Mapping[str, Any]], e: Eval) -> Best | None:
         if e.patience and worse >= e.patience:
             return best
     return None
+
+
+def validation_losses(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the finite validation losses in rows of metrics.jsonl, by step."""
+    found = {row["step"]: row.get("val_loss") for row in rows}
+    return {step: loss for step, loss in found.items() if isinstance(loss, int | float) and isfinite(loss)}

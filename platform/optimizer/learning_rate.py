@@ -43,3 +43,13 @@ def learning_rate(o: Optimizer, step: int, steps: int) -> float:
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
     return o.lr * SCHEDULES[o.schedule](o, step, steps)
+
+
+def short_of_peak(o: Optimizer, steps: int) -> str:
+    """Return a line for the user if a run of `steps` updates ends within its warm-up, and so never reaches
+    optimizer.lr; "" if it does not."""
+    if o.warmup_steps <= steps or not steps:
+        return ""
+    most = o.lr * steps / o.warmup_steps
+    reached = f"the learning rate ends at {most:.3g}, {steps / o.warmup_steps:.0%} of optimizer.lr={o.lr:g}"
+    return f"optimizer.warmup_steps={o.warmup_steps} is more than the {steps} steps of this run: {reached}"

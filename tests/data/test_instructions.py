@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.config.fields import Config, ConfigError, Data
+from platform.config.identity import identity
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import check_data
 
@@ -179,3 +180,91 @@ def test_a_split_that_teaches_nothing_is_refused(talks, tmp_path, monkeypatch):
         open_corpus(replace(talks, validation=0.1), **SHAPE)
     assert len(refused.value.violations) == 2
     assert all("none has a label that counts: nothing would be learned" in line for line in refused.value.violations)
+
+
+def rows_at(tmp_path, rows, **keys):
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Data(kind="instructions", path=str(tmp_path / "r.jsonl"), packing="best_fit", cache=str(tmp_path / "cache"),
+                chat_template="chatml", **keys)  # fmt: skip
+
+
+def written(corpus) -> set[str]:
+    """The documents of both splits, as text."""
+    found = set()
+    for stream in corpus.parts[0].streams.values():
+        tokens = stream.tokens
+        for start, end in zip(tokens.starts, [*tokens.starts[1:], len(tokens)], strict=True):
+            found.add(corpus.decode(tokens[np.arange(start, end)].tolist()))
+    return found
+
+
+def test_conversations_of_sharegpt(talks, tmp_path):
+    roles = {"system": "system", "user": "human", "assistant": "gpt"}
+    rows = [{"conversations": [{"from": roles[m["role"]], "value": m["content"]} for m in talk]} for talk in TALKS]
+    found = open_corpus(rows_at(tmp_path, rows, field="conversations"), **SHAPE)
+    assert written(found) == written(open_corpus(talks, **SHAPE))
+    assert sorted(learned(found)) == sorted(learned(open_corpus(talks, **SHAPE)))
+
+
+ALPACA = [
+    {"instruction": f"Add {i}.", "input": f"To {i}." if i % 2 else "", "output": f"It is {2 * i}."} for i in range(40)
+]
+PAIR = {"field": "instruction", "target_field": "output"}
+
+
+def test_records_of_alpaca(tmp_path):
+    data = rows_at(tmp_path, ALPACA, input_field="input", **PAIR)
+    texts = written(open_corpus(data, **SHAPE))
+    assert any("user\nAdd 3.\nTo 3.<|im_end|>" in text for text in texts)
+    assert any("user\nAdd 2.<|im_end|>" in text for text in texts)
+    without = open_corpus(replace(data, input_field="none"), **SHAPE)
+    assert not any("To " in text for text in written(without)) and without.entry != open_corpus(data, **SHAPE).entry
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_an_input_that_nothing_reads_is_refused(tmp_path, ending):
+    data = rows_at(tmp_path, ALPACA[1:], **PAIR)
+    if ending == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(arrow.Table.from_pylist(ALPACA[1:]), tmp_path / "r.parquet")
+        data = replace(data, path=str(tmp_path / "r.parquet"))
+    [line] = check_data(data, vocab=400)
+    assert "1 has text in field input too" in line
+    assert line.endswith("nearest legal: data.input_field=input or, to leave it out, data.input_field=none")
+    for value in ("input", "none"):
+        assert not check_data(replace(data, input_field=value), vocab=400)
+
+
+def test_unread_input_is_the_same_run_as_before():
+    before, config = identity(Config()), Config()
+    config.data.input_field = "none"
+    assert identity(config) == before
+    config.data.input_field = "input"
+    assert identity(config) != before
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("overlong", ["split", "cut", "drop"])
+def test_what_becomes_of_a_conversation_that_is_longer_than_a_row(tmp_path, overlong, streaming):
+    talk = [{"role": "user", "content": "Count."}]
+    rows = [{"messages": [*talk, {"role": "assistant", "content": "one two three " * (8 if i == 3 else 1)}]}
+            for i in range(30)]  # fmt: skip
+    data = rows_at(tmp_path, rows, field="messages", overlong=overlong, validation=0, streaming=streaming)
+    corpus = open_corpus(data, length=40, vocab=300, seed=0)
+    stream = corpus.parts[0].beginning("train")
+    sizes = np.diff([*stream.tokens.starts, len(stream)])
+    longer = int((sizes > 40).sum())
+    kept = {"split": sizes.sum(), "cut": np.minimum(sizes, 40).sum(), "drop": sizes[sizes <= 40].sum()}[overlong]
+    assert longer == 1 and stream.pieces[:, 1].sum() == kept
+    batch = corpus.batch("train", 0, corpus.samples["train"])
+    assert (batch["tokens"] >= 0).sum() == kept
+    if not streaming:
+        again = open_corpus(data, length=40, vocab=300, seed=0, entry=corpus.entry)
+        assert np.array_equal(again.batch("train", 0, 3)["tokens"], corpus.batch("train", 0, 3)["tokens"])
+
+
+def test_a_corpus_whose_documents_are_all_dropped_is_refused(talks):
+    with pytest.raises(ConfigError, match="model.length=8: a sample is"):
+        open_corpus(replace(talks, overlong="drop"), length=8, vocab=400, seed=0)

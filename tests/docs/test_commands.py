@@ -110,6 +110,7 @@ def answers(status: int, typed: Typed, bench: Bench) -> None:
 def launches(typed: Typed, arguments: str, bench: Bench) -> None:
     if "model.source=mine/hf" in arguments:
         exported(bench)
+        own_words("mine/hf/tokenizer.json")
     if "data.path=pages-train.bin" in arguments:
         prepares(typed, next(t.command for t in COMMANDS if " convert megatron pages" in t.command)[24:], bench)
     answers(launch.main(shlex.split(arguments)), typed, bench)
@@ -180,15 +181,20 @@ def measures(typed: Typed, arguments: str, bench: Bench) -> None:
     asked(measure, typed, arguments, bench)
 
 
+def own_words(path: str) -> None:
+    """Write a tokenizer of four entries."""
+    words = Tokenizer(BPE({"d": 0, "e": 1, "f": 2, "<|endoftext|>": 3}, [], unk_token="<|endoftext|>"))
+    words.add_special_tokens(["<|endoftext|>"])
+    words.save(path)
+
+
 def asked(command: Callable[..., int], typed: Typed, arguments: str, bench: Bench) -> None:
     """Run a command on a kept run, whose model has a tokenizer put beside it, as it has been trained on random
     tokens."""
     exported(bench)
     [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
     shutil.copytree(kept, "mine/run")
-    words = Tokenizer(BPE({"d": 0, "e": 1, "f": 2, "<|endoftext|>": 3}, [], unk_token="<|endoftext|>"))
-    words.add_special_tokens(["<|endoftext|>"])
-    words.save("words.json")
+    own_words("words.json")
     more = ["data.tokenizer=words.json"] if command is write_answers else []
     refused = any(line.startswith("generate: ") for line in typed.shown)
     assert command([*shlex.split(arguments), *more]) == (launch.REFUSED if refused else launch.DONE)

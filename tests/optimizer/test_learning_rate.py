@@ -3,7 +3,7 @@ import math
 import pytest
 
 from platform.config.fields import Optimizer
-from platform.optimizer.learning_rate import SCHEDULES, learning_rate
+from platform.optimizer.learning_rate import SCHEDULES, learning_rate, short_of_peak
 
 
 def rates(steps: int, **keys) -> list[float]:
@@ -51,3 +51,13 @@ def test_the_edges():
     assert rates(2, schedule="cosine", warmup_steps=8) == [0.25, 0.5]  # cut short in it
     o = Optimizer(lr=2.0, min_lr=0.1)
     assert learning_rate(o, 50, 10) == pytest.approx(0.2)  # beyond the end
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_said():
+    o = Optimizer(lr=6e-3, warmup_steps=150)
+    assert short_of_peak(o, 12) == (
+        "optimizer.warmup_steps=150 is more than the 12 steps of this run: the learning rate ends at 0.00048, "
+        "8% of optimizer.lr=0.006"
+    )
+    assert learning_rate(o, 12, 12) == pytest.approx(0.00048)
+    assert not short_of_peak(o, 150) and not short_of_peak(o, 0) and not short_of_peak(Optimizer(), 1)

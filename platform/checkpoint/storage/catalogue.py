@@ -202,18 +202,27 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
     return Selection(None, None, tuple(refused), tuple(sound))
 
 
-def dispensable(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:
-    """Return the complete checkpoints (newest first) that nobody needs: all but the `last` newest (at least one) and
-    the newest of every step that `every` divides (0: none)."""
-    keep = set(complete[: max(1, last)])
+def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
+    """Return, of the complete checkpoints (newest first), the one after whose step the validation loss was lowest; []
+    if no `losses`, by step, are known of them."""
+    known = [attempt for attempt in complete if attempt.step in losses]
+    return sorted(known, key=lambda attempt: (losses[attempt.step], attempt.step))[:1]
+
+
+def dispensable(
+    complete: Sequence[Attempt], last: int, every: int, losses: Mapping[int, float] | None = None
+) -> list[Attempt]:
+    """Return the complete checkpoints (newest first) that nobody needs: all but the `last` newest (at least one), the
+    newest of every step that `every` divides (0: none), and the one that is the `lowest` by `losses`."""
+    keep = {*complete[: max(1, last)], *lowest(complete, losses or {})}
     if every:
         keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
     return [a for a in complete if a not in keep]
 
 
-def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
+def prune(storage: Storage, last: int, every: int = 0, losses: Mapping[int, float] | None = None) -> list[str]:
     """Delete checkpoints that are neither among the newest `last` nor at a step that is a multiple of `every` (0: no
-    such step), and the remains of attempts that never became one; return their names.
+    such step) nor the `lowest` by `losses`, and the remains of attempts that never became one; return their names.
 
     Only checkpoints that `load_manifest` accepts are counted, so that a damaged one never displaces a good one.
     Quarantined ones stay, and attempts newer than the newest complete one, which may be under way. Raises OSError,
@@ -232,7 +241,7 @@ def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
             complete.append(attempt)
         except Refused:
             continue
-    old = [a for a in torn if complete and a < complete[0]] + dispensable(complete, last, every)
+    old = [a for a in torn if complete and a < complete[0]] + dispensable(complete, last, every, losses)
     for attempt in old:
         discard(storage, attempt.directory)
     return [a.directory for a in old]

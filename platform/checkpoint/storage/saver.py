@@ -45,6 +45,7 @@ class Saver:
         """Configure the saver. `last`, `every`: see `dispensable`. `pause`: seconds before the second try, doubled
         before every further one. `lease`: once it is lost, nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
+        self.losses: Mapping[int, float] = {}  # step -> validation loss, of which the lowest's checkpoint is kept
         self._check = lease.check if lease else lambda: None
         self._cancelled = threading.Event()
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -129,7 +130,7 @@ class Saver:
     def _prune(self, step: int) -> None:
         self._check()  # a newer driver may be about to read what would be deleted
         try:
-            prune(self._storage, self._last, self._every)
+            prune(self._storage, self._last, self._every, self.losses)
         except Exception as error:
             self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": _reason(error)})
 

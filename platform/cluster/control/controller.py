@@ -162,7 +162,10 @@ class Controller:
         self._checkpoints.finish(crew)
 
     def _end_early(self) -> None:
-        """Make the last committed step the run's last if evaluations say that it learns no more."""
+        """Make the last committed step the run's last if evaluations say that it learns no more; tell the checkpoints
+        which is the best."""
+        if self._config.checkpoint.best:
+            self._checkpoints.evaluated(row for row in self._monitor.rows() if row["step"] <= self.done)
         rows = self._monitor.rows() if self._config.eval.patience and self.done < self._steps else []
         if best := learned_out(rows, self._config.eval):
             self._steps = self.done

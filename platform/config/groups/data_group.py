@@ -23,6 +23,9 @@ class Data:
     field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text, messages or tokens")
     target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
     target_field: str = key("target", "name of the field that translates (data=pairs) or answers data.field")
+    input_field: str = key(
+        "", "data=instructions: name of the field that goes on a prompt in data.field, behind a line end; none = unread"
+    )
     objective: str = key(
         "",
         'what is predicted; "" = the default for model.kind and the data',
@@ -34,6 +37,11 @@ class Data:
     )
     packing: str = key(
         "cut", "rows: cut from the tokens end to end, or best_fit: of whole documents, padded", ("cut", "best_fit")
+    )
+    overlong: str = key(
+        "split",
+        "data.packing=best_fit: a document longer than a row is split over rows, cut at the end of one, or dropped",
+        ("split", "cut", "drop"),
     )
     tokenizer: str = key("train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE")
     tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")

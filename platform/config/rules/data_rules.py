@@ -21,6 +21,8 @@ def wrong_data(config: Config) -> Iterator[str]:
             if value := getattr(data, name):
                 constraint = "says something of a tokenizer that data.tokenizer names, and there is none"
                 yield violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
+    if data.input_field and "instructions" not in _kinds(data):
+        yield violation("data.input_field", data.input_field, "only data=instructions reads it", ['""'])
     if data.sources and data.kind != "mixture":
         yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
     held = data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
@@ -74,6 +76,9 @@ def wrong_documents(config: Config) -> Iterator[str]:
             constraint,
             [data.document_mask, f"data.document_mask={str(within).lower()}"],
         )
+    if data.overlong != "split" and data.packing == "cut":
+        constraint = "data.packing=cut cuts rows from the tokens end to end"
+        yield violation("data.overlong", data.overlong, constraint, ["split", "data.packing=best_fit"])
     for name, neutral in (("document_mask", False), ("packing", "cut")):
         if (value := getattr(data, name)) == neutral:
             continue

@@ -45,6 +45,8 @@ def wrong_smoothing(config: Config) -> Iterator[str]:
 def wrong_evaluation(config: Config) -> Iterator[str]:
     """Yield a refusal line for each key of evaluations that never take place, or of averages that nobody keeps."""
     e = config.eval
+    if config.checkpoint.best and not e.every:
+        yield violation("checkpoint.best", True, "eval.every=0: there are no evaluations", [False])
     if e.patience and not e.every:
         yield violation("eval.patience", e.patience, "eval.every=0: there are no evaluations", [0])
     if e.prompts and not e.every:

@@ -12,6 +12,15 @@ from platform.data.sources.record_files import ROWS
 from platform.data.tokenizers.chat import ANSWERS, Conversation, conversation
 
 ENDINGS = [*ROWS]
+ALPACA_INPUT = "input"
+UNREAD = "none"  # data.input_field: no field goes on a prompt
+_SHAREGPT = {
+    "human": "user",
+    "gpt": ANSWERS,
+    "chatgpt": ANSWERS,
+    "bing": ANSWERS,
+    "bard": ANSWERS,
+}  # the name of a role
 
 
 @dataclass(frozen=True)
@@ -39,17 +48,23 @@ def instruction_files(data: Data) -> list[DataFile]:
     return found
 
 
+def fields_of(data: Data) -> list[str]:
+    """Return the fields of a record beside `data.field` that decide what is read of it."""
+    return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
+
+
 def read_instructions(
     files: Sequence[DataFile], data: Data, key: str = "data.path"
 ) -> Iterator[tuple[int, Instruction]]:
-    """Yield (number, conversation) of each record of files: its field `data.field` holds messages, or a prompt that
-    field `data.target_field` answers; a pair of which one is blank is left out. Raises ConfigError, naming the file, by
-    the `key` that leads to it, and the place, for a record that holds neither, and for a conversation without an
-    answer."""
+    """Yield (number, conversation) of each record of files: its field `data.field` holds messages, of role and content
+    or, as ShareGPT has them, from and value; or a prompt, with what `data.input_field` adds, that field
+    `data.target_field` answers; a pair of which one is blank is left out. Raises ConfigError, naming the file, by the
+    `key` that leads to it, and the place, for a record that holds neither, for a conversation without an answer, and
+    for a prompt of which a part would not be read."""
     number = 0
     for file in files:
         with naming_file(file, key):
-            for place, values in ROWS[ending(file)](file, [data.field, data.target_field]):
+            for place, values in ROWS[ending(file)](file, [data.field, data.target_field, _input_field(data)]):
                 if found := _instruction(values, data, f"{key}={file}: {place}", place):
                     yield number, found
                     number += 1
@@ -61,16 +76,51 @@ def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> 
     if isinstance(given, str) and isinstance(answer, str):
         if not given.strip() or not answer.strip():
             return None
-        pair = [("user", encodable(given)), (ANSWERS, encodable(answer))]
+        pair = [("user", encodable(given + _more(values, data, place))), (ANSWERS, encodable(answer))]
         return Instruction([{"role": role, "content": text} for role, text in pair], True, where)
-    messages = conversation(_encodable(given))
+    messages = conversation(_with_roles(_encodable(given)))
     if not messages:
         there = ", ".join(values) or "none"
         wanted = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
-        raise ConfigError(f"{place} has {wanted}={data.target_field}; its fields: {there}")
+        wanted += f"={data.target_field}; a message has role and content, or from and value"
+        raise ConfigError(f"{place} has {wanted}; its fields: {there}")
     if not any(message["role"] == ANSWERS and _says(message.get("content")) for message in messages):
         raise ConfigError(f"{place} has no answer: no message with role {ANSWERS}")
     return Instruction(messages, False, where)
+
+
+def _input_field(data: Data) -> str:
+    """Return the field of a record that goes on its prompt, or, if the configuration names none, that may do so."""
+    return data.input_field or ALPACA_INPUT
+
+
+def _more(values: dict[str, Any], data: Data, place: str) -> str:
+    """Return what goes on the prompt of a record. Raises ConfigError if it is no text, and if nobody has said that it
+    does."""
+    name = _input_field(data)
+    text = values.get(name)
+    if data.input_field == UNREAD or name in (data.field, data.target_field) or text is None or text == "":
+        return ""
+    if not data.input_field:
+        reason = f"has text in field {name} too, which goes on the prompt in Alpaca's records"
+        legal = f"data.input_field={name} or, to leave it out, data.input_field={UNREAD}"
+        if not isinstance(text, str) or not text.strip():
+            return ""
+        raise ConfigError(f"{place} {reason}, and nothing says so; nearest legal: {legal}")
+    if not isinstance(text, str):
+        raise ConfigError(f"{place} has no text in data.input_field={name}")
+    return f"\n{text}" if text.strip() else ""
+
+
+def _with_roles(value: Any) -> Any:
+    """Return a conversation of ShareGPT, whose messages have `from` and `value`, as one of roles and contents; any
+    other value as it is."""
+    said = isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value)
+    if not said or not all(isinstance(m["from"], str) for m in value):
+        return value
+    rest = [{k: v for k, v in m.items() if k not in ("from", "value")} for m in value]
+    named = [{"role": _SHAREGPT.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+    return [{**more, **message} for more, message in zip(rest, named, strict=True)]
 
 
 def _says(content: Any) -> bool:

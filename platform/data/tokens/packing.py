@@ -7,6 +7,7 @@ first documents: a function of the documents and the length alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,24 +21,32 @@ from platform.boundary.schema import Malformed, OneOf, Span
 from platform.data.tokens import cache
 from platform.data.tokens.streams import Ints, PackedStream, beginnings, mapped
 
+logger = logging.getLogger(__name__)
 FORMAT = 1  # of an entry: raise it when the same documents would give other rows
 _COUNT = Annotated[int, Span(0, 1 << 50)]
 
 
 def packed_streams(
-    streams: Mapping[str, Any], tokens: Path, length: int, begin: int, *, trusted: bool = False
+    streams: Mapping[str, Any], tokens: Path, length: int, begin: int, overlong: str = "split", *, trusted: bool = False
 ) -> dict[str, PackedStream]:
     """Return the streams of the cache entry `tokens`, by split, in rows of `length` tokens. The rows are kept beside
     the entry, made by the first process that asks; `trusted`: another process of this run has found them. `begin`: the
-    token with which a document begins, where the entry does not know. Raises ConfigError, OSError, Malformed."""
-    place = tokens.parent / cache.hash_of(["packed", FORMAT, tokens.name, length, begin])
+    token with which a document begins, where the entry does not know. `overlong`: what becomes of documents that are
+    longer than a row (`best_fit`). Raises ConfigError, OSError, Malformed."""
+    policy = [] if overlong == "split" else [overlong]
+    place = tokens.parent / cache.hash_of(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
-    read = partial(_read, sizes=sizes, length=length, deep=not trusted)
+    read = partial(_read, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
 
     def make(folder: Path) -> dict[str, Any]:
         counts = {}
         for split, stream in streams.items():
-            pieces, rows = best_fit(np.append(beginnings(stream, begin), len(stream)), length)
+            bounds = np.append(beginnings(stream, begin), len(stream))
+            if longer := int((np.diff(bounds) > length).sum()):
+                what = {"split": "split over rows", "cut": "cut", "drop": "dropped"}[overlong]
+                told = "%s: %d of %d documents are longer than a row of %d tokens, and are %s"
+                logger.info(told, split, longer, len(bounds) - 1, length, what)
+            pieces, rows = best_fit(bounds, length, overlong)
             pieces.astype("<i8").tofile(folder / f"{split}_pieces.bin")
             rows.astype("<i8").tofile(folder / f"{split}_rows.bin")
             counts[split] = [len(pieces), len(rows)]
@@ -56,38 +65,49 @@ class _Rows:
 
 
 def _read(
-    folder: Path, meta: dict[str, Any], sizes: Mapping[str, int], length: int, deep: bool
+    folder: Path, meta: dict[str, Any], sizes: Mapping[str, int], length: int, deep: bool, whole: bool
 ) -> dict[str, tuple[Ints, Ints]]:
     """Read the (pieces, rows) of each split in `folder`, mapped into memory, and check them against their description
-    `meta` and, if `deep`, the numbers of tokens. Raises Malformed for what `best_fit` cannot have made."""
+    `meta` and, if `deep`, the numbers of tokens, all of which are in rows if they are `whole`. Raises Malformed for
+    what `best_fit` cannot have made."""
     described: _Rows = schema.read(_Rows, meta)
     found = {}
     for split, size in sizes.items():
         pieces, rows = (mapped(folder / f"{split}_{name}.bin", "<i8") for name in ("pieces", "rows"))
         counts = [len(pieces) / 2, len(rows)]
         if counts != list(described.splits.get(split, ())) or (
-            deep and not _fits(pieces.reshape(-1, 2), rows, size, length)
+            deep and not _fits(pieces.reshape(-1, 2), rows, size, length, whole)
         ):
             raise Malformed(f"the rows of {split} are not its tokens")
         found[split] = pieces.reshape(-1, 2), rows
     return found
 
 
-def _fits(pieces: Ints, rows: Ints, size: int, length: int) -> bool:
-    """Return True if pieces hold each of `size` tokens once, in rows of at most `length` tokens."""
+def _fits(pieces: Ints, rows: Ints, size: int, length: int, whole: bool) -> bool:
+    """Return True if pieces hold each of `size` tokens once, or, if they are not the `whole`, at most once, in rows of
+    at most `length` tokens."""
     if not len(rows) or rows[0] != 0 or rows[-1] != len(pieces) or (np.diff(rows) < 1).any():
         return False
     ordered = pieces[np.argsort(pieces[:, 0])]
-    tiles = np.array_equal(ordered[:, 0], np.append(0, np.cumsum(ordered[:, 1]))[:-1]) and ordered[:, 1].sum() == size
+    ends = ordered.sum(1)
+    if whole:
+        tiles = np.array_equal(ordered[:, 0], np.append(0, ends)[:-1]) and ordered[:, 1].sum() == size
+    else:
+        tiles = (ordered[:, 0] >= np.append(0, ends)[:-1]).all() and (ends <= size).all()
     filled = np.add.reduceat(pieces[:, 1], rows[:-1]) if len(pieces) else np.zeros(0, np.int64)
     return bool(tiles and (pieces[:, 1] > 0).all() and filled.max(initial=0) <= length)
 
 
-def best_fit(bounds: Ints, length: int) -> tuple[Ints, Ints]:
+def best_fit(bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, Ints]:
     """Pack documents, which lie between `bounds` (ascending token positions, the first 0), into rows of `length`
     tokens: return int64 pieces [n, 2] of (first token, tokens), and the bounds of rows among them. A document that is
-    longer is cut after every `length` tokens."""
+    longer is split after every `length` tokens, or cut after so many, or dropped, as `overlong` says."""
     pieces = _cut(bounds, length)
+    if overlong != "split":
+        first = (
+            np.isin(pieces[:, 0], bounds) if overlong == "cut" else np.diff(bounds)[_document(pieces, bounds)] <= length
+        )
+        pieces = pieces[first]
     row = np.empty(len(pieces), np.int64)
     rooms: list[list[int]] = [[] for _ in range(length + 1)]  # by the tokens that still fit: the rows with such room
     there, count = 0, 0  # bit n of `there` is set if rooms[n] holds a row
@@ -111,6 +131,11 @@ def best_fit(bounds: Ints, length: int) -> tuple[Ints, Ints]:
     place[np.argsort(first)] = np.arange(count)
     order = np.lexsort((pieces[:, 0], place[row]))
     return pieces[order], np.append(0, np.cumsum(np.bincount(place[row], minlength=count)))
+
+
+def _document(pieces: Ints, bounds: Ints) -> Ints:
+    """Return the number of the document between `bounds` in which each of its pieces lies."""
+    return np.searchsorted(bounds, pieces[:, 0], "right") - 1
 
 
 def _cut(bounds: Ints, length: int) -> Ints:

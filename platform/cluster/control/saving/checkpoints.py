@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -13,7 +13,7 @@ from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage.carried import CarriedFiles
-from platform.checkpoint.storage.catalogue import find, quarantine, verify
+from platform.checkpoint.storage.catalogue import attempts, find, load_manifest, lowest, quarantine, verify
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta, Refused
 from platform.checkpoint.storage.report import FileReport
@@ -27,6 +27,7 @@ from platform.config.fields import Config, ConfigError, short_hash, violation
 from platform.config.groups.batch_ramp import samples_before
 from platform.config.identity import completed, differences, identity
 from platform.monitor import Journal
+from platform.monitor.patience import validation_losses
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest as plan_digest
@@ -89,7 +90,27 @@ class Checkpoints:
         if self.step == step:
             return False
         at_the_end = last and bool(c.checkpoint.every or c.train.stop_at)
+        if self._saver.losses and min(self._saver.losses, key=self._saver.losses.__getitem__) == step:
+            return True
         return at_the_end or self._cadence.due(step) or stopping and c.checkpoint.on_stop
+
+    def evaluated(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Note the validation losses in a run's rows of metrics: the checkpoint with the lowest is saved, and kept."""
+        self._saver.losses = validation_losses(rows)
+
+    def best(self) -> str:
+        """Return a line for the user that names the checkpoint with the lowest validation loss; "" if there is none, or
+        storage does not answer."""
+        losses, complete = self._saver.losses, []
+        with suppress(OSError):
+            for attempt in attempts(self._storage) if losses else []:
+                with suppress(Refused):
+                    load_manifest(self._storage, attempt.directory)
+                    complete.append(attempt)
+        return "".join(
+            f"lowest val loss {losses[a.step]:.4f}, after step {a.step}: {self._storage.url}/{a.directory}"
+            for a in lowest(complete, losses)
+        )
 
     def check_hope(self) -> None:
         """Raise GaveUp if the last FAILURES saves or more all failed, the first of them at least elastic.wait seconds
