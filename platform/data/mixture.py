@@ -168,8 +168,8 @@ def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int
         found = [max(1, int(part * scale)) for part in exact]
     found = [share if source.trained else 0 for source, share in zip(sources, found, strict=True)]
     found = [share // gcd(*found) for share in found]
-    if (total := sum(found)) > _LARGEST:  # more than 64 bits can count
-        found = [max(1, share * _LARGEST // total) if share else 0 for share in found]
+    if (whole := sum(found)) > _LARGEST:  # more than 64 bits can count
+        found = [max(1, share * _LARGEST // whole) if share else 0 for share in found]
     return found
 
 

@@ -12,7 +12,7 @@ from platform.config.fields import ConfigError, Data
 from platform.data.kinds.of_documents import Documents, Encoded, Form, splits_of, write_documents
 from platform.data.kinds.of_texts import deciding
 from platform.data.kinds.source_kind import SourceKind, checked, held_files
-from platform.data.sources.conversations import ENDINGS, Instruction, fields_of, instruction_files, read_instructions
+from platform.data.sources.conversations import ENDINGS, Instruction, instruction_files, more_fields, read_instructions
 from platform.data.tokenizers.chat import ANSWERS, Parts
 from platform.data.vocabulary import Vocabulary
 
@@ -76,7 +76,7 @@ FORM = Form(
 INSTRUCTIONS = SourceKind(
     find=instruction_files,
     check=_check,
-    decisive=lambda data, files: ["instructions", *deciding(data, files), *fields_of(data)],
+    decisive=lambda data, files: ["instructions", *deciding(data, files), *more_fields(data)],
     write=partial(write_documents, FORM),
     texts=lambda files, data: splits_of(FORM, files, data).texts(),
     form=FORM,

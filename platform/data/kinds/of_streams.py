@@ -14,7 +14,7 @@ from platform.config.fields import ConfigError, Data, violation
 from platform.data.kinds.of_documents import Documents, Form, write_tokens
 from platform.data.kinds.of_tokens import RECORDS
 from platform.data.kinds.source_kind import SourceKind, Texts, checked, held_files, tokenizer_for
-from platform.data.sources.conversations import fields_of
+from platform.data.sources.conversations import more_fields
 from platform.data.sources.data_files import DataFile, content_hash, ending, stamp
 from platform.data.sources.record_files import ROWS
 from platform.data.vocabulary import Vocabulary
@@ -140,7 +140,7 @@ def _decisive(form: Form, data: Data, files: Sequence[DataFile]) -> list[Any]:
         digest.update(document.encode() if isinstance(document, str) else document.astype("<i8").tobytes())
     stamps = [[ending(file), *stamp(file)] for file in files] or [[digest.hexdigest()]]
     held = [content_hash(file) for file in held_files(data, form.endings)]
-    return ["stream", FORMAT, data.kind, stamps, held, data.field, *fields_of(data), data.block]
+    return ["stream", FORMAT, data.kind, stamps, held, data.field, *more_fields(data), data.block]
 
 
 def _write_head(

@@ -48,7 +48,7 @@ def instruction_files(data: Data) -> list[DataFile]:
     return found
 
 
-def fields_of(data: Data) -> list[str]:
+def more_fields(data: Data) -> list[str]:
     """Return the fields of a record beside `data.field` that decide what is read of it."""
     return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
 
