@@ -40,13 +40,13 @@ def changes(
 
 
 def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], None]) -> None:
-    """Report what differs between the code of this driver, `now`, and that of its last one: a `code_changed` event
+    """Report what differs between the code of this driver, `now`, and that of its last one: a `changed` event
     in the journal and one line per name to the user. Nothing is refused: a run may go on with a mended version."""
     starts = [event.code for event in journal.events() if isinstance(event, events.Starting) and event.code]
     before = starts[-1] if starts else now
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
-        journal.write(events.CodeChanged(code={name: (before.get(name), now.get(name)) for name in names}))
+        journal.write(events.Changed(keys={f"code.{name}": (before.get(name), now.get(name)) for name in names}))
     for name in names:
         say(f"changed  code of {name}: {before.get(name, 'none')} before, {now.get(name, 'none')} here")
 

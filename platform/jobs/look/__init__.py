@@ -1,1 +1,1 @@
-"""What a job has left behind: its state and lives, and where its logs are, read from its run directory."""
+"""Traces of a job: its state and lives, and where its logs are, read from its run directory."""

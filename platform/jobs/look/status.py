@@ -31,9 +31,9 @@ _SHOWN = 20  # lives, the newest
 
 @dataclass(frozen=True)
 class Life:
-    """One driver of a run. `began`, `ended`: seconds since the epoch, None for no end; `end`: how it ended, in words,
-    "" if it is not known; `step`: the last one that it reached, 0 for none; `nodes`: of its last mesh, 0 for none;
-    `failures`: of its workers; `code`: hash of its sources, "" if it left none."""
+    """Driver of a run, from its start to its end. `began`, `ended`: seconds since the epoch, None for no end; `end`:
+    how it ended, in words, "" if it is not known; `step`: the last one that it reached, 0 for none; `nodes`: of its
+    last mesh, 0 for none; `failures`: of its workers; `code`: hash of its sources, "" if it left none."""
 
     began: float
     ended: float | None = None

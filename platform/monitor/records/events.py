@@ -21,8 +21,7 @@ _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generat
 
 
 class Starting(JournalEvent):
-    """A driver has checked everything that it can check alone, and starts its workers. `code`: hashes of its sources
-    and versions of libraries, by name."""
+    """A driver has checked all that it can check alone, and starts its workers; `code`: hashes and versions by name."""
 
     world_size: int
     cluster: str
@@ -47,12 +46,6 @@ class Changed(JournalEvent):
     """The run goes on under another configuration. `keys`: key that changed -> its value before, and now."""
 
     keys: dict[str, Any]
-
-
-class CodeChanged(JournalEvent):
-    """The run goes on with other code than its last driver's. `code`: name -> its hash or version before, and now."""
-
-    code: dict[str, Any]
 
 
 class CheckpointRefused(JournalEvent):

@@ -86,4 +86,4 @@ def test_another_version_of_the_code_is_journalled_and_said(tmp_path):
         "changed  code of own: none before, 1 here",
     ]
     event = JsonLines.read(tmp_path / "journal.jsonl")[-1]
-    assert event["event"] == "code_changed" and event["code"]["platform"] == [code["platform"], "0123456789ab"]
+    assert event["event"] == "changed" and event["keys"]["code.platform"] == [code["platform"], "0123456789ab"]
