@@ -62,8 +62,9 @@ def footprints(config: Config, plan: Plan) -> list[Footprint]:
     order."""
     model, moments = build_model(config.model), kept_numbers(config)
     lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
-    plan = settled(plan, device_kind(config), dropout)
-    return [footprint(plan, model, row, stage, moments, dropout) for stage, row in enumerate(lowered)]
+    device = device_kind(config)
+    plan = settled(plan, device, dropout)
+    return [footprint(plan, model, row, stage, moments, dropout, device) for stage, row in enumerate(lowered)]
 
 
 def device_kind(config: Config) -> str:

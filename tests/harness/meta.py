@@ -23,7 +23,7 @@ from platform.config.fields import Config
 from platform.optimizer import optimizers
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.parallel.sharding import gradients
+from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import process_groups
 from platform.planning.make_plan import make_plan
@@ -153,7 +153,7 @@ def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
-        patch.setitem(gradients.ELEMENTS_AT_ONCE, "meta", gradients.ELEMENTS_AT_ONCE["cuda"])
+        patch.setitem(SQUARED_AT_ONCE, "meta", SQUARED_AT_ONCE["cuda"])
         without = replace(optimizers.OPTIMIZERS["adamw"], make=_foreach, divides=False)
         patch.setitem(optimizers.OPTIMIZERS, "adamw", without)
         if plan.mesh.size > 1:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
+from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter
-
-ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # to be reduced: what fits a cache, or pays a launch
 
 ROW = 256  # elements that are summed in fp32: enough to read fast, few enough to add up accurately
 LEAST = 2.0**-86  # mean square from which on squares that fp32 cannot hold (below 2**-126) do not matter
@@ -69,7 +68,7 @@ def squared_norm(
 
 def squares(x: Tensor) -> Tensor:
     """Sum the squares of x [elements], which may be of any size."""
-    most = ELEMENTS_AT_ONCE[x.device.type]
+    most = SQUARED_AT_ONCE[x.device.type]
     if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) > most:
         total = _by_rows(x)
         if len(x) * LEAST <= total < inf:

@@ -13,6 +13,8 @@ from platform.plan.language.layout import padded
 from platform.plan.language.ops import Parameter
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)|[^.]*")  # a parameter's name up to the layer's number, else its first word
+# elements of a reduced bucket whose squares are summed at once in fp64: what fits a cache, or pays a launch
+SQUARED_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
 BUCKET_BYTES = 25 << 20  # most bytes of gradients that are reduced together, unless one span of the model has more
 
 

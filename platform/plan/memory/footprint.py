@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
@@ -61,14 +62,21 @@ class Passes:
 
 
 def footprint(
-    plan: Plan, model: RecordableModel, row: Iterable[Action], stage: int, moments: int, dropout: float
+    plan: Plan,
+    model: RecordableModel,
+    row: Iterable[Action],
+    stage: int,
+    moments: int,
+    dropout: float,
+    device: str = "cpu",
 ) -> Footprint:
     """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
     in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
-    and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate."""
+    and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
+    kind (cpu, cuda)."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
     sizes = weight_bytes(plan, moments, at)
-    walk = _Walk(plan.at(stage), model, at, dropout)
+    walk = _Walk(plan.at(stage), model, at, dropout, device)
     most = walk.run(list(row))
     return Footprint(sizes["parameters"], sizes["optimizer"], *most)
 
@@ -131,8 +139,8 @@ class _Walk:
     """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `now`: bytes of
     everything but parameters and optimizer state."""
 
-    def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float):
-        self.plan, self.model, self.at, self.dropout = plan, model, at, dropout
+    def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float, device: str):
+        self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
         self.now = self.kept = self.gradients = self.live = self.standing = 0
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
@@ -295,13 +303,20 @@ class _Walk:
         self.reach()
 
     def _finish(self) -> None:
-        """Account for the end of a step: sums of tied gradients over stages, and reduced gradients during the
-        update; updated shards are gathered in place."""
+        """Account for the end of a step: sums of tied gradients over stages, and reduced gradients while their norm is
+        taken and during the update; updated shards are gathered in place."""
         each = {p.name: b.elements // self.plan.shards * self.master for b in self.buckets for p in b.parameters}
         self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))
         self.now = self.gradients = sum(b.elements for b in self.buckets) // self.plan.shards * self.master
-        self.reach()
+        self.reach(self._squares())
         self.now = self.gradients = 0
+
+    def _squares(self) -> int:
+        """Return the bytes in which the squares of a bucket's gradients are summed (`sharding.gradients.squares`), for
+        the bucket that takes most; many in fp32 are summed row by row on a CPU, which takes next to none."""
+        most, by_rows = SQUARED_AT_ONCE[self.device], self.device == "cpu" and self.master == 4
+        parts = (min(b.elements // self.plan.shards, sum(b.sizes)) for b in self.buckets)
+        return max((8 * min(n, most) for n in parts if n <= most or not by_rows), default=0)
 
 
 _COUNTS: Mapping[Kind, Any] = {

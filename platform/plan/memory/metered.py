@@ -291,25 +291,28 @@ class Metered(MeteredLosses):
         bias=None,
     ):
         n, shape = x.elements, dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
-        work = self.new(n)
-        hidden = []
+        x = self.plain(Value(self.new(n), n), [x])  # scaled
         if bias is not None:
-            work = self.new(n)
+            x = self._with_bias(x, bias)
         if causal:
             positions = shape["length"] * shape["memory_length"]
-            hidden.append(self.integers(positions * (1 if begins is None else shape["batch"]), 1))
-            work = self.new(n)
+            hidden = self.integers(positions * (1 if begins is None else shape["batch"]), 1)
+            x = self.plain(Value(self.new(n), n), [x], (hidden,))
         if mask is not None:
-            hidden.append(self.integers(shape["batch"] * shape["memory_length"], 1))
-            work = self.new(n)
+            hidden = self.integers(shape["batch"] * shape["memory_length"], 1)
+            x = self.plain(Value(self.new(n), n), [x], (hidden,))
         if over := self.planned("softmax", name).over:
             part = self.new(n, self.wide)
             part = self.new(n, self.wide)
             del part
         out = self.block(spec)
-        del work
-        ins = [x] if bias is None else [x, bias]
-        return self.plain(out, ins, (out.storage, *hidden), 2 * n if over else n)
+        return self.plain(out, [x], (out.storage,), n if over else 0)
+
+    def _with_bias(self, scores: Value, bias: Value) -> Value:
+        """Count the sum of scores and a bias, whose gradient is a sum of theirs."""
+        out = Value(self.new(scores.elements), scores.elements)
+        self.note([out], [scores, bias], (), lambda gs, _: [gs[0], self.new(bias.elements)])
+        return out
 
     @where_present
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):

@@ -14,7 +14,7 @@ from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.optimizer.optimizers import AVERAGE
-from platform.parallel.sharding import gradients
+from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.plan.core.plan import Plan
 from platform.train.protocol.answers import Damage, Differences, Dispute
 from platform.train.step.faults import WORDS
@@ -31,7 +31,7 @@ def checksum(x: Tensor) -> Tensor:
     words times odd numbers, summed modulo 2^64. A scalar on the tensor's device."""
     words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
     total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
-    for piece in words.split(gradients.ELEMENTS_AT_ONCE[x.device.type]):
+    for piece in words.split(SQUARED_AT_ONCE[x.device.type]):
         odd = torch.arange(at, at + len(piece), device=x.device).mul_(2).add_(1).mul_(ODD)
         total, at = total + odd.mul_(piece).sum(), at + len(piece)
     return total

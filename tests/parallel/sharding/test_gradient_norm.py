@@ -9,6 +9,7 @@ import torch
 
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import gradients
+from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.planning.make_plan import make_plan
 from platform.train.step.weights import DTYPES
 from tests.harness.oracle import configure, trainer_of
@@ -76,7 +77,7 @@ def test_long_stretches_are_summed_in_rows(layout, monkeypatch):
 def test_a_stretch_may_mix_all_sizes(few):
     """Few numbers among many whose squares fp32 can hold, among zeros, and at the end of a stretch."""
     for rest in (1.0, 0.0):
-        x = torch.full((2 * gradients.ELEMENTS_AT_ONCE["cpu"] + 7,), rest)
+        x = torch.full((2 * SQUARED_AT_ONCE["cpu"] + 7,), rest)
         x[[3, 1000, -1]] = few
         found = gradients.squared_norm(SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x})
         assert found.dtype == torch.float64

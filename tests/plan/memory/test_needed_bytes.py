@@ -34,6 +34,14 @@ PLANS: dict[str, dict[str, Any]] = {
                         "precision": "bf16"},
     "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
 }  # fmt: skip
+SMALL: dict[str, Any] = {"vocab": 512, "length": 8, "layers": 2}  # the norm of the gradient takes most of it
+PLANS |= {
+    "small, 1d": {**SMALL, "tensor": "1d", "axes": {"t": 2}},
+    "smaller, 1d": {**SMALL, "tensor": "1d", "axes": {"t": 2}, "d_model": 56},
+    "small, stages": {**SMALL, "pipeline": "1f1b", "stages": 2, "microbatch": 2},
+    "small, zero": {**SMALL, "data": 2, "zero": 1, "microbatch": 2},
+    "tiny": {"vocab": 64, "length": 16, "d_model": 8},
+}
 LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {"kernel": "flash"},
@@ -47,6 +55,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "dropout in the kernel": {"dropout": 0.1, "fused_dropout": True},
     "dropout in the kernel, bf16": {"dropout": 0.1, "fused_dropout": True, "precision": "bf16"},
     "biased, bf16": {**MODELS["t5"], "precision": "bf16"},
+    "dropout, long": {"dropout": 0.1, "length": 256},
+    "dropout, long, full": {"dropout": 0.1, "length": 256, "recompute": "full"},
+    "dropout, long, selective, masked": {"dropout": 0.1, "length": 256, "recompute": "selective", **MODELS["bert"]},
+    "dropout, long, biased": {"dropout": 0.1, "length": 256, **MODELS["t5"]},
+    "dropout, long, full, bf16": {"dropout": 0.1, "length": 256, "recompute": "full", "precision": "bf16"},
 }
 
 
