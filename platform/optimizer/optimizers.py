@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class OptimizerKind:
     """Entry of OPTIMIZERS. `make(groups, config.optimizer)` returns a torch optimizer of parameter groups [{"params",
-    "weight_decay"}]; the params are local blocks or shards, whole tensors where `platform.optimizer.whole.NEEDS` says
-    so. `moments`: numbers of state per element of a parameter. `divides`: they divide gradients in fp32 by their
-    attribute `grad_scale` (fp32 scalar) while they read them, as those of torch that are fused do for its GradScaler.
+    "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where
+    `platform.optimizer.whole.NEEDS` says so. `moments`: numbers of state per element of a parameter, or a function that
+    finds it. `divides`: they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read
+    them, as those of torch that are fused do for its GradScaler.
     """
 
     make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
-    moments: int
+    moments: int | Callable[[Optimizer], int]
     divides: bool = False
 
 
@@ -34,16 +35,44 @@ def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
 
 
-OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2, divides=True)}
+def _sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make torch's SGD of parameter groups; as there, weight decay is added to the gradient."""
+    import torch
+
+    return torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov)
 
 
+def _lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make a Lion of parameter groups."""
+    from platform.optimizer.lion import Lion
+
+    return Lion(groups, o.lr, (o.betas[0], o.betas[1]))
+
+
+def _muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make a Muon of parameter groups, of which those with `matrix` are whole matrices' parts."""
+    from platform.optimizer.muon import Muon
+
+    return Muon(groups, o)
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(_adamw, moments=2, divides=True),
+    "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0)),
+    "lion": OptimizerKind(_lion, moments=1),
+    "muon": OptimizerKind(_muon, moments=2),  # one of matrices
+}
+
+
+NOT_OF_MATRICES = "exp_avg_sq"  # the moment that is not kept of the plan's `matrices`
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
 def kept_numbers(config: Config) -> int:
     """Return how many numbers a run keeps per element of a parameter that is trained, beside the parameter itself: the
     optimizer's moments, and its average if there is one."""
-    return OPTIMIZERS[config.optimizer.kind].moments + (config.train.ema > 0)
+    moments = OPTIMIZERS[config.optimizer.kind].moments
+    return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
 
 
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
