@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from platform.config.fields import Config, Optimizer, closest, violation
+from platform.optimizer.optimizers import keeps_groups
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter
 
@@ -56,6 +57,9 @@ def wrong_patterns(config: Config, plan: Plan) -> Iterator[str]:
         if not any(re.fullmatch(group["match"], name) for name in names):
             legal = [re.escape(name) for name in closest(group["match"], names)[:3]]
             yield violation(f"optimizer.groups.{i}.match", group["match"], "matches no parameter of the model", legal)
+    if o.groups and not keeps_groups(o):
+        constraint = f"optimizer.kind={o.kind} does not keep the groups of which it is made, and so not their factors"
+        yield violation("optimizer.groups", o.groups, constraint, [[]])
     if o.kind == "muon" and not plan.matrices:
         yield violation(
             "optimizer.matrices",

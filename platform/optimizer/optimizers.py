@@ -64,6 +64,7 @@ OPTIMIZERS = {
 }
 
 
+SHIPPED = dict(OPTIMIZERS)  # as they are here, whatever a module registers under their names
 NOT_OF_MATRICES = "exp_avg_sq"  # the moment that is not kept of the plan's `matrices`
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
@@ -118,6 +119,19 @@ def find_need(o: Optimizer) -> str:
     except Exception:  # the optimizer refuses such parts
         return "tensor"
     return ELEMENT if torch.allclose(whole, rows) and torch.allclose(whole, flat) else "tensor"
+
+
+def keeps_groups(o: Optimizer) -> bool:
+    """Return True if the configured optimizer has the parameter groups that it is made of: found by trial for one that
+    a module registered, which may put all of its parameters into one."""
+    if OPTIMIZERS[o.kind] is SHIPPED.get(o.kind):
+        return True
+    import torch
+
+    alike = {"weight_decay": 0.0, "matrix": False}
+    groups = [{"params": [torch.zeros(2, requires_grad=True)], "names": [f"{x}"], "lr_factor": x} for x in (1.0, 0.5)]
+    made = OPTIMIZERS[o.kind].make([{**group, **alike} for group in groups], o)
+    return [group.get("lr_factor") for group in made.param_groups] == [1.0, 0.5]
 
 
 def preload_imports(o: Optimizer) -> None:

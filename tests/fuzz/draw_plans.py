@@ -260,7 +260,18 @@ def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -
         if c.pipeline.kind == "file":
             draw_table_of(r, c, folder, str(i))
     draw_training(r, configs)
+    draw_optimizer(r, configs)
     return configs
+
+
+def draw_optimizer(r: Random, configs: Sequence[Config]) -> None:
+    """Draw the optimizer that the plans of a run have in common, with factors for some parameters."""
+    drawn: dict[str, Any] = r.choice(({}, {}, {"kind": "sgd", "nesterov": True}, {"kind": "muon", "momentum": 0.95}))
+    if r.random() < 0.3:
+        drawn = {**drawn, "groups": [{"match": ".*(gain|up|bias)", "lr": 0.5, "weight_decay": 2.0}]}
+    for c in configs:
+        for name, value in drawn.items():
+            setattr(c.optimizer, name, value)
 
 
 def changed(r: Random, configs: list[Config], folder: Path) -> list[Config]:
