@@ -20,6 +20,7 @@ from platform.config.identity import wrong_allowances
 from platform.config.key import SECONDS, WORKERS
 from platform.config.layout_map import axes_of, wrong_tables
 from platform.config.rules.data_rules import wrong_data, wrong_documents, wrong_objective
+from platform.config.rules.optimizer_rules import wrong_optimizer
 from platform.config.rules.train_rules import wrong_evaluation, wrong_ramp, wrong_smoothing, wrong_start
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
@@ -229,11 +230,6 @@ def _loss_scale(config: Config) -> Iterator[str]:
         yield _refused(config, "loss_scale.least", constraint, [config.loss_scale.initial])
 
 
-def _betas(config: Config) -> Iterator[str]:
-    if len(config.optimizer.betas) != 2:
-        yield _refused(config, "optimizer.betas", "must be two numbers", [[0.9, 0.95]])
-
-
 def _buckets(config: Config) -> Iterator[str]:
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
@@ -365,7 +361,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"train.verify_every", "parallel.zero"}, _verify_every),
     ({"cluster.kind", "cluster.device", "cluster.threads"}, _deterministic),
     ({"loss_scale.initial", "loss_scale.least"}, _loss_scale),
-    ({"optimizer.betas"}, _betas),
+    ({"optimizer.betas", "optimizer.kind", "optimizer.schedule", "train.steps"}, wrong_optimizer),
     ({"data.kind", "data.validation", "eval.every"}, wrong_data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, wrong_objective),
     ({"data.kind", "data.objective", "model.kind"}, wrong_documents),

@@ -16,7 +16,22 @@ from platform.config.fields import Config, closest, loss_of, short_hash, violati
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash.
 MAY_CHANGE = {
-    "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup_steps", "min_lr"),
+    "optimizer": (
+        "lr",
+        "betas",
+        "eps",
+        "nesterov",
+        "newton_schulz",
+        "matrix_lr",
+        "groups",
+        "weight_decay",
+        "clip",
+        "schedule",
+        "warmup_steps",
+        "min_lr",
+        "cycles",
+        "decay_steps",
+    ),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
     "data": ("kind", "path", "target_path", "sources", "tokenizer", "chat_template"),
     "train": ("init", "init_averaged", "loss"),
@@ -24,7 +39,7 @@ MAY_CHANGE = {
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
 _ORDER = "samples or their order would be others: some would come twice, some never"
 _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matches counts
-    ("optimizer.kind", "the saved moments are another optimizer's"),
+    ("optimizer.", "the saved moments are another optimizer's"),
     ("model.length", _ORDER),
     ("model.source_length", _ORDER),
     ("model.", "the saved tensors are another model's"),

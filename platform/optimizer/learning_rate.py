@@ -13,9 +13,37 @@ def _constant(o: Optimizer, step: int, steps: int) -> float:
     return 1.0
 
 
-def _cosine(o: Optimizer, step: int, steps: int) -> float:
-    progress = min((step - o.warmup_steps) / max(1, steps - o.warmup_steps), 1.0)
+def _progress(o: Optimizer, step: int, steps: int) -> float:
+    """Return which part of the updates after warm-up is done with update `step`: 1 at the end and beyond."""
+    return min((step - o.warmup_steps) / max(1, steps - o.warmup_steps), 1.0)
+
+
+def _fall(o: Optimizer, progress: float) -> float:
+    return o.min_lr + (1 - o.min_lr) * (1 - progress)
+
+
+def _cosine_fall(o: Optimizer, progress: float) -> float:
     return o.min_lr + (1 - o.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _cosine(o: Optimizer, step: int, steps: int) -> float:
+    return _cosine_fall(o, _progress(o, step, steps))
+
+
+def _cosine_restarts(o: Optimizer, step: int, steps: int) -> float:
+    """Fall along a cosine `optimizer.cycles` times; the last update of a cycle is at its end."""
+    progress = _progress(o, step, steps) * o.cycles
+    return _cosine_fall(o, progress - max(0, math.ceil(progress) - 1))
+
+
+def _linear(o: Optimizer, step: int, steps: int) -> float:
+    return _fall(o, _progress(o, step, steps))
+
+
+def _wsd(o: Optimizer, step: int, steps: int) -> float:
+    """Stay at the peak but for the last `optimizer.decay_steps` updates, of which none is one of warm-up."""
+    fall = min(o.decay_steps or math.ceil(steps / 10), max(1, steps - o.warmup_steps))
+    return _fall(o, min(max(0.0, (step - (steps - fall)) / fall), 1.0))
 
 
 def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
@@ -26,8 +54,16 @@ def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
 LearningRate = Callable[[Optimizer, int, int], float]
 
 # inverse_sqrt: "Attention Is All You Need", 5.3; its rate d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is the one
-# here with lr = (d_model x warmup)^-0.5.
-SCHEDULES: dict[str, LearningRate] = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
+# here with lr = (d_model x warmup)^-0.5. cosine_restarts: "SGDR: Stochastic Gradient Descent with Warm Restarts", with
+# cycles of one length. wsd (warm-up, stable, decay): "MiniCPM: Unveiling the Potential of Small Language Models", 4.
+SCHEDULES: dict[str, LearningRate] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "cosine_restarts": _cosine_restarts,
+    "inverse_sqrt": _inverse_sqrt,
+    "linear": _linear,
+    "wsd": _wsd,
+}
 
 
 def register_schedule(name: str, schedule: LearningRate) -> None:
@@ -39,7 +75,7 @@ def register_schedule(name: str, schedule: LearningRate) -> None:
 
 def learning_rate(o: Optimizer, step: int, steps: int) -> float:
     """Return the learning rate of optimizer update `step` (from 1) of `steps`, by config.optimizer `o`: linear warm-up
-    to lr, then the configured schedule; the cosine ends at min_lr x lr."""
+    to lr, then the configured schedule; the cosines, linear and wsd end at min_lr x lr."""
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
     return o.lr * SCHEDULES[o.schedule](o, step, steps)

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class OptimizerKind:
     """Entry of OPTIMIZERS. `make(groups, config.optimizer)` returns a torch optimizer of parameter groups [{"params",
-    "weight_decay"}]; the params are local blocks or shards, whole tensors where `platform.optimizer.whole.NEEDS` says
-    so. `moments`: numbers of state per element of a parameter. `divides`: they divide gradients in fp32 by their
-    attribute `grad_scale` (fp32 scalar) while they read them, as those of torch that are fused do for its GradScaler.
+    "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where
+    `platform.optimizer.whole.NEEDS` says so. `moments`: numbers of state per element of a parameter, or a function that
+    finds it. `divides`: they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read
+    them, as those of torch that are fused do for its GradScaler.
     """
 
     make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
-    moments: int
+    moments: int | Callable[[Optimizer], int]
     divides: bool = False
 
 
@@ -34,16 +35,45 @@ def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
 
 
-OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2, divides=True)}
+def _sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make torch's SGD of parameter groups; as there, weight decay is added to the gradient."""
+    import torch
+
+    return torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov)
 
 
+def _lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make a Lion of parameter groups."""
+    from platform.optimizer.lion import Lion
+
+    return Lion(groups, o.lr, (o.betas[0], o.betas[1]))
+
+
+def _muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make a Muon of parameter groups, of which those with `matrix` are whole matrices' parts."""
+    from platform.optimizer.muon import Muon
+
+    return Muon(groups, o)
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(_adamw, moments=2, divides=True),
+    "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0)),
+    "lion": OptimizerKind(_lion, moments=1),
+    "muon": OptimizerKind(_muon, moments=2),  # one of matrices
+}
+
+
+SHIPPED = dict(OPTIMIZERS)  # as they are here, whatever a module registers under their names
+NOT_OF_MATRICES = "exp_avg_sq"  # the moment that is not kept of the plan's `matrices`
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
 def kept_numbers(config: Config) -> int:
     """Return how many numbers a run keeps per element of a parameter that is trained, beside the parameter itself: the
     optimizer's moments, and its average if there is one."""
-    return OPTIMIZERS[config.optimizer.kind].moments + (config.train.ema > 0)
+    moments = OPTIMIZERS[config.optimizer.kind].moments
+    return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
 
 
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
@@ -89,6 +119,19 @@ def find_need(o: Optimizer) -> str:
     except Exception:  # the optimizer refuses such parts
         return "tensor"
     return ELEMENT if torch.allclose(whole, rows) and torch.allclose(whole, flat) else "tensor"
+
+
+def keeps_groups(o: Optimizer) -> bool:
+    """Return True if the configured optimizer has the parameter groups that it is made of: found by trial for one that
+    a module registered, which may put all of its parameters into one."""
+    if OPTIMIZERS[o.kind] is SHIPPED.get(o.kind):
+        return True
+    import torch
+
+    alike = {"weight_decay": 0.0, "matrix": False}
+    groups = [{"params": [torch.zeros(2, requires_grad=True)], "names": [f"{x}"], "lr_factor": x} for x in (1.0, 0.5)]
+    made = OPTIMIZERS[o.kind].make([{**group, **alike} for group in groups], o)
+    return [group.get("lr_factor") for group in made.param_groups] == [1.0, 0.5]
 
 
 def preload_imports(o: Optimizer) -> None:

@@ -17,7 +17,8 @@ Need = str | Callable[[Optimizer], str]
 #   element  every element is updated by itself
 #   tensor   every tensor is updated as a whole
 #   matrix   tensors of two or more dims are updated as a whole
-NEEDS: dict[str, Need] = {"adamw": ELEMENT}
+# Muon gets what it needs whole: the plan gathers it (`Plan.matrices`).
+NEEDS: dict[str, Need] = {"adamw": ELEMENT, "sgd": ELEMENT, "lion": ELEMENT, "muon": ELEMENT}
 
 
 def need_of(o: Optimizer) -> str:

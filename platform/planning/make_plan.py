@@ -13,6 +13,7 @@ from platform.config.fields import WEIGHTED, Config, ConfigError, closest, loss_
 from platform.config.layout_map import axes_of
 from platform.model import build_model
 from platform.model.losses import wrong_loss
+from platform.optimizer.groups import find_matrices, wrong_patterns
 from platform.optimizer.whole import split_violations
 from platform.plan.communication.legality import IllegalPlan
 from platform.plan.core.build import build_plan
@@ -91,7 +92,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
     plan = replace(plan, frozen=_frozen(config, plan))
-    checks = split_violations, kernel_violations, wrong_loss, _blind
+    if config.optimizer.kind == "muon":
+        plan = replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))
+    checks = wrong_patterns, split_violations, kernel_violations, wrong_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
     return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, replace
 from math import lcm, prod
 from pathlib import Path
@@ -260,7 +261,22 @@ def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -
         if c.pipeline.kind == "file":
             draw_table_of(r, c, folder, str(i))
     draw_training(r, configs)
+    draw_optimizer(copy(r), configs)  # what is drawn next is what it was before
     return configs
+
+
+def draw_optimizer(r: Random, configs: Sequence[Config]) -> None:
+    """Draw the optimizer that the plans of a run have in common, with factors for some parameters."""
+    m = configs[0].model
+    muon = {"kind": "muon", "momentum": 0.95}
+    if 1 in (m.length, m.source_length):  # gradients of attention are rounding, which must not become an update
+        muon = {}
+    drawn: dict[str, Any] = r.choice(({}, {}, {"kind": "sgd", "nesterov": True}, muon))
+    if r.random() < 0.3:
+        drawn = {**drawn, "groups": [{"match": ".*(gain|up|bias)", "lr": 0.5, "weight_decay": 2.0}]}
+    for c in configs:
+        for name, value in drawn.items():
+            setattr(c.optimizer, name, value)
 
 
 def changed(r: Random, configs: list[Config], folder: Path) -> list[Config]:

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 
 from platform.config.fields import Optimizer
 from platform.optimizer.learning_rate import SCHEDULES, learning_rate, short_of_peak
@@ -61,3 +62,33 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said():
     )
     assert learning_rate(o, 12, 12) == pytest.approx(0.00048)
     assert not short_of_peak(o, 150) and not short_of_peak(o, 0) and not short_of_peak(Optimizer(), 1)
+
+
+def test_linear_falls_evenly():
+    found = rates(14, schedule="linear", warmup_steps=4, min_lr=0.5)
+    assert found[3:] == pytest.approx([2.0 - k / 10 for k in range(11)])
+
+
+def test_wsd_stays_and_then_falls():
+    """Warm-up, the peak, and a linear fall over the last updates."""
+    found = rates(10, schedule="wsd", warmup_steps=2, min_lr=0, decay_steps=4)
+    assert found == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0])
+    assert rates(20, schedule="wsd", min_lr=0.1)[-3:] == pytest.approx([2.0, 1.1, 0.2])  # a tenth
+    assert rates(3, schedule="wsd", warmup_steps=3)[-1] == 2.0
+
+
+def test_the_cosine_starts_anew():
+    """Cycles of equal length, each of which ends at min_lr: torch's, whose first update is its number 0."""
+    found = rates(12, schedule="cosine_restarts", min_lr=0.1, cycles=3)
+    assert found[3] == found[7] == pytest.approx(0.2) == found[11]
+    assert found[:4] == pytest.approx(rates(4, schedule="cosine", min_lr=0.1))
+    assert found[:4] == pytest.approx(found[4:8])
+    w = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], 2.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4, eta_min=0.2)
+    for step in range(1, 13):
+        optimizer.step()
+        theirs.step()
+        if step % 4:
+            assert found[step - 1] == pytest.approx(theirs.get_last_lr()[0])
+    assert rates(5, schedule="cosine_restarts", cycles=1) == rates(5, schedule="cosine")

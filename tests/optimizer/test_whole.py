@@ -45,7 +45,7 @@ def registry(monkeypatch):
         monkeypatch.setitem(whole.NEEDS, name, value)
     monkeypatch.setitem(KEYS, "optimizer.kind", KEYS["optimizer.kind"])
     yield
-    for name in [n for n in whole.NEEDS if n != "adamw"]:
+    for name in whole.NEEDS.keys() - optimizers.SHIPPED.keys():
         del whole.NEEDS[name]
 
 
@@ -100,6 +100,16 @@ def test_what_is_not_declared_is_found_by_trying():
     register_optimizer("factor", lambda groups, o: torch.optim.Adafactor(groups, o.lr), 1)
     o.kind = "factor"
     assert whole.need_of(o) == "tensor"
+
+
+def test_groups_that_an_optimizer_forgets_are_refused():
+    """Their factors would have no effect."""
+    c = configured("element")
+    c.optimizer.groups = [{"match": ".*", "lr": 0.5}]
+    make_plan(c)
+    register_optimizer("orthogonal", lambda groups, o: make([w for g in groups for w in g["params"]], o), 1, "element")
+    with pytest.raises(ConfigError, match=r"optimizer.groups=.*kind=orthogonal does not keep the groups"):
+        make_plan(c)
 
 
 def test_other_words_are_refused():

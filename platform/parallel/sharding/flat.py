@@ -144,6 +144,26 @@ class FlatBucket:
         self._whole.untyped_storage().resize_(0)
         self.resident = False
 
+    @torch.no_grad()
+    def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return name -> block of each parameter, in new memory, given this rank's `parts` of them, each laid out as
+        the master copy; zeros of those that no rank gives. All ranks of the bucket call it together."""
+        flat = self._new(self._elements // self._shards, self._high)
+        for name, there in self._masters(flat).items():
+            if name in parts:
+                there.copy_(parts[name])
+        if self._plan.sharded:
+            steps = self._plan.gathering(self.bucket)
+            flat = convert(self._communicator, flat, steps, name=f"join {self.bucket.name}").wait()
+        return {name: self._block(flat, name) for name in self._shapes}
+
+    def own(self, name: str, block: Tensor) -> Tensor:
+        """Return of a parameter's block what is laid out as this rank's master copy."""
+        if not self._plan.sharded:
+            return block
+        start, stop = self.bucket.shard(name, self._index, self._shards)
+        return block.reshape(-1)[start:stop]
+
     # gradients
 
     def add(self, name: str, gradient: Tensor) -> None:

@@ -10,7 +10,7 @@ from math import prod
 
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import Step
+from platform.plan.communication.rule import Step, relayout_steps
 from platform.plan.communication.traffic import moved_bytes
 from platform.plan.core.buckets import BUCKET_BYTES, Bucket, make_buckets, spans_of
 from platform.plan.core.chunks import Chunk, einsum_flops, replicated_axes
@@ -40,6 +40,7 @@ class Plan:
     replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
     parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without.
     `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
+    `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     """
 
@@ -55,6 +56,7 @@ class Plan:
     sharded: tuple[str, ...] = ()
     zero: int = 0
     frozen: tuple[str, ...] = ()
+    matrices: tuple[str, ...] = ()
     turns: bool = False
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
@@ -222,6 +224,11 @@ class Plan:
         """Return the steps that gather a bucket's compute copies from their shards."""
         return [Step("all_gather", self.sharded, only=bucket.only)]
 
+    def joining(self, p: Parameter) -> tuple[Step, ...]:
+        """Return the steps that make the block of a parameter the whole tensor, on every rank that has a block."""
+        layout = self.layout(p)
+        return relayout_steps(p.dims, layout, Layout.of({}, layout.only))
+
     @cached_property
     def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:
         """Map the number of each chunk to the buckets that must be whole in each span of its forward pass (ZeRO-3)."""
@@ -255,7 +262,15 @@ class Plan:
 
     def frozen_at(self, coordinates: Mapping[str, int]) -> int:
         """Return how many of the elements of `masters_at` no update changes."""
-        here = (p for p in self.at(coordinates["stage"]).parameters if p.name in self.frozen)
+        return self._masters_of(self.frozen, coordinates)
+
+    def matrices_at(self, coordinates: Mapping[str, int]) -> int:
+        """Return how many of the elements of `masters_at` are of `matrices`."""
+        return self._masters_of(self.matrices, coordinates)
+
+    def _masters_of(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
+        """Return how many elements of master copies of the parameters `names` the worker at `coordinates` has."""
+        here = (p for p in self.at(coordinates["stage"]).parameters if p.name in names)
         ranges = (self.shard_range(p, coordinates) for p in here if self.present(p, coordinates))
         return sum(max(0, stop - start) for start, stop in ranges)
 

@@ -61,7 +61,8 @@ def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
     """List the collectives of one stage's parameters as (place, collective, launches per rank): the sums of gradients,
     and the gathers of compute copies, once a step (ZeRO-1 and 2) or in every pass (ZeRO-3).
 
-    `plan`: the plan of that stage, see `Plan.at`.
+    Those of updates that are made of whole matrices (`Plan.matrices`) are `matrices`. `plan`: the plan of that stage,
+    see `Plan.at`.
     """
     found = []
     launches, shards = plan.planner.launches, plan.shards
@@ -78,6 +79,15 @@ def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
         for spans in plan.resident.values():
             for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
                 gathered += [(phase, b, plan.microbatches) for b in buckets]
+    for b in plan.buckets:
+        if matrices := [p for p in b.parameters if p.name in plan.matrices]:
+            planned = (
+                launches(plan.gathering(b), (b.elements // shards,), "update", "accumulate") if plan.sharded else []
+            )
+            planned += [
+                c for p in matrices for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate")
+            ]
+            found += [("matrices", c, 1) for c in planned]
     for phase, b, times in gathered:
         found += [("parameters", c, times) for c in launches(plan.gathering(b), (b.elements // shards,), phase)]
     return found

@@ -17,7 +17,7 @@ Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
 def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer state on the worker at mesh coordinates `at`; default:
     rank 0, which has a block of every tensor of the first stage. The optimizer keeps `moments` numbers of the master
-    type per element of a parameter that is not frozen."""
+    type per element of a parameter that is not frozen, one less of matrices that it updates as a whole."""
     at = at or plan.mesh.coordinates(0)
     stored, masters = plan.parameters_at(at), plan.masters_at(at)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
@@ -25,7 +25,7 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     return {
         "parameters": masters * master + (0 if shared else stored * compute),
         "gradients": (masters if plan.zero >= 2 else stored) * master,
-        "optimizer": (masters - plan.frozen_at(at)) * master * moments,
+        "optimizer": ((masters - plan.frozen_at(at)) * moments - plan.matrices_at(at)) * master,
     }
 
 

@@ -22,7 +22,9 @@ from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
 from platform.model.ends import LOGITS
 from platform.model.losses import LOSSES
+from platform.optimizer.groups import group_parameters
 from platform.optimizer.learning_rate import learning_rate
+from platform.optimizer.muon import Muon
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock, ClockReading
@@ -31,6 +33,7 @@ from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
+from platform.parallel.sharding.matrices import Matrices
 from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
@@ -89,14 +92,15 @@ class Trainer:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of the master weights that this rank owns, with weight decay for those that the model
         marks; frozen ones are none of its."""
-        o, owned = self.config.optimizer, self.weights.trained
-        decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
-        others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
-        groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        o, owned, matrices = self.config.optimizer, self.weights.trained, set(self.stage.matrices)
+        groups = group_parameters(o, self.stage.parameters, owned, matrices)
         nothing = {
             "params": [torch.zeros(0, device=self.communicator.device)]
         }  # a shard may be all padding, and none is refused
-        return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]] or [nothing], o)
+        optimizer = OPTIMIZERS[o.kind].make(groups or [nothing], o)
+        if isinstance(optimizer, Muon):
+            optimizer.matrices = Matrices(self.stage, self.communicator, self.weights.buckets)
+        return optimizer
 
     def step(
         self,
@@ -289,7 +293,7 @@ class Trainer:
         elif factor != 1.0 and (found := list(self.weights.gradients.values())):  # none where a shard is padding alone
             torch._foreach_mul_(found, factor)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on

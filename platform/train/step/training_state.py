@@ -22,7 +22,7 @@ from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import ConfigError, short_hash
-from platform.optimizer.optimizers import AVERAGE, state_of
+from platform.optimizer.optimizers import AVERAGE, NOT_OF_MATRICES, state_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.train.protocol.answers import Unrestored
@@ -38,7 +38,17 @@ def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     dtype = DTYPES[plan.precision][1]
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
-    return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in trained]
+    return masters + [
+        replace(h, name=kind + h.name.removeprefix("model"))
+        for kind in moments
+        for h in trained
+        if _is_kept(plan, kind, h.name.removeprefix("model."))
+    ]
+
+
+def _is_kept(plan: Plan, moment: str, name: str) -> bool:
+    """Return True if a moment is kept of the parameter `name`, which is trained."""
+    return moment != NOT_OF_MATRICES or name not in plan.matrices
 
 
 class State:
@@ -68,7 +78,8 @@ class State:
         Moments that no update has made yet are zeros, which nothing reads."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self.moments:
-            kinds[moment] = {n: self._moment(n, w, moment) for n, w in self._trainer.weights.trained.items()}
+            trained = self._trainer.weights.trained.items()
+            kinds[moment] = {n: self._moment(n, w, moment) for n, w in trained if _is_kept(self._plan, moment, n)}
         where = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
         if where != self._where:  # the optimizer may have put another tensor in a moment's place
             here = self._communicator.coordinates
@@ -157,12 +168,12 @@ class State:
         if self._trainer.loss_scale:
             first = LossScale(self._trainer.config.loss_scale.initial)
             self._trainer.loss_scale = _read(LossScale, scale, "loss scale") if scale else first
-        for w in self._trainer.weights.trained.values():
+        for parameter, w in self._trainer.weights.trained.items():
             state = self._of(w)
             state.clear()
             if fresh:
                 continue
-            own = (moment for moment in self.moments if moment != AVERAGE)
+            own = (m for m in self.moments if m != AVERAGE and _is_kept(self._plan, m, parameter))
             state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in own})
             for name, number in self._numbers.items():
                 value = numbers[name]

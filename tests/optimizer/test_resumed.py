@@ -1,0 +1,41 @@
+"""Optimizer state that differs by parameter, saved under one plan and restored under another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.storage import open_storage
+from platform.monitor import MetricsLog
+from tests.harness.commands import QUICK, SMALL, command, in_this_process
+
+FIXED = "data=synthetic precision=fp64 model.layers=2 model.bias=false eval.every=0 train.steps=6 checkpoint.every=100"
+ONE = "cluster=inline tensor=serial parallel.data=1".split()
+SPLIT = "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=2 parallel.zero=1".split()
+STAGES = "cluster=processes tensor=serial parallel.data=1 pipeline=1f1b pipeline.stages=2".split()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("sgd", marks=pytest.mark.full)])
+def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
+    for where, more in (
+        (ONE, ["run.dir=whole"]),
+        (SPLIT, ["run.dir=halves", "train.stop_at=3"]),
+        (STAGES, ["run.dir=halves"]),
+    ):
+        launch = in_this_process if where is ONE else command
+        done = launch(QUICK, *SMALL, *FIXED.split(), f"optimizer={optimizer}", *where, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = (MetricsLog.read(tmp_path / run / "metrics.jsonl") for run in ("halves", "whole"))
+    for have, want in zip(ours, theirs, strict=True):
+        assert have["loss"] == pytest.approx(want["loss"], rel=1e-9)
+    found = {run: open_storage(str(tmp_path / run / "checkpoints")) for run in ("halves", "whole")}
+    saved = {run: (storage, catalogue.find(storage, deep=False, mark=False)) for run, storage in found.items()}
+    names = {run: set(at.manifest.tensors) for run, (_, at) in saved.items()}
+    assert names["halves"] == names["whole"]
+    if optimizer == "muon":
+        assert "exp_avg.layers.0.mlp.up" in names["whole"] and "exp_avg_sq.layers.0.mlp.up" not in names["whole"]
+    for name in names["whole"]:
+        have, want = (read_tensor(storage, at.directory, at.manifest, name) for storage, at in saved.values())
+        torch.testing.assert_close(have, want, rtol=1e-8, atol=1e-11)
