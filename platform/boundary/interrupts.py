@@ -29,7 +29,7 @@ class Interrupted(BaseException):
 
 
 def watch_imports() -> None:
-    """If this process is one of our commands, let a signal end it from now on in one line: while it imports, nothing is
+    """Let a signal end this process from now on in one line, if it is one of our commands: while it imports, nothing is
     there to be tidied up."""
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []

@@ -49,7 +49,8 @@ def test_a_schedule_in_a_file(tmp_path):
     (tmp_path / "mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
     assert refused(kind="file", file=path, stages=2) == [
         f"pipeline.file={path}: 1B0 stands before 1F0",
-        "stage 0 | 0F0 0B0\nstage 1 | 1B0 1F0",
+        "stage 0 | 0F0 0B0",
+        "stage 1 | 1B0 1F0",
     ]
     [line] = refused(kind="file", file=path + "x")
     assert line.startswith(f"pipeline.file={path}x: cannot be read")
