@@ -120,10 +120,8 @@ def _check_and_drive(
     from platform.train.recovery.urls import saves
 
     found = origin(config)
-    resumes = bool(found and found.manifest)
-    _check_initial(config, resumes)
-    tasks = open_tasks(config)
-    places = places or reserve(state.say)
+    _check_initial(config, resumes := bool(found and found.manifest))
+    tasks, places = open_tasks(config), places or reserve(state.say)
     for line in found_early:
         state.say(line)
     here = replace(config, cluster=replace(config.cluster, device=places.device))
@@ -138,8 +136,8 @@ def _check_and_drive(
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
     report(changed, journal, monitor.say)
-    files = _carried(config, found, corpus)
-    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, files)
+    carried = _carried(config, found, corpus)
+    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, carried)
     job = Job(
         config=config,
         coordinates=[plan.mesh.coordinates(rank) for rank in range(size)],
@@ -165,16 +163,16 @@ def _check_initial(config: Config, resumes: bool) -> None:
 
         initial_weights(config)
         if config.data.kind != "synthetic":
-            _check_tokenizer(config, given_vocabulary(config.data))
+            _check_reader(config, given_vocabulary(config.data))
 
 
-def _check_tokenizer(config: Config, vocabulary: Vocabulary | None) -> None:
+def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
     """Raise ConfigError if the vocabulary of the data, None if it has none or that is not known yet, is another than
     that of the weights of train.init."""
     if vocabulary and config.train.init not in ("", "random"):
-        from platform.weights.beside import check_tokenizer, files_of
+        from platform.weights.beside import check_tokenizer, files_beside
 
-        check_tokenizer(config.data, vocabulary, *files_of(config.train.init))
+        check_tokenizer(config.data, vocabulary, *files_beside(config.train.init))
 
 
 def _carried(config: Config, found: Origin | None, corpus: Corpus) -> dict[str, bytes]:
@@ -183,10 +181,10 @@ def _carried(config: Config, found: Origin | None, corpus: Corpus) -> dict[str, 
     files = dict(corpus.files)
     if config.train.init in ("", "random") or config.data.foreign_tokenizer:
         return files
-    from platform.weights.beside import GENERATION, files_of
+    from platform.weights.beside import GENERATION, files_beside
 
     there = f"{found.storage.url}/{found.directory}" if found and found.manifest else config.train.init
-    _, beside = files_of(there)
+    _, beside = files_beside(there)
     return files | {name: raw for name, raw in beside.items() if name == GENERATION}
 
 
@@ -231,7 +229,7 @@ def _corpus(
             if "source" in lengths:
                 lengths["source"] = config.model.source_length or config.model.length
             if fresh:
-                _check_tokenizer(config, corpus.vocabulary)
+                _check_reader(config, corpus.vocabulary)
             if tasks:
                 tasks.check(corpus.vocabulary)
             check_sample(objective_of(config), lambda: corpus.batch("train", 0, 1), lengths)

@@ -81,7 +81,7 @@ def token_ids(vocabulary: Vocabulary | None, model: Model) -> dict[str, Any]:
     return start | {f"{role}_token_id": vocabulary.tokenizer.token_to_id(token) for role, token in tokens.items()}
 
 
-def files_of(url: str) -> tuple[str, dict[str, bytes]]:
+def files_beside(url: str) -> tuple[str, dict[str, bytes]]:
     """Return where the weights at a URL, of a model that transformers saved or of a checkpoint, have files beside them,
     and these files by name; {} if they cannot be read."""
     try:
