@@ -30,7 +30,8 @@ PIECES = (
     "{{ m | tojson(indent=9) }}", "{{ 'x' * 99 ** 9 }}", "{% set n = namespace(x='ab') %}", "{% set n.x = n.x * 999 %}",
     "{{ n.x }}", "{% macro f(a) %}", "{% endmacro %}", "{{ f(f) }}", "{{ range(9999) | list }}", "{% generation %}",
     "{% endgeneration %}", "{{ raise_exception(m) }}", "{{ m.__class__ }}", "{{ 1 / loop.index0 }}", "{%", "}}", "((((",
-    "{% for i in range(99999) %}", "{{ ('%%%dd' % 10 ** 9) | format(1) }}", "{{ 'inf' | float }}", "{% break %}",
+    "{% for i in range(99999) %}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ ('%%%dd' % 10 ** 9) | format(1) }}", "{{ 'inf' | float }}", "{% break %}",
 )  # fmt: skip
 
 
