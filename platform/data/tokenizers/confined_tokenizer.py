@@ -123,7 +123,7 @@ class ConfinedTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids."""
-        body = json.dumps(list(ids)).encode()
+        body = json.dumps([int(i) for i in ids]).encode()
         bounds = limits(_MEMORY + _PER_FILE * len(self._raw), _SECONDS, (1 << 20) + 4096 * len(body))
         return self._ask({"do": "decode", "skip": skip_special_tokens}, body, bounds).decode(errors="replace")
 
