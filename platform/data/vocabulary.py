@@ -11,7 +11,7 @@ from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from platform.boundary import documents
 from platform.boundary.schema import Malformed
@@ -62,7 +62,8 @@ class Vocabulary:
     @cached_property
     def special_tokens(self) -> list[str]:
         """Return the spellings of all special tokens, in the order of their ids."""
-        return [t.content for _, t in sorted(self.tokenizer.get_added_tokens_decoder().items()) if t.special]
+        added: Mapping[int, Any] = self.tokenizer.get_added_tokens_decoder()
+        return [token.content for _, token in sorted(added.items()) if token.special]
 
     @cached_property
     def digest(self) -> str:
@@ -113,7 +114,8 @@ class Vocabulary:
     def _with_ends(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
         """Yield (id, number of characters up to its end) of the tokens of each of several texts, as `encode_all`."""
         parts = [self._spelled.split(text) if self._spelled else [text] for text in texts]
-        encoded = iter(self.tokenizer.encode_batch([p for some in parts for p in some], add_special_tokens=False))
+        every = [part for some in parts for part in some]
+        encoded: Iterator[Any] = iter(self.tokenizer.encode_batch(every, add_special_tokens=False))
         for some in parts:
             found: list[tuple[int, int]] = []
             place = 0
@@ -184,7 +186,10 @@ def own_files(found: TokenizerFiles) -> dict[str, bytes]:
 def given_vocabulary(data: Data) -> Vocabulary | None:
     """Return the vocabulary that data.tokenizer names; None if one is to be trained. Raises ConfigError."""
     files = given_files(data)
-    return vocabulary_of(files) if files else None
+    try:
+        return vocabulary_of(files) if files else None
+    except Malformed as error:
+        raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
 
 
 def given_files(data: Data) -> dict[str, bytes] | None:

@@ -1,4 +1,4 @@
-"""Parser of chat templates: compiles one of Jinja, and writes conversations by it, in Jinja's sandbox."""
+"""Parser of chat templates, which compiles one of Jinja and writes conversations by it, in the sandbox of Jinja."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _templates: dict[str, Any] = {}  # the last one, by its text
 
 
 def answer_template(request: dict[str, Any], body: bytes, read: Read) -> bytes:
-    """Compile the `template`; or, for a body of JSON, return what it writes of its `messages` as a JSON list: a text
-    for each pair in `wanted` of how many messages count, and whether the beginning of an answer follows."""
+    """Check that the `template` is one; or, for a body of JSON, return what it writes of its `messages` as a JSON list:
+    a text for each pair in `wanted` of how many messages count, and whether the beginning of an answer follows."""
     template = _compiled(request["template"])
     if not body:
         return b""

@@ -17,8 +17,8 @@ _opened: list[Tokenizer] = []  # the last one
 
 
 def answer_tokenizer(request: dict[str, Any], body: bytes, read: Read) -> bytes:
-    """Do as the request says: "make" tokenizer.json of other files, which the body has one after the other; "add"
-    special tokens to it; "open" it, and return its tokens; "encode" texts, "decode" ids."""
+    """Return what the request wants: "make" tokenizer.json of other files, which the body has one after the other;
+    "add" special tokens to it; "open" it, and say its tokens; "encode" texts, "decode" ids."""
     return _DO[request["do"]](request, body)
 
 

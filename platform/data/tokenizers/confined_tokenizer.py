@@ -31,7 +31,7 @@ class AddedToken(NamedTuple):
     special: bool
 
 
-class Encoding(NamedTuple):
+class EncodedText(NamedTuple):
     """Tokens of a text: ids, and where in the text each begins (always 0) and ends, if that was asked for."""
 
     ids: list[int]
@@ -97,15 +97,15 @@ class ConfinedTokenizer:
         """Return the spelling of the token of an id; None if there is none."""
         return self._texts.get(number)
 
-    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[Encoding]:
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[EncodedText]:
         """Return the tokens of each of several texts, without where they end."""
         return self._encoded(texts, False)
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[Encoding]:
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[EncodedText]:
         """Return the tokens of each of several texts, with where they end."""
         return self._encoded(texts, True)
 
-    def _encoded(self, texts: Sequence[str], ends: bool) -> list[Encoding]:
+    def _encoded(self, texts: Sequence[str], ends: bool) -> list[EncodedText]:
         if not texts:
             return []
         body = json.dumps(list(texts), ensure_ascii=False).encode(errors="replace")
@@ -119,11 +119,11 @@ class ConfinedTokenizer:
         if not right or (len(ids) and int(ids.max()) > self._highest):
             raise ConfigError("data.tokenizer: its parser fails")
         flat, offsets = ids.tolist(), [(0, place) for place in places.tolist()] if ends else []
-        return [Encoding(flat[a:b], offsets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [EncodedText(flat[a:b], offsets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids."""
-        body = json.dumps(list(ids)).encode()
+        body = json.dumps([int(i) for i in ids]).encode()
         bounds = limits(_MEMORY + _PER_FILE * len(self._raw), _SECONDS, (1 << 20) + 4096 * len(body))
         return self._ask({"do": "decode", "skip": skip_special_tokens}, body, bounds).decode(errors="replace")
 
