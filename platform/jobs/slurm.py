@@ -28,7 +28,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     count = f"{o.gpu_type}:{size.workers}" if o.gpu_type else f"{size.workers}"
-    run_dir = next(word.partition("=")[2] for word in reversed(run.arguments) if word.startswith("run.dir="))
+    typed = dict(word.partition("=")[::2] for word in run.arguments)  # as the job's own folder resolves them
     srun, prefix = _container(run)
     interface = [f"--interface={o.interface}"] if o.interface else []
     ip = [f"--ip={o.ip}"] if o.ip != 4 else []
@@ -52,8 +52,8 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "setup": o.setup or None,
         "srun": " ".join(map(_word, srun)),
         "prefix": " ".join([*map(_word, prefix), "python"]),
-        "run_dir": shlex.quote(run_dir),
-        "url": shlex.quote(run.config.checkpoint.url.rstrip("/")),
+        "run_dir": shlex.quote(typed["run.dir"]),
+        "url": shlex.quote(typed.get("checkpoint.url", run.config.checkpoint.url).rstrip("/")),
         "node": " ".join([*interface, *ip, f"--drain={max(60, size.margin)}"]),
         "retries": f"{o.retries}",
         "arguments": folded(run.arguments, " \\\n"),
