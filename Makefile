@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # them (tests/conftest.py).
 PARALLEL := --numprocesses 3 --dist loadgroup
 
-.PHONY: train test test-all lint
+.PHONY: train test test-all test-slurm lint
 
 train: $(READY)  ## a small GPT on real text, 4 workers, about two minutes
 	$(PY) -m platform.launch +experiment=gpt_quick
@@ -17,6 +17,9 @@ test: $(READY)  ## a pairwise cover of every matrix
 
 test-all: $(READY)  ## the whole product of every matrix
 	$(PY) -m pytest $(PARALLEL)
+
+test-slurm: $(READY)  ## jobs in a real Slurm in namespaces; installs nothing, and says what is missing
+	$(PY) -m pytest -n0 -rs tests/testbed/test_slurm_nodes.py
 
 lint: $(READY)
 	$(PY) -m ruff check

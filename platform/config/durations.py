@@ -41,3 +41,19 @@ def seconds_of(duration: str) -> float:
     if len(parts) > 3 or not all(0 <= n < inf for n in numbers):
         raise ValueError(duration)
     return seconds
+
+
+def job_seconds(limit: str) -> int:
+    """Parse a job's time limit, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+    Raises ValueError for any other form."""
+    if not re.fullmatch(r"([0-9]{1,6}-[0-9]{1,6}(:[0-9]{1,6}){0,2})|([0-9]{1,6}(:[0-9]{1,6}){0,2})", limit):
+        raise ValueError(limit)
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, units, strict=False))
+
+
+def limit_of(seconds: int) -> str:
+    """Write seconds as a job's time limit: H:MM:SS."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

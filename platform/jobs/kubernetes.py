@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from platform.config.durations import seconds_of
+from platform.config.durations import job_seconds
 from platform.jobs.options import KubernetesOptions, take_options
 from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, folded, plan_job, within
 from platform.jobs.sizing import GIB, JobSize
@@ -55,8 +55,8 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     """Return what the places of the templates hold, each as YAML on one line; None for what this job does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     grace = max(120, size.margin + 60)
-    seconds = int(seconds_of(o.time)) if o.time else None
-    waiting = int(seconds_of(o.wait)) if o.wait else None
+    seconds = job_seconds(o.time) if o.time else None
+    waiting = job_seconds(o.wait) if o.wait else None
     found: dict[str, Any] = {
         "name": o.name,
         "image": o.image,

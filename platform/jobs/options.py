@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
 from platform.config.bounds import wrong_value
-from platform.config.durations import seconds_of
+from platform.config.durations import job_seconds
 from platform.config.fields import ConfigError, closest, type_in_words, violation
 from platform.config.key import WORKERS, key
 
@@ -171,9 +171,9 @@ def _wrong(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
     yield from wrong_value(f"{PREFIX}{name}", value, field.metadata["key"])
     if name in ("time", "wait") and value:
         try:
-            seconds_of(value)
+            job_seconds(value)
         except ValueError:
-            yield violation(f"{PREFIX}{name}", value, "must be H:MM:SS", ["48:00:00"])
+            yield violation(f"{PREFIX}{name}", value, "must be H:MM:SS or D-HH:MM:SS", ["48:00:00"])
 
 
 def lacking_options(needed: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from platform.boundary.redaction import REDACTED, redact, register_url_secrets
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
+from platform.config.durations import job_seconds, limit_of
 from platform.config.fields import Config, ConfigError, violation
 from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
@@ -22,6 +23,7 @@ from platform.planning.remedies import Device, lack_of_memory
 
 TEMPLATES = CONF.parent / "jobs" / "templates"
 _PLACE = re.compile(r"@\{(\w+)\}")  # `${...}` is bash's
+_START = 240  # seconds of a job beside its margin: 2 minutes of those before it, by Slurm's clock; its start
 _WAIT = 600  # seconds of cluster.wait: nodes come one by one
 
 
@@ -74,6 +76,9 @@ def plan_job(
     memory = config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu)
     if size.device == "cuda" and memory and (line := lack_of_memory(config, plan, Device(memory, config.cluster.gpu))):
         raise ConfigError(line)
+    if options.time and job_seconds(options.time) < (least := size.margin + _START):
+        rule = f"its end, {size.margin} s before which the run saves, and its start take {least} s"
+        raise ConfigError(violation("job.time", options.time, rule, [limit_of(least)]))
     directory = run_dir(options)
     grows = hasattr(options, "claim") and size.least < size.most  # by the autoscaler, which must know for what
     added = {

@@ -2,8 +2,9 @@
 
 The first node has Ray's head and the supervisor of the run; it writes the head's address into a directory that all
 nodes share, and removes nothing there. The others join the head, and join again when their Ray ends or the head has
-another address, until the job's processes end. All files of Ray are in a directory of this job's own on the node, all
-ports are free ones, and processes are ended by what they inherited, never by `ray stop`: a node may run other jobs.
+another address, until the job is over: the script that started it leaves a file `end` there, or removes it all. All
+files of Ray are in a directory of this job's own on the node, all ports are free ones, and processes are ended by what
+they inherited, never by `ray stop`: a node may run other jobs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from platform.jobs.look.logs import keep_ray_logs
 from platform.jobs.supervisor import Supervision, Supervisor
 from platform.launch import FAILED
 
-HEAD, STOP = "head.json", "stop"  # files in the directory that all nodes of the job share
+HEAD, STOP, END = "head.json", "stop", "end"  # files in the directory that all nodes of the job share
 _ATTEMPTS = 3  # to start a head, each at other ports
 _HEAD_SECONDS = 120.0  # for a head to answer
 _JOIN_SECONDS = 900.0  # for the head's address to appear
@@ -231,25 +232,37 @@ def run_follower(options: NodeOptions) -> int:
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGINT, leave)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the head alone
-        while not going.is_set():
+        while not (going.is_set() or _over(options.shared)):
             head = _await_head(options.shared, going)
             if not head:
-                return 0 if going.is_set() else FAILED
+                return 0 if going.is_set() or _over(options.shared) else FAILED
             node.start(head)
-            while node.runs and (going.is_set() or _head(options.shared) in (head, "")):
+            while node.runs and not _over(options.shared) and (going.is_set() or _head(options.shared) in (head, "")):
                 time.sleep(_LOOK_SECONDS)
-            if not (node.runs or going.is_set()):
+            if not (node.runs or going.is_set() or _over(options.shared)):
                 print_line(f"{node.said()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr)
                 node.keep_logs(_run_dir(options.shared))
             node.end()
-            going.wait(_AGAIN_SECONDS)
+            _wait(_AGAIN_SECONDS, options.shared, going)
     return 0
 
 
+def _over(shared: Path) -> bool:
+    """Return True if the job has ended: its script has said so in the shared directory, or removed that."""
+    return (shared / END).exists() or not shared.exists()
+
+
+def _wait(seconds: float, shared: Path, going: threading.Event) -> None:
+    """Wait, at most until the job is over or this node is told to go."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not _over(shared) and not going.wait(_LOOK_SECONDS):
+        pass
+
+
 def _await_head(shared: Path, going: threading.Event) -> str:
-    """Wait for the head's address; return "" if it does not come, or this node is told to go."""
+    """Wait for the head's address; return "" if it does not come, this node is told to go, or the job is over."""
     deadline = time.monotonic() + _JOIN_SECONDS
-    while not going.is_set():
+    while not (going.is_set() or _over(shared)):
         if address := _head(shared):
             return address
         if time.monotonic() > deadline:

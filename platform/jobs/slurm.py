@@ -28,7 +28,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     count = f"{o.gpu_type}:{size.workers}" if o.gpu_type else f"{size.workers}"
-    run_dir = next(word.partition("=")[2] for word in reversed(run.arguments) if word.startswith("run.dir="))
+    typed = dict(word.partition("=")[::2] for word in run.arguments)  # as the job's own folder resolves them
     srun, prefix = _container(run)
     interface = [f"--interface={o.interface}"] if o.interface else []
     ip = [f"--ip={o.ip}"] if o.ip != 4 else []
@@ -46,11 +46,14 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "partition": o.partition or None,
         "account": o.account or None,
         "margin": f"{size.margin + 60}",
+        "saves": f"{size.margin - 30}",  # half a minute of it is for what Slurm and Ray do meanwhile
+        "wanted": f"{size.nodes}",
         "options": "\n".join(f"#SBATCH {option}" for option in o.options) or None,
         "setup": o.setup or None,
-        "srun": " ".join(map(_word, srun)) or None,
+        "srun": " ".join(map(_word, srun)),
         "prefix": " ".join([*map(_word, prefix), "python"]),
-        "shared": shlex.quote(run_dir),
+        "run_dir": shlex.quote(typed["run.dir"]),
+        "url": shlex.quote(typed.get("checkpoint.url", run.config.checkpoint.url).rstrip("/")),
         "node": " ".join([*interface, *ip, f"--drain={max(60, size.margin)}"]),
         "retries": f"{o.retries}",
         "arguments": folded(run.arguments, " \\\n"),

@@ -22,11 +22,13 @@ from types import FrameType
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.run import traces
+from platform.cluster.run.directory import lock_or_owner
 from platform.config.fields import ConfigError, violation
 from platform.jobs.retries import CLOSED, DRIVERS, ENDED, STARTED, TERMINATED, DriverEnd, read_drivers, spent, verdict
 from platform.launch import DONE, FAILED, STOPPED
 from platform.monitor.records.json_lines import JsonLines
 
+LOCK = "supervisor.lock"  # in the run directory
 LAUNCHER = (sys.executable, "-m", "platform.launch")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # seconds before the same command, for each retry that is spent; at most
@@ -68,13 +70,17 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end; return its exit status: one of the launcher's, or 143 after SIGTERM. Raises
-        ConfigError if there is no run directory to write to."""
+        ConfigError if there is no run directory to write to, or another job has it."""
         run_dir = self._told.run_dir
         with ExitStack() as opened:
             for number in SIGNALS:
                 opened.callback(signal.signal, number, signal.signal(number, self.ask))
             try:
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
+                lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+                opened.callback(os.close, lock)
+                if owner := lock_or_owner(lock):  # before anything is counted: its driver is not lost
+                    raise ConfigError(violation("run.dir", run_dir, f"has a job already, supervised by {owner}"))
                 record = JsonLines(run_dir / DRIVERS)
                 opened.callback(record.close)
                 used = spent(read_drivers(run_dir))

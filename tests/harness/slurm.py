@@ -1,5 +1,10 @@
 """A Slurm of stand-ins on this machine: `srun` really starts a process for every node of a step, a job is run as its
-batch script says, told to stop by a signal to that script alone, and started again when it asks to be requeued."""
+batch script says, told to stop by a signal to that script alone, and started again when it asks to be requeued.
+
+It does what a real one was seen to do (tests/testbed/test_slurm_nodes.py, where there is one): a lost node is taken
+away from the job and never given back, and if it was the first one, with the script, the rest goes on running; steps
+have no environment after `sbatch --export=NONE` unless they say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,9 @@ while words and words[0].startswith("--"):
 hosts = os.environ["HOSTS"].split()
 chosen = options["nodelist"].split(",") if "nodelist" in options else [h for h in hosts if h != options.get("exclude")]
 assert int(options["nodes"]) == len(chosen) == int(options["ntasks"]), (options, chosen)
+given = os.environ if options.get("export") == "ALL" or os.environ.get("SLURM_EXPORT_ENV") != "NONE" else {{}}
 tasks = [
-    subprocess.Popen(words, env={{**os.environ, "SLURMD_NODENAME": host, "SLURM_NODEID": str(hosts.index(host))}})
+    subprocess.Popen(words, env={{**given, "SLURMD_NODENAME": host, "SLURM_NODEID": str(hosts.index(host))}})
     for host in chosen
 ]
 with open(os.environ["STATE"] + "/tasks", "a") as file:
@@ -33,9 +39,13 @@ sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = """#!/bin/bash
 case $1 in
-  show) tr ' ' '\\n' <<<"$HOSTS" ;;
+  show) if [[ $2 == config ]]; then echo "KillWait = 30 sec"; else tr , '\\n' <<<"$3"; fi ;;
   requeue) touch "$STATE/requeue" ;;
 esac
+"""
+SQUEUE = """#!/bin/bash
+read -ra left < <(cat "$STATE/left")
+if [[ $* == *%D* ]]; then echo ${#left[@]}; else (IFS=,; echo "${left[*]}"); fi
 """
 
 
@@ -47,7 +57,7 @@ class SlurmJob:
         self.folder, self.state, self.hosts = folder, folder / "slurm", hosts
         tools = self.state / "bin"
         tools.mkdir(parents=True)
-        for name, text in {"srun": SRUN.format(python=sys.executable), "scontrol": SCONTROL}.items():
+        for name, text in {"srun": SRUN.format(python=sys.executable), "scontrol": SCONTROL, "squeue": SQUEUE}.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
         (folder / "job.sbatch").write_text(script)
@@ -58,7 +68,8 @@ class SlurmJob:
             "HOSTS": " ".join(hosts),
             "STATE": str(self.state),
             "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NODELIST": f"{hosts[0]},..." if len(hosts) > 1 else hosts[0],
+            "SLURM_JOB_NODELIST": ",".join(hosts),
+            "SLURM_EXPORT_ENV": "NONE",
             "SLURM_CPUS_PER_TASK": re.findall(r"^#SBATCH --cpus-per-task=(\d+)$", script, re.M)[0],
             **environment,
         }
@@ -68,6 +79,7 @@ class SlurmJob:
         """One life of the job, from its start, or a requeue, to the end of its batch script; then Slurm ends what is
         left of its steps."""
         (self.state / "requeue").unlink(missing_ok=True)
+        (self.state / "left").write_text(" ".join(self.hosts))
         environment = {**self.environment, "SLURM_RESTART_COUNT": str(self.restarts)}
         with (self.folder / "out").open("ab") as out:
             process = subprocess.Popen(
@@ -80,7 +92,7 @@ class SlurmJob:
         self.restarts += 1
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """End a life as Slurm does, or the loss of the first node: SIGKILL to everything that it started."""
+        """End a life as Slurm does, in the end: SIGKILL to everything that it started."""
         process.kill()
         process.wait()
         for pid in self.tasks():
@@ -89,6 +101,14 @@ class SlurmJob:
             except ProcessLookupError:
                 pass
         (self.state / "tasks").unlink(missing_ok=True)
+
+    def lose_first_node(self, process: subprocess.Popen[bytes]) -> None:
+        """Lose the first node: the script and what runs there; the tasks of other nodes stay."""
+        lost = [process.pid, *(pid for pid, host in self.tasks().items() if host == self.hosts[0])]
+        (self.state / "left").write_text(" ".join(self.hosts[1:]))
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
 
     def tasks(self) -> dict[int, str]:
         """Process id -> node, of the tasks of this life's steps."""

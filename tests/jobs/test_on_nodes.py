@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,12 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
         steps(3, process)
         assert run.rows()[-1]["world_size"] == 1
         inside = descendants(process.pid)
-        job.end(process)  # as with the node: nobody had time for anything
+        job.lose_first_node(process)  # nobody had time for anything
+        deadline = time.monotonic() + LIMIT
+        while not job.requeued:  # by the other node, which has heard nothing any more
+            assert time.monotonic() < deadline, job.out()
+            time.sleep(0.5)
+        job.end(process)
         assert gone(inside, seconds=30)
     last = run.step + 4
     (tmp_path / "job.sbatch").write_text(slurm_job([*typed, f"train.stop_at={last}"]))

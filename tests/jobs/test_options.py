@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from platform.config.durations import job_seconds, limit_of
 from platform.config.fields import ConfigError
 from platform.jobs.__main__ import main
 from platform.jobs.kubernetes import kubernetes_job
@@ -37,7 +38,7 @@ def test_options_are_taken_out_of_the_arguments_of_a_run():
         ("job.retries=many", "job.retries=many: must be an integer"),
         ("job.retries=-1", "job.retries=-1: must be >= 0; nearest legal: 0"),
         ("job.name=A b", "job.name=A b: must be 1 to 40 of a-z, 0-9 and -, a letter first"),
-        ("job.time=soon", "job.time=soon: must be H:MM:SS; nearest legal: 48:00:00"),
+        ("job.time=soon", "job.time=soon: must be H:MM:SS or D-HH:MM:SS; nearest legal: 48:00:00"),
         ("job.mount=shared", "job.mount=shared: must be /PATH"),
         ("job.select=gpu", "job.select=gpu: must be KEY=VALUE"),
         ("job.secrets=[A=b]", "job.secrets=A=b: must be NAME=SECRET/KEY"),
@@ -118,3 +119,17 @@ def test_a_supervisor_is_told_numbers(flag, value, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["supervise", f"{flag}={value}", "run.dir=x"])
     assert ended.value.code == 2 and f"argument {flag}: must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "limit, seconds",
+    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-0", 172800), ("1-2:03", 93780), ("1-02:03:04", 93784)],
+)
+def test_a_time_limit_is_what_slurm_takes_it_for(limit, seconds):
+    assert job_seconds(limit) == seconds and job_seconds(limit_of(seconds)) == seconds
+    assert not take_options(KubernetesOptions, [f"job.time={limit}"])[2]
+
+
+@pytest.mark.parametrize("limit", ["1:", ":1", "1.5", "-1", "1-", "1:2:3:4", "1-2:3:4:5", "1 0", "UNLIMITED", "1e3"])
+def test_and_what_slurm_does_not_take_is_refused(limit):
+    assert take_options(KubernetesOptions, [f"job.time={limit}"])[2]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -152,3 +153,44 @@ def test_a_node_joins_the_head_follows_it_to_another_address_and_goes_when_told(
             assert process.wait(60) == 0 and gone([second])
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("how", ["a file", "no directory"])
+def test_a_node_hears_that_the_job_is_over(node, tmp_path, how):
+    """Else Slurm kills it in the end: its Ray's files stay, and its log reads like a failure."""
+    code = FOLLOWER.format(root=str(ROOT), ray=str(tmp_path / "ray.py"), shared=str(node.shared))
+    node.shared.mkdir()
+    (node.shared / HEAD).write_text(json.dumps({"address": "127.0.0.1:7001"}))
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not calls(tmp_path):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            [(options, _, ray)] = calls(tmp_path)
+            (node.shared / ray_node.END).touch() if how == "a file" else shutil.rmtree(node.shared)
+            assert process.wait(60) == 0 and gone([ray])
+            assert not Path(options["temp-dir"]).parent.exists()
+        finally:
+            process.kill()
+
+
+def test_what_cleans_up_outlives_a_signal_to_every_process(node):
+    """As some schedulers send it."""
+    with RayNode(node) as there:
+        [cleaner] = [
+            pid for pid, above in parents().items() if above == os.getpid() and there.directory in _command(pid)
+        ]
+        while not int(_status(cleaner).split()[1], 16) >> signal.SIGTERM - 1 & 1:  # it has come so far as to ignore it
+            time.sleep(0.01)
+        os.kill(cleaner, signal.SIGTERM)
+        directory = Path(there.directory)
+    assert not directory.exists()
+
+
+def _command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def _status(pid):
+    return next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))

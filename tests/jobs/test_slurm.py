@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from platform.config.fields import ConfigError
 from platform.jobs.slurm import slurm_job
 from platform.launch import compose
 from tests.jobs.examples import EXAMPLES, JOBS, written
@@ -41,7 +42,9 @@ RECORD = '#!/bin/bash\nprintf "%s\\n" "$(printf "%q " "${0##*/}" "$@")" >>"$CALL
 STANDINS = {
     "srun": RECORD + 'echo "auth=$RAY_AUTH_MODE/$RAY_AUTH_TOKEN cpus=$SRUN_CPUS_PER_TASK" >>"$CALLS"\n'
     '[[ " $* " == *" --run "* ]] && eval "$RUN" || sleep 0.1\n',
-    "scontrol": RECORD + '[[ $1 == show ]] && printf "%s\\n" $HOSTS\ntrue\n',
+    "scontrol": RECORD
+    + 'case "$1 $2" in "show hostnames") printf "%s\\n" $HOSTS ;; "show config") echo "KillWait  = 30 sec" ;; esac\n',
+    "squeue": "#!/bin/bash\nset -- $HOSTS\necho $#\n",
 }
 
 
@@ -160,15 +163,19 @@ def test_a_job_without_gpus_asks_for_none():
 def test_ray_is_on_every_node_and_the_run_on_the_first(job):
     status, called = run(job, script(), "seed=7", "data.path=/a b")
     assert status == 0
-    [others] = [call for call in called if "--exclude=node07" in call]
+    [others, listener] = sorted(
+        (call for call in called if "--exclude=node07" in call), key=lambda call: "--overlap" in call
+    )
     first = the_run(called)
-    step = "srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --no-kill --wait=0".split()
+    step = "srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --no-kill --wait=0".split()
     node = "python -m platform.jobs node runs/one-gpu.job-4711".split()
     assert others == [*step, "--nodes=3", "--ntasks=3", "--exclude=node07", *node, others[-1]]
     place = first.index("--run")
     assert first[:place] == [
         *step, "--nodes=1", "--ntasks=1", "--nodelist=node07", *node, others[-1], "--peer=node08", "--retries=10",
     ]  # fmt: skip
+    assert listener[:-4] == [*others[: others.index("python")], "--overlap", "--cpus-per-task=1", "bash"]
+    assert listener[-2:] == [node[-1], "node07"]
     assert others[-1].startswith("--drain=") and first[-2:] == ["seed=7", "data.path=/a b"]  # typed last, it wins
     config = compose(first[place + 1 :])
     assert (config.cluster.kind, config.seed, config.data.path) == ("ray", 7, "/a b")
@@ -208,7 +215,7 @@ def test_containers(job):
 
 def test_the_network_of_a_site(job):
     _, called = run(job, script(*VARIANTS["network"]))
-    assert all({"--interface=ib0", "--ip=6"} <= {*call} for call in called if call[0] == "srun")
+    assert all({"--interface=ib0", "--ip=6"} <= {*call} for call in called if "python" in call)
 
 
 def test_ray_has_a_token_that_no_other_job_has(job):
@@ -226,15 +233,24 @@ def test_only_what_goes_on_is_requeued(job, status, requeued):
     assert (["scontrol", "requeue", "4711"] in called) == requeued
 
 
+def test_each_task_of_an_array_has_directories_of_its_own(job):
+    """Also where a path wants quotes; what is typed still wins."""
+    _, called = run(job | {"SLURM_ARRAY_TASK_ID": "7"}, script("checkpoint.url=/data/my points"), "seed=7")
+    words = the_run(called)
+    assert words[-3:] == ["run.dir=runs/one-gpu/7", "checkpoint.url=/data/my points/7", "seed=7"]
+    assert words[words.index("node") + 1] == "runs/one-gpu/7.job-4711"
+
+
 def test_a_job_outside_of_slurm_says_what_it_lacks(job):
     del job["SLURM_JOB_ID"]
     process = start(job, slurm_job(TYPED))
     assert "this script is for sbatch" in process.communicate(timeout=60)[1] and process.returncode
 
 
-@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
 def test_near_its_limit_a_job_asks_the_run_to_stop_and_waits(job, sent):
-    """USR1 leaves a file, which the run's node looks for; TERM comes to all steps anyway."""
+    """USR1 leaves a file, which the run's node looks for; USR2 does, and keeps the job from being requeued; TERM comes
+    to all steps anyway."""
     shared = "runs/one-gpu.job-4711"
     wait = f'while [[ ! -e {shared}/stop && ! -e "$FOLDER/told" ]]; do sleep 0.02; done'
     process = start(job | {"RUN": f'touch "$FOLDER/ready"; {wait}; sleep 0.2; exit 75'}, script())
@@ -248,3 +264,26 @@ def test_near_its_limit_a_job_asks_the_run_to_stop_and_waits(job, sent):
         assert process.poll() is None and not os.path.exists(f"{job['FOLDER']}/{shared}/stop")
         Path(job["FOLDER"], "told").touch()
     assert process.wait(60) == 75
+    assert (["scontrol", "requeue", "4711"] in calls(job)) == (sent != signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("kill_wait, warned", [(30, True), (600, False), ("", False)])
+def test_who_is_killed_before_it_can_save_is_told(job, kill_wait, warned):
+    """By scancel, after Slurm's KillWait; what a save takes follows from the plan."""
+    tool = Path(job["FOLDER"], "bin", "scontrol")
+    tool.write_text(tool.read_text().replace("= 30 sec", f"= {kill_wait} sec"))
+    process = start(job, script())
+    process.communicate(timeout=60)
+    done = subprocess.run(["bash", "job.sbatch"], cwd=job["FOLDER"], env=job, capture_output=True, text=True)
+    assert ("'scancel --batch --signal=USR2 4711' saves and ends" in done.stdout) == warned
+
+
+@pytest.mark.parametrize("typed, seconds", [("1", 60), ("6:00", 360), ("0:04:59", 299), ("0-0:04", 240)])
+def test_a_time_too_short_for_start_and_end_is_refused(typed, seconds):
+    """As Slurm reads it: 6:00 are minutes. USR1 would come before the first step, again and again."""
+    small = ["+experiment=cluster_check", "job.nodes=2", "job.workers=1", "checkpoint.url=/data/a"]
+    if seconds >= 300:
+        assert options(slurm_job([*small, f"job.time={typed}"]))["time"] == typed
+        return
+    with pytest.raises(ConfigError, match="start take 300 s; nearest legal: 0:05:00"):
+        slurm_job([*small, f"job.time={typed}"])

@@ -200,3 +200,23 @@ def test_who_is_no_ray_job():
     assert ray_job(RAY) == "gpt-x7"
     for text in ("{", "[]", "{}", '{"metadata": {}}'):
         assert ray_job({"RAY_JOB_CONFIG_JSON_ENV_VAR": text}) == ""
+
+
+def test_a_run_directory_has_one_supervisor(job):
+    """A second job there is refused before it counts the driver of the first as lost, or ends what is counted."""
+    seen = []
+
+    def second():
+        while not Path("waiting").exists():
+            time.sleep(0.01)
+        before = record()
+        command = [sys.executable, "-m", "platform.jobs", "supervise", "+experiment=a", "run.dir=run"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        seen.extend([done.returncode, done.stderr.strip(), record() == before])
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=second).start()
+    assert job(("waits", 4), (0, 9)) == 75
+    owner = f"process {os.getpid()} on {os.uname().nodename}"
+    assert seen == [2, f"config: run.dir=run: has a job already, supervised by {owner}", True]
+    assert job(("waits", 4), (0, 9)) == 0, "free again"

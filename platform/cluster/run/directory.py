@@ -130,13 +130,8 @@ class RunDirectory:
         """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
         naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is ever stale."""
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = documents.one_line(os.pread(lock, 1000, 0)) or "another process"
-            raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory") from None
-        try:
-            os.truncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            if owner := lock_or_owner(lock):
+                raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory")
         except OSError as error:
             raise self.unusable(error) from None
 
@@ -146,6 +141,18 @@ class RunDirectory:
 
     def _refusal(self, constraint: str) -> ConfigError:
         return ConfigError(violation("run.dir", self.path, constraint))
+
+
+def lock_or_owner(lock: int) -> str:
+    """Lock an open file for this process, by its descriptor, write into it who that is, and return ""; if another
+    process has locked it, return who. Raises OSError."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return documents.one_line(os.pread(lock, 1000, 0)) or "another process"
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return ""
 
 
 @contextmanager

@@ -47,3 +47,33 @@ def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_file
         assert stat.S_IMODE(made[0].stat().st_mode) == 0o700
         assert os.environ["RAY_AUTH_MODE"] == "token"
     assert not made[0].exists() and "RAY_AUTH_MODE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Exception("The current node timed out during startup. This could happen because some of the raylet failed"),
+        RuntimeError("Failed to start GCS. Last 0 lines of error files:"),
+        TimeoutError("Timed out after 30 seconds"),
+    ],
+)
+def test_an_embedded_ray_that_is_too_slow_is_started_again(error, monkeypatch, capfd):
+    """With new files, and nothing left of what did not come up; another mistake is not tried again."""
+    tried = []
+
+    def init(*_, _temp_dir, **__):
+        tried.append(Path(_temp_dir).parent)
+        if len(tried) != 3:
+            raise error
+
+    monkeypatch.setattr(ray_session, "_init", init)
+    ray_session.Embedded(1, gpus=False).close()
+    assert len({*tried}) == 3 and not any(folder.exists() for folder in tried)
+    assert capfd.readouterr().err.count("once more") == 2
+    monkeypatch.setattr(ray_session, "_ATTEMPTS", 2)
+    with pytest.raises(type(error)):
+        ray_session.Embedded(1, gpus=False)
+    error = ValueError("num_cpus")
+    with pytest.raises(ValueError):
+        ray_session.Embedded(1, gpus=False)
+    assert len(tried) == 6 and not any(folder.exists() for folder in tried)

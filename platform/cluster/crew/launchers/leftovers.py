@@ -43,6 +43,7 @@ def main(directory: str) -> None:
     """Wait for the end of standard input, which comes when the driver ends or closes it, then until no process of the
     embedded Ray in `directory` but the driver is left, killing those that remain after PATIENCE; remove `directory`."""
     driver = os.getppid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some schedulers send it to all processes of a job
     patience = 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE
     deadline = time.monotonic() + patience
     while left := [process for process in marked(directory) if process != driver]:

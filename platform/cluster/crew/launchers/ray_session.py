@@ -19,11 +19,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.terminal import printable
+from platform.boundary.terminal import print_line, printable
 from platform.cluster.crew.launchers import leftovers
 from platform.config.execution import Cluster
 from platform.config.fields import SHOWN, ConfigError, violation
 
+_ATTEMPTS = 3  # to start an embedded Ray
 _CONNECT_SECONDS = 2.0
 _NOTICE_SECONDS = 2.0  # interval of the queries for draining nodes
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback address, as on those systems
@@ -36,6 +37,21 @@ class Embedded:
     however it ends. `directory`: of its files, and of others that are to go with it; only this user can read it."""
 
     def __init__(self, size: int, *, gpus: bool):
+        """Start Ray; again, with all of its processes, where it has not come up in the time that it gives itself, as on
+        a machine that is busy."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._start(size, gpus)
+            except Exception as error:
+                if attempt == _ATTEMPTS or not _too_slow(error):
+                    raise
+                print_line(
+                    f"ray: it did not start in its own time (a busy machine?); once more, {attempt + 1} of {_ATTEMPTS}",
+                    sys.stderr,
+                )
+
+    def _start(self, size: int, gpus: bool) -> None:
+        """Start Ray with its directory and the process that cleans up after it."""
         # readable by this user alone; Ray's own directory is open to all
         self.directory = directory = _short_temporary_directory()
         command = [sys.executable, "-I", leftovers.__file__, directory]
@@ -72,6 +88,13 @@ class Embedded:
         self._leftovers.stdin.write(leftovers.AT_ONCE)
         self._leftovers.stdin.close()
         self._leftovers.wait()
+
+
+def _too_slow(error: Exception) -> bool:
+    """Return True if Ray has given up on processes of its own that did not answer in time: it has no type for that, and
+    no setting for most of these times."""
+    said = str(error).lower()
+    return isinstance(error, TimeoutError) or any(words in said for words in ("timed out", "failed to start"))
 
 
 def _shut_down_at_once() -> None:
