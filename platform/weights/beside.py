@@ -13,12 +13,12 @@ from platform.checkpoint.storage.carried import read_carried
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import ConfigError, Data, Model, violation
+from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer
 from platform.data.tokenizers.tokenizer_files import (
     CONFIG,
     JSON,
     has_tokenizer,
     json_of,
-    parse_tokenizer,
     read_files,
 )
 from platform.data.vocabulary import OWN, Vocabulary, vocabulary_of
@@ -100,7 +100,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
     if given is None or JSON not in files or data.foreign_tokenizer or given.files.get(JSON) == files[JSON]:
         return
     try:
-        known = parse_tokenizer(files[JSON])
+        known = ConfinedTokenizer(files[JSON])
     except Malformed:
         return
     others, count = _otherwise(known, given.tokenizer)
@@ -110,7 +110,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
         raise ConfigError(violation("data.tokenizer", bare_url(data.tokenizer), reason, legal))
 
 
-def _otherwise(known: Tokenizer, here: Tokenizer) -> tuple[int, int]:
+def _otherwise(known: ConfinedTokenizer, here: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
     """Return how many tokens of a tokenizer have another id, or none, in another one, and how many it has: special ones
     left out, as they may be renamed."""
     special = known.get_added_tokens_decoder()
