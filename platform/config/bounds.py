@@ -18,13 +18,11 @@ from platform.config.fields import (
     ConfigError,
     closest,
     declared,
-    fits,
     key_fields,
     shown_value,
-    type_in_words,
     violation,
 )
-from platform.config.key import Key
+from platform.config.key import Key, fits, type_in_words
 
 KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in key_fields().items()}
 _OURS = {name: legal.choices for name, legal in KEYS.items()}

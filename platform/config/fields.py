@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from platform.boundary.schema import DEEPEST, By
+from platform.boundary.schema import By
 from platform.boundary.terminal import one_refusal, printable
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
 from platform.config.groups.data_group import Data
 from platform.config.groups.train_group import Eval, LossScaling, Train
-from platform.config.key import WORKERS, key
+from platform.config.key import WORKERS, fits, is_plain, key, type_in_words
 from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
 
@@ -289,49 +289,6 @@ def declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
     return get_type_hints(cls), groups
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Return True if a plain value has the type `hint` of a configuration field, entries of lists and maps included; an
-    integer is accepted as a float."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return _is_plain(value)
-    if kind is list:
-        return type(value) is list and all(fits(v, inner[0]) for v in value)
-    if kind is dict:
-        return type(value) is dict and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-    return type(value) in ((int, float) if hint is float else inner or (hint,))  # Python's True is an int, and no int
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return True if a value is of texts, numbers, booleans, None, and lists and maps with texts as keys of these, as
-    YAML writes and reads it; at most DEEPEST of them in each other."""
-    if type(value) is dict:
-        parts = list(value.values()) if all(type(name) is str for name in value) else [object()]
-    elif type(value) is list:
-        parts = value
-    else:
-        return type(value) in (str, int, float, bool, type(None))
-    return depth < DEEPEST and all(_is_plain(part, depth + 1) for part in parts)
-
-
-_WORDS = {
-    str: "text",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    Any: "texts, numbers, lists and maps",
-}
-
-
-def type_in_words(hint: Any) -> str:
-    """Describe the type of a configuration key to a user: "an integer", "a list, each of it text"."""
-    if get_origin(hint) is list:
-        return "a list, each of it " + type_in_words(get_args(hint)[0])
-    if get_origin(hint) is dict:
-        return "keys with values"
-    return _WORDS.get(hint) or " or ".join(map(type_in_words, get_args(hint)))
-
-
 # model.kind -> legal values of data.objective; the first is the default
 OBJECTIVES: dict[str, Sequence[str]] = {
     "decoder": ["causal"],
@@ -387,7 +344,7 @@ def _in_words(value: Any) -> str:
 def shown_value(value: Any) -> str:
     """Return a value of any type, whose own methods may fail, as a refusal shows it: with its type, unless that is
     plain."""
-    if type(value) in (str, int, float, bool, type(None), list, dict) and _is_plain(value):
+    if type(value) in (str, int, float, bool, type(None), list, dict) and is_plain(value):
         return _in_words(value)
     return f"a {type(value).__name__}"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin
+
+from platform.boundary.schema import DEEPEST
 
 WORKERS = 10**6  # most workers in a mesh, and along each of its axes
 SECONDS = 10**8  # longest duration (three years): clocks and timers take no more
@@ -52,3 +54,46 @@ def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: 
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return True if a plain value has the type `hint` of a configuration field, entries of lists and maps included; an
+    integer is accepted as a float."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return is_plain(value)
+    if kind is list:
+        return type(value) is list and all(fits(v, inner[0]) for v in value)
+    if kind is dict:
+        return type(value) is dict and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    return type(value) in ((int, float) if hint is float else inner or (hint,))  # Python's True is an int, and no int
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Return True if a value is of texts, numbers, booleans, None, and lists and maps with texts as keys of these, as
+    YAML writes and reads it; at most DEEPEST of them in each other."""
+    if type(value) is dict:
+        parts = list(value.values()) if all(type(name) is str for name in value) else [object()]
+    elif type(value) is list:
+        parts = value
+    else:
+        return type(value) in (str, int, float, bool, type(None))
+    return depth < DEEPEST and all(is_plain(part, depth + 1) for part in parts)
+
+
+_WORDS = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    Any: "texts, numbers, lists and maps",
+}
+
+
+def type_in_words(hint: Any) -> str:
+    """Describe the type of a configuration key to a user: "an integer", "a list, each of it text"."""
+    if get_origin(hint) is list:
+        return "a list, each of it " + type_in_words(get_args(hint)[0])
+    if get_origin(hint) is dict:
+        return "keys with values"
+    return _WORDS.get(hint) or " or ".join(map(type_in_words, get_args(hint)))

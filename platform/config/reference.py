@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import Field
 from typing import Any, NamedTuple, get_type_hints
 
-from platform.config.fields import Config, key_fields, type_in_words
-from platform.config.key import Key
+from platform.config.fields import Config, key_fields
+from platform.config.key import Key, type_in_words
 
 _WIDTH = 118  # characters of a line of `--help`
 _INDENT = 36  # its column where the meaning of a key begins

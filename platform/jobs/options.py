@@ -9,8 +9,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from platform.config.bounds import wrong_value
 from platform.config.durations import job_seconds
-from platform.config.fields import ConfigError, closest, type_in_words, violation
-from platform.config.key import WORKERS, key
+from platform.config.fields import ConfigError, closest, violation
+from platform.config.key import WORKERS, key, type_in_words
 
 PREFIX = "job."
 _PAIR = r"[^\s=]+=[^\s=]*"

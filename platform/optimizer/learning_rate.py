@@ -31,7 +31,8 @@ def _cosine(o: Optimizer, step: int, steps: int) -> float:
 
 
 def _cosine_restarts(o: Optimizer, step: int, steps: int) -> float:
-    """Fall along a cosine `optimizer.cycles` times; the last update of a cycle is at its end."""
+    """Return the share of the peak that falls along a cosine `optimizer.cycles` times; the last update of a cycle is at
+    its end."""
     progress = _progress(o, step, steps) * o.cycles
     return _cosine_fall(o, progress - max(0, math.ceil(progress) - 1))
 
@@ -41,7 +42,8 @@ def _linear(o: Optimizer, step: int, steps: int) -> float:
 
 
 def _wsd(o: Optimizer, step: int, steps: int) -> float:
-    """Stay at the peak but for the last `optimizer.decay_steps` updates, of which none is one of warm-up."""
+    """Return the share of the peak: all of it but for the last `optimizer.decay_steps` updates, of which none is one of
+    warm-up."""
     fall = min(o.decay_steps or math.ceil(steps / 10), max(1, steps - o.warmup_steps))
     return _fall(o, min(max(0.0, (step - (steps - fall)) / fall), 1.0))
 

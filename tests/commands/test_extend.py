@@ -24,13 +24,13 @@ class Loud(Decoder):
         print("a loud decoder")
 
 register_model("loud", Loud)
-register_optimizer("sgd", lambda groups, o: torch.optim.SGD(groups, o.lr), moments=0)
+register_optimizer("plain", lambda groups, o: torch.optim.SGD(groups, o.lr), moments=0)
 register_schedule("halves", lambda o, step, steps: 0.5)
 register_source("poem", lambda data: [Path(data.path)])
 """
 SCHEME = "# heads alone\nscheme: heads_only\norder: [h]\nregions:\n  attention: {heads: [h]}\n" \
          "parameters:\n  all: {heads: [h]}\n"  # fmt: skip
-SMALL = "model.kind=loud optimizer.kind=sgd optimizer.schedule=halves tensor=heads_only tensor.axes.h=2"
+SMALL = "model.kind=loud optimizer.kind=plain optimizer.schedule=halves tensor=heads_only tensor.axes.h=2"
 RUN = "data.kind=synthetic parallel.data=1 train.steps=2 eval.every=0 monitor.sample=0 optimizer.warmup_steps=0"
 SIZES = "model.layers=1 model.d_model=16 model.length=8 train.global_batch=4 train.microbatch=2 optimizer.lr=1.0"
 
@@ -74,7 +74,7 @@ def test_explained(elsewhere):
 
 
 def test_without_the_module_the_names_are_unknown(elsewhere):
-    done = launch(elsewhere, "model.kind=loud", "optimizer.kind=sgd", "optimizer.schedule=halves")
+    done = launch(elsewhere, "model.kind=loud", "optimizer.kind=plain", "optimizer.schedule=halves")
     assert done.returncode == 2
     keys = [line.split("=")[0] for line in done.stderr.splitlines()]
     assert keys == ["config: model.kind", "config: optimizer.kind", "config: optimizer.schedule"]

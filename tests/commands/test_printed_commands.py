@@ -45,7 +45,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def test_next_is_run_as_printed(folder):
-    own = ["--config-dir", "my conf", "extend=[mine_for_commands]", "model.kind=loud", "optimizer.kind=sgd"]
+    own = ["--config-dir", "my conf", "extend=[mine_for_commands]", "model.kind=loud", "optimizer.kind=plain"]
     text = ["data.kind=text", "data.path=a poem.txt", "data.cache=${oc.env:STORE_OF_MINE}", "model.vocab=300"]
     done = in_this_process(QUICK, *own, *text, *INLINE, *SIZES, *SHORT, "run.dir=runs/my run", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,12 +13,14 @@ import pytest
 from platform import launch
 from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
+from platform.config import bounds
 from platform.config.fields import ConfigError
 from tests.config.follow_hints import dead_end, hints
 from tests.config.test_bad_input import ALL, ROWS
 from tests.fuzz.values import _again
 from tests.harness.suite import suite
 
+SHIPPED = dict(bounds.KEYS)  # other tests of this process register names of their own
 MADE = ALL[: -len(ROWS)]  # numbers beyond their bounds; then come the rows that are written
 CASES = [{"arguments": " ".join(row[0]).encode("unicode_escape").decode()[:60], "row": i} for i, row in enumerate(ALL)]
 CHOSEN = [*CASES[: len(MADE) : 40], *CASES[len(MADE) + 1 :: 5]]
@@ -41,7 +43,11 @@ def refused(tmp_path_factory):
         return []
 
     try:
-        with open_composer(None) as composer, mock.patch.object(launch, "open_composer", _again(composer)):
+        with (
+            open_composer(None) as composer,
+            mock.patch.object(launch, "open_composer", _again(composer)),
+            mock.patch.dict(bounds.KEYS, SHIPPED),
+        ):
             yield lines
     finally:
         os.chdir(before)

@@ -32,7 +32,7 @@ MAY_MAKE = {
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
     "train/step/step_report.py:__init__": "host memory",
     "train/step/step_report.py:together": "host memory",
-    "train/step/trainer.py:one_document": "rows beside those, placed with them",
+    "train/step/inputs.py:one_document": "rows beside those, placed with them",
     "train/step/trainer.py:sample": "text is drawn on the host",
     "train/step/trainer.py:_row": "a row of tokens, placed later",
 }

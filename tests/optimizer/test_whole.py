@@ -93,7 +93,7 @@ def test_padded_rows_are_no_part_of_a_tensor():
 def test_what_is_not_declared_is_found_by_trying():
     assert whole.need_of(configured(None).optimizer) == "tensor"
     o = Config().optimizer
-    for name, elementwise in {"sgd": torch.optim.SGD, "rms": torch.optim.RMSprop, "lion": torch.optim.Adam}.items():
+    for name, elementwise in {"plain": torch.optim.SGD, "rms": torch.optim.RMSprop, "adam": torch.optim.Adam}.items():
         register_optimizer(name, lambda groups, o, kind=elementwise: kind(groups, o.lr), 1)
         o.kind = name
         assert whole.need_of(o) == "element"

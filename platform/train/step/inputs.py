@@ -75,3 +75,8 @@ def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
     the weights for no reason, and report a loss of 0."""
     where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_of('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
+
+
+def one_document(length: int) -> dict[str, Tensor]:
+    """Return the data tensors that tell of the documents in a sequence, int64 [1, length], for one that is whole."""
+    return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}

@@ -42,7 +42,7 @@ from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.answers import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
-from platform.train.step.inputs import Blocks, place, share_of
+from platform.train.step.inputs import Blocks, one_document, place, share_of
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.weights import DTYPES, Weights
 
@@ -94,10 +94,8 @@ class Trainer:
         marks; frozen ones are none of its."""
         o, owned, matrices = self.config.optimizer, self.weights.trained, set(self.stage.matrices)
         groups = group_parameters(o, self.stage.parameters, owned, matrices)
-        nothing = {
-            "params": [torch.zeros(0, device=self.communicator.device)]
-        }  # a shard may be all padding, and none is refused
-        optimizer = OPTIMIZERS[o.kind].make(groups or [nothing], o)
+        nothing = torch.zeros(0, device=self.communicator.device)  # a shard may be all padding, and none is refused
+        optimizer = OPTIMIZERS[o.kind].make(groups or [{"params": [nothing]}], o)
         if isinstance(optimizer, Muon):
             optimizer.matrices = Matrices(self.stage, self.communicator, self.weights.buckets)
         return optimizer
@@ -379,11 +377,6 @@ class Trainer:
     def _row(ids: list[int], length: int) -> Tensor:
         """Return token ids as a data tensor of one sequence: int64 [1, length], the ids and then padding (-1)."""
         return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
-
-
-def one_document(length: int) -> dict[str, Tensor]:
-    """Return the data tensors that tell of the documents in a sequence, int64 [1, length], for one that is whole."""
-    return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:
