@@ -7,7 +7,10 @@ export OMP_NUM_THREADS := 1
 # them (tests/conftest.py).
 PARALLEL := --numprocesses 3 --dist loadgroup
 
-.PHONY: train test test-all test-slurm lint
+.PHONY: train test test-all test-slurm test-image image lint
+# buildah and docker read the same file; IMAGE_OPTIONS="--build-arg DEVICE=cpu", say
+BUILDER ?= $(firstword $(foreach tool,docker buildah,$(if $(shell command -v $(tool)),$(tool))))
+IMAGE ?= elastic-platform:0.1.0
 
 train: $(READY)  ## a small GPT on real text, 4 workers, about two minutes
 	$(PY) -m platform.launch +experiment=gpt_quick
@@ -19,7 +22,14 @@ test-all: $(READY)  ## the whole product of every matrix
 	$(PY) -m pytest $(PARALLEL)
 
 test-slurm: $(READY)  ## jobs in a real Slurm in namespaces; installs nothing, and says what is missing
-	$(PY) -m pytest -n0 -rs tests/testbed/test_slurm_nodes.py
+	$(PY) -m pytest -n0 -rs tests/testbed/test_slurm_nodes.py tests/testbed/test_slurm_runs.py
+
+image:  ## the image of jobs
+	$(if $(BUILDER),,$(error needs docker or buildah))
+	$(BUILDER) build -t $(IMAGE) $(IMAGE_OPTIONS) .
+
+test-image: $(READY)  ## nightly: the image of jobs, built by buildah on a base of debootstrap, without a registry
+	$(PY) -m pytest -n0 -rs tests/jobs/test_image.py
 
 lint: $(READY)
 	$(PY) -m ruff check

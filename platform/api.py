@@ -25,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.composition.composer import CONF
-from platform.config.bounds import flat_values, wrong_types
-from platform.config.checks import wrong_configuration
-from platform.config.fields import Config, ConfigError, shown_value, violation
-from platform.config.key import WORKERS
+from platform.config.bounds import flat_values, violations_of_types
+from platform.config.checks import violations_of_configuration
+from platform.config.fields import Config, shown_value
+from platform.config.key import WORKERS, key
 from platform.data.objectives import register_objective
 from platform.data.sources import register_documents, register_source
 from platform.launch import DONE, STOPPED, prepare
@@ -56,6 +57,7 @@ __all__ = [
     "Plan",
     "Result",
     "compose",
+    "key",
     "plan",
     "register_documents",
     "register_loss",
@@ -77,7 +79,7 @@ class Result:
     """Outcome of a run that Python code started. `metrics` and `events` are those of the whole run, earlier drivers'
     included."""
 
-    status: int  # exit status of the same command: 0, 1 or 75 (docs/design.md, section 7)
+    status: int  # exit status of the same command: 0, 1 or 75 (docs/run-directory.md)
     outcome: str  # done | failed | stopped (by a signal or its time limit: `resume` continues it)
     directory: Path  # the run directory
     metrics: list[MetricsRow]  # of metrics.jsonl, one per committed step
@@ -107,7 +109,7 @@ def plan(config: Config, workers: int | None = None) -> Plan:
     """Make the plan of a run without starting anything, as `python -m platform.plan` prints it: which block of each
     tensor lies on which rank, and all that a step communicates. `workers`: their number, for parallel.data=-1. Raises
     ConfigError."""
-    lines = wrong_configuration(config)
+    lines = violations_of_configuration(config)
     if workers is not None and not (type(workers) is int and 1 <= workers <= WORKERS):
         lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
     if lines:
@@ -124,7 +126,7 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("run() handles signals: call it from the main thread")
-    lines = wrong_configuration(config) if wrong_types(config) else []
+    lines = violations_of_configuration(config) if violations_of_types(config) else []
     if not isinstance(callbacks, Callbacks | None):
         lines.append(violation("callbacks", shown_value(callbacks), "must be Callbacks(on_step=..., on_event=...)"))
     if lines:
@@ -132,7 +134,7 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
     register_url_secrets(config.to_dict())
     with shielded(sys.stdout, sys.stderr):
-        made, lines = prepare(config, wrong_configuration(config))
+        made, lines = prepare(config, violations_of_configuration(config))
         if lines or not made:
             raise ConfigError(lines)
         from platform.cluster import driver

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from platform.boundary.command_line import CommandLine
 from platform.boundary.redaction import forget_secrets, known_secrets, register_url_secrets, shielded
+from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import print_line, print_refusals, print_while_read, visible
 from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.crew.base.crew import Crew
@@ -24,9 +26,10 @@ from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config
 from platform.launch import REFUSED, compose, prepare
 from platform.plan.core.plan import Plan
+from platform.plan.language.numbers import count_of
 
 SOUND, BAD = 0, 1  # exit statuses, beside REFUSED
 _FOLDER = "doctor"  # in the run directory, with the workers' logs; they stay if a worker fails
@@ -34,7 +37,7 @@ _FOLDER = "doctor"  # in the run directory, with the workers' logs; they stay if
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.doctor` (default: this process's own); return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m platform.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
@@ -116,7 +119,7 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
     places = resources.reserve_workers(config.cluster, size, say, spares=e.spares, least=e.min_workers)
     coordinates = [plan.mesh.coordinates(rank) for rank in range(size)]
     job = Job(config, coordinates, places.device, folder, secrets=known_secrets())
-    say(f"examining {places.members} workers ({kind}, {job.device})")
+    say(f"examining {count_of(places.members, 'worker')} ({kind}, {job.device})")
     with relay_log("platform.cluster", say), open_crew(kind, job, places.members - size) as crew:
         paths = places_of(crew.members)
         seats = arrange(paths, plan.mesh, {}) if len(paths) >= size else []
@@ -198,7 +201,7 @@ class Report:
                 lines.append(f"bad: worker {row.number} on {row.where}: {check}: {why}{remedy}")
         lines += [f"bad on most workers: {check}: {why}" for check, why in self.shared.items()]
         if not self.bad and not self.shared:
-            lines.append(f"all {len(self.rows)} workers are sound")
+            lines.append(f"{count_of(len(self.rows), 'worker')}, all sound")
         return "\n".join(lines)
 
 

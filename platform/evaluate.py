@@ -20,15 +20,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from platform.boundary.command_line import CommandLine
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import flush_streams, print_line
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config
 from platform.config.groups.data_group import Data
 from platform.data.tokenizers.tokenizer_files import JSON
-from platform.generate import answered, note, sorted_words
+from platform.generate import answered, note, plan_answers, sorted_words
 
 if TYPE_CHECKING:
-    from platform.answers.loss_table import Measured
-    from platform.answers.trained import TrainedModel
+    from platform.cluster.asking.loss_table import Measured
+    from platform.cluster.asking.trained import TrainedModel
     from platform.cluster.crew.base.crew import Crew
     from platform.data.corpus import Corpus
 
@@ -41,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return answered("evaluate", _parser(), _evaluate, arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandLine:
+    parser = CommandLine(
         prog="python -m platform.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
@@ -75,7 +77,7 @@ def _evaluate(given: argparse.Namespace) -> int:
         wrong.append(violation("--include", given.include, "there is no such folder"))
     if wrong:
         raise ConfigError(wrong)
-    from platform.answers.outputs import WholeFile
+    from platform.cluster.asking.outputs import WholeFile
 
     with ExitStack() as opened:
         out = opened.enter_context(WholeFile(given.json, "--json")) if given.json else None
@@ -87,10 +89,10 @@ def _evaluate(given: argparse.Namespace) -> int:
 
 def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure the model of a command line and print it; return what was measured."""
-    from platform.answers.answer_memory import wrong_memory
-    from platform.answers.loss_table import print_losses
-    from platform.answers.session import open_session
-    from platform.answers.trained import find_trained, plan_answers
+    from platform.cluster.asking.answer_memory import violations_of_memory
+    from platform.cluster.asking.loss_table import print_losses
+    from platform.cluster.asking.session import open_session
+    from platform.cluster.asking.trained import find_trained
     from platform.composition.arguments import typed_values
     from platform.data.corpus import corpus_of
 
@@ -108,7 +110,7 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
         complete = partial(_complete, typed=typed, tokenizer=str(folder) if JSON in trained.files else "", apart=apart)
         try:
             planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
-            if given.bleu and (wrong := [*wrong_memory(planned.config, planned.plan, 1, 1, given.beams)]):
+            if given.bleu and (wrong := [*violations_of_memory(planned.config, planned.plan, 1, 1, given.beams)]):
                 raise ConfigError(wrong)
             corpus = corpus_of(planned.config)
         except ConfigError as error:  # it is the model's own
@@ -118,8 +120,8 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
         rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]
         translated = {}
         if given.bleu:
-            from platform.answers.translations import bleu
             from platform.cluster.asking.asked_model import AskedModel
+            from platform.cluster.asking.translations import bleu
 
             split, row = next(iter(splits.values())), rows[0]
             asked = AskedModel(crew.call, planned.config.model, planned.vocabulary)
@@ -132,10 +134,9 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
 
 def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
     """Run tasks of lm-eval on a trained model; return what they found."""
-    from platform.answers.session import open_session
-    from platform.answers.trained import plan_answers
     from platform.cluster.asking.asked_model import AskedModel
     from platform.cluster.asking.harness_tasks import HarnessTasks
+    from platform.cluster.asking.session import open_session
 
     planned = plan_answers(trained, overrides, given.config_dir)
     if planned.vocabulary is None:
@@ -166,9 +167,9 @@ def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool
         data.document_mask = config.model.within_documents = True
     whole = not typed.keys() & {"data.validation", "data.validation_path"}
     if "data.path" in typed and whole and data.kind in ("text", "tokens"):
-        from platform.data.data_checks import check_data
+        from platform.data.data_checks import violations_of_sources
 
-        if not check_data(data, vocab=config.model.vocab):  # it is refused once
+        if not violations_of_sources(data, vocab=config.model.vocab):  # it is refused once
             data.validation_path = data.path
 
 
@@ -184,7 +185,7 @@ def _splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
 
 def _measured(crew: Crew, corpus: Corpus, name: str, split: str, most: int) -> Measured:
     """Measure the loss on a split, or on `most` samples of it if that is not 0."""
-    from platform.answers.loss_table import Measured, units_of
+    from platform.cluster.asking.loss_table import Measured, units_of
 
     there = corpus.samples_of(split)
     samples = min(there, most or there)

@@ -16,14 +16,25 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
 
+from platform.boundary.command_line import CommandLine
 from platform.boundary.interrupts import run_interruptible
 from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
+from platform.boundary.refusals import NEAREST, ConfigError, in_words, violation
 from platform.boundary.terminal import flush_streams, print_line, print_refusals, printable, write_text
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config, Model
+from platform.config.groups.data_group import Data
+
+if TYPE_CHECKING:
+    from platform.cluster.asking.trained import TrainedModel
+    from platform.data.vocabulary import Vocabulary
+    from platform.plan.core.plan import Plan
 
 TOKENS = 64  # of an answer, where nothing else is said and they fit
+AT_ONCE = 8  # sequences of a replica in a pass that measures a loss, if the layout's axes divide them
 OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+)([./][\w./-]+)*(@[\w.]+)?=.*", re.DOTALL)
 
 
@@ -32,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return answered("generate", _parser(), _generate, arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandLine:
+    parser = CommandLine(
         prog="python -m platform.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
@@ -60,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def answered(
     name: str,
-    parser: argparse.ArgumentParser,
+    parser: CommandLine,
     run: Callable[[argparse.Namespace], int],
     arguments: Sequence[str] | None,
 ) -> int:
@@ -96,14 +107,14 @@ def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _generate(given: argparse.Namespace) -> int:
     """Answer the prompts of a command line; return the exit status."""
     overrides, words = sorted_words(given.words)
-    if wrong := list(_wrong(given, words)):
+    if wrong := list(_violations_of_words(given, words)):
         raise ConfigError(wrong)
-    from platform.answers.answer_memory import wrong_memory
-    from platform.answers.outputs import Lines
-    from platform.answers.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
-    from platform.answers.session import open_session
-    from platform.answers.trained import find_trained, plan_answers
+    from platform.cluster.asking.answer_memory import violations_of_memory
     from platform.cluster.asking.asked_model import AskedModel
+    from platform.cluster.asking.outputs import Lines
+    from platform.cluster.asking.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
+    from platform.cluster.asking.session import open_session
+    from platform.cluster.asking.trained import find_trained
     from platform.train.protocol.asked import Choice
 
     prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
@@ -115,11 +126,13 @@ def _generate(given: argparse.Namespace) -> int:
     tokens = min(TOKENS, room(rows, model)) if given.tokens is None else given.tokens
     longest = tokens + (max(map(len, rows)) if model.kind != "encoder_decoder" else 1)
     needed = min(given.batch, len(rows)), longest, given.beams
-    if wrong := list(too_long(prompts, rows, model, tokens)) or [*wrong_memory(planned.config, planned.plan, *needed)]:
+    if wrong := list(too_long(prompts, rows, model, tokens)) or [
+        *violations_of_memory(planned.config, planned.plan, *needed)
+    ]:
         raise ConfigError(wrong)
-    from platform.train.answers.rank_pass import answering_model
+    from platform.train.generation.rank_pass import check_can_generate
 
-    answering_model(planned.config)
+    check_can_generate(planned.config)
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
     with ExitStack() as opened:
@@ -130,6 +143,71 @@ def _generate(given: argparse.Namespace) -> int:
             text = _shown(vocabulary, [] if asked.pairs else rows[number], found.ids)
             _tell(out, prompts[number].given, text, found, alone=len(rows) == 1)
     return 0
+
+
+@dataclass(frozen=True)
+class PlannedAnswers:
+    """Configuration and plan under which a model answers, and its vocabulary, None if it has no tokenizer."""
+
+    config: Config
+    plan: Plan
+    vocabulary: Vocabulary | None
+
+
+def plan_answers(
+    found: TrainedModel,
+    arguments: Sequence[str],
+    config_dir: str | None = None,
+    data: Data | None = None,
+    change: Callable[[Config], None] = lambda config: None,
+) -> PlannedAnswers:
+    """Compose the configuration of a trained model with the user's `arguments` on top, and plan it: without any, one
+    process computes everything. `data`: what it reads, by default nothing; `change`: completes the configuration in
+    place. Raises ConfigError with all mistakes."""
+    from platform.composition.arguments import typed_values
+    from platform.data.vocabulary import given_vocabulary
+    from platform.launch import compose, prepare
+    from platform.weights.beside import check_tokenizer, vocabulary_in
+
+    typed = typed_values(arguments)
+    model = replace(found.model, within_documents=False)  # of texts that are continued, and else what the data says
+    stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=found.seed)
+    stored.train.init, stored.cluster.kind = found.url, "inline"
+    stored.elastic.snapshot_every = stored.monitor.sample = 0
+    stored.checkpoint.on_stop = False
+    try:
+        config = compose(arguments, config_dir, stored=asdict(stored))
+    except ConfigError as error:
+        raise ConfigError([_of_trained(line, model) for line in error.violations]) from None
+    replicas = max(1, config.parallel.data)
+    if "train.microbatch" not in typed:  # as many sequences as any layout may divide
+        unit = prod([*config.tensor.axes.values(), *config.branch.axes.values()])
+        config.train.microbatch = unit * max(1, AT_ONCE // unit)
+    if "train.global_batch" not in typed:
+        config.train.global_batch = config.train.microbatch * replicas
+    change(config)
+    plan, wrong = prepare(config, [])
+    if wrong or not plan:
+        raise ConfigError([_of_trained(line, model) for line in wrong])
+    if config.cluster.kind == "inline" and plan.mesh.size > 1 and not typed.keys() & {"cluster", "cluster.kind"}:
+        config.cluster.kind = "processes"
+    typed_one = given_vocabulary(config.data) if "data.tokenizer" in typed else None
+    check_tokenizer(config.data, typed_one, found.url, found.files)
+    given = typed_one or vocabulary_in(found.files)
+    if given and given.size > config.model.vocab:
+        reason = f"has {given.size} tokens, and the model has model.vocab={config.model.vocab}: it is another model's"
+        raise ConfigError(violation("data.tokenizer", config.data.tokenizer or found.url, reason))
+    return PlannedAnswers(config, plan, given)
+
+
+def _of_trained(line: str, model: Model) -> str:
+    """Return a refusal line whose hints leave a trained model as it is: they name its own values, and other keys."""
+    told, legal, hint = line.partition(NEAREST)
+    key = told.partition("=")[0].removeprefix("model.")
+    items = [item for item in re.split(", or |, ", hint) if not item.startswith("model.")]
+    if told.startswith("model.") and key in vars(model) and any("=" not in item for item in items):
+        items = [in_words(getattr(model, key)), *(item for item in items if "=" in item)]
+    return told + (f"{legal}{', or '.join(items)}" if legal and items else "")
 
 
 def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
@@ -145,7 +223,7 @@ def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _wrong(given: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+def _violations_of_words(given: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
     """Yield a refusal line per mistake in the flags of a command line, whose prompts are `words`."""
     if bool(words) == bool(given.prompts):
         yield 'a prompt is needed: "TEXT" or --prompts FILE, one of them'
@@ -160,7 +238,8 @@ def _wrong(given: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
     for flag, least in (("top_k", 0), ("seed", 0), ("beams", 1), ("batch", 1)):
         value, most = getattr(given, flag), 1 << 53
         if not least <= value <= most:
-            yield violation(f"--{flag.replace('_', '-')}", value, f"must be >= {least}", [least])
+            constraint, nearest = f"must be >= {least} and <= {most}", max(least, min(value, most))
+            yield violation(f"--{flag.replace('_', '-')}", value, constraint, [nearest])
     if given.beams > 1 and given.temperature > 0:
         yield violation("--beams", given.beams, "a search draws nothing: --temperature=0", [1])
     if given.out and os.path.exists(given.out):

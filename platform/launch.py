@@ -22,19 +22,21 @@ from platform.boundary.redaction import (
     register_url_secrets,
     shielded,
 )
+from platform.boundary.refusals import ConfigError, closest, violation
 from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_refusals, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
 from platform.composition.composer import CONF, Composer, open_composer
-from platform.config.bounds import impossible_values, wrong_values
-from platform.config.checks import absent_ranks, slices_heads, too_many_workers, wrong_configuration
+from platform.config.bounds import impossible_values, violations_of_values
+from platform.config.checks import absent_ranks, slices_heads, too_many_workers, violations_of_configuration
 from platform.config.execution import ON_RAY, RESUME, Cluster
-from platform.config.extensions import load_extensions, refusing_exits
-from platform.config.fields import Config, ConfigError, closest, violation
+from platform.config.extending.extensions import load_extensions, refusing_exits
+from platform.config.extending.own_settings import complete_settings
+from platform.config.fields import Config
 from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
-from platform.config.surroundings import expanded, wrong_surroundings
+from platform.config.surroundings import expanded, violations_of_surroundings
 from platform.plan.schedule.generators import ONE_CHUNK
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ PLANNED = tuple("model. tensor. branch. pipeline. parallel. train.global_batch t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (default: this process's own) and return its exit status (listed in design.md, section 7)."""
+    """Run a command line (default: this process's own) and return its exit status (listed in docs/run-directory.md)."""
     from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
     own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
@@ -113,7 +115,7 @@ def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
         lines += impossible_values(config)  # relations between keys depend on the missing file: not checked
     else:
-        lines += wrong_configuration(config)
+        lines += violations_of_configuration(config)
     return config, list(dict.fromkeys(lines))
 
 
@@ -121,12 +123,13 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     """Complete a composed configuration in place: import the user's modules, drop settings that an experiment made for
     another scheme, parse `tensor.layout`, and make the paths absolute.
 
-    Settings that the user typed are kept, so that `wrong_configuration` can refuse them. Returns one line per mistake
-    found on the way; some of them can only be seen by comparing with `arguments`, those of the job.
+    Settings that the user typed are kept, so that `violations_of_configuration` can refuse them. Returns one line per
+    mistake found on the way; some of them can only be seen by comparing with `arguments`, the job's.
     """
     typed = typed_values(arguments)
     lines = load_extensions(config.extend)
     lines += _complete_paths(config)
+    complete_settings(config, typed)
     if config.model.source or config.model.kind == FROM_HF:
         from platform.weights.source_model import complete_model  # takes seconds, as it imports torch
 
@@ -281,11 +284,14 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
     mistakes, one line each. Settles parallel.data=-1 in `config`, so that workers make the same plan."""
-    from platform.data.data_checks import check_data
+    from platform.data.data_checks import violations_of_sources
     from platform.planning.make_plan import make_plan
 
-    lines = [*wrong] or [*wrong_surroundings(config), *check_data(config.data, vocab=config.model.vocab)]
-    if any(key.startswith(PLANNED) for key in wrong_values(config)) or [*too_many_workers(config)]:
+    lines = [*wrong] or [
+        *violations_of_surroundings(config),
+        *violations_of_sources(config.data, vocab=config.model.vocab),
+    ]
+    if any(key.startswith(PLANNED) for key in violations_of_values(config)) or [*too_many_workers(config)]:
         return None, lines
     try:
         plan = make_plan(config, _workers(config))
@@ -353,7 +359,8 @@ def _show(args: Namespace) -> int:
     values = OmegaConf.create(compose(args.overrides, args.config_dir).to_dict())
     part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(part):
-        raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, values)))
+        groups = [name for name in values if OmegaConf.is_config(values[name])]
+        raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, groups)))
     print(OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(part)))), end="")
     return DONE
 

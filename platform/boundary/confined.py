@@ -115,6 +115,7 @@ class Parser:
             return kind, self._read(size, until)
 
     def _write(self, data: bytes) -> None:
+        """Write all of `data` to the child process; raises _Ended if it has ended."""
         view = memoryview(data)
         try:
             while view:
@@ -173,6 +174,7 @@ def living_parsers() -> list[Parser]:
 
 @atexit.register
 def _close_all() -> None:
+    """Close all parsers of this process."""
     for parser in living_parsers():
         parser.close()
     _idle.clear()

@@ -54,6 +54,16 @@ def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
     return b"".join(parts)
 
 
+def half_character(text: str) -> str:
+    """Return where a text has half a surrogate pair, which UTF-8 cannot hold: what JSON escapes so, or the bytes of an
+    argument that are no UTF-8. "" for a text without."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"U+{ord(text[error.start]):04X}, half a character, at place {error.start}"
+    return ""
+
+
 def one_line(raw: bytes | bytearray, most: int = 300) -> str:
     """Decode foreign bytes meant for people, such as a note in a file or an error's text, as one printable line of at
     most `most` characters."""
@@ -126,6 +136,8 @@ def from_yaml(raw: bytes, most: int = SMALL) -> Any:
         raise Malformed(f"more than {most} bytes")
 
     class Loader(yaml.SafeLoader):
+        """Reads YAML that has no alias, no key twice, and maps and lists in each other only so deep."""
+
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise Malformed("an alias; every value is written where it belongs")

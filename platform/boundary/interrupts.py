@@ -72,6 +72,7 @@ def _handle(handler: Handler) -> dict[int, Any]:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
+    """Print the interrupting signal and exit the process at once."""
     interrupted = Interrupted(number)
     _say(str(interrupted))
     os._exit(interrupted.status)
@@ -83,6 +84,7 @@ def _raise(number: int, _: FrameType | None) -> None:
 
 
 def _say(line: str) -> None:
+    """Print a line to stderr, safely in a signal handler."""
     try:
         os.write(2, f"{line}\n".encode())  # not print(), which the signal may have interrupted
     except OSError:

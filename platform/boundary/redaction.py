@@ -163,7 +163,7 @@ def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
     """Restrict the registered secrets, within the context of one job, to `secrets` and those registered in it; after
     it, all others are known again too.
 
-    What `redact` makes of a text is then the same whatever the process did before.
+    The result of `redact` then does not depend on the history of the process.
     """
     others = known_secrets()
     _known.clear()

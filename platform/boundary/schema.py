@@ -160,6 +160,7 @@ def reader(kind: Any) -> Reader:
 
 
 def _number(value: Any) -> float:
+    """Return a finite or infinite number as a float; raises Malformed for any other value."""
     if type(value) is int and abs(value) <= LARGEST or type(value) is float and not isnan(value):
         return float(value)
     raise Malformed(f"{shown(value)} is no number")
@@ -169,12 +170,14 @@ Real = Annotated[float, By(lambda value: value if type(value) is float else _num
 
 
 def _integer(value: Any) -> int:
+    """Return an integer of 64 bits; raises Malformed for any other value."""
     if type(value) is not int or abs(value) > LARGEST:
         raise Malformed(f"{shown(value)} is no integer" + (" of 64 bits" if type(value) is int else ""))
     return value
 
 
 def _string(value: Any) -> str:
+    """Return a text of bounded length and whole characters; raises Malformed for any other value."""
     if type(value) is not str:
         raise Malformed(f"{shown(value)} is no text")
     if len(value) > LONGEST:

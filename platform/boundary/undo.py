@@ -16,10 +16,11 @@ def missing_directories(path: Path) -> list[Path]:
 
 def remove_empty(directories: Iterable[Path]) -> None:
     """Remove the directories that were made for a refused run, in order, up to the first that is not empty; that one
-    and the rest stay."""
+    and the rest stay. One that is gone already counts as removed."""
     with suppress(OSError):
         for directory in directories:
-            directory.rmdir()
+            with suppress(FileNotFoundError):
+                directory.rmdir()
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:

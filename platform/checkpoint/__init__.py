@@ -1,6 +1,6 @@
 """Checkpoints: blocks of global tensors on any storage, verified by hash, and restored under any plan.
 
-A worker describes the blocks that it holds as `Block`s, and those of all ranks as `HeldTensor`s, the same list on every
+A worker describes its own blocks as `Block`s, and the blocks of all ranks as `HeldTensor`s, the same list on every
 rank. It makes an `Image` of its `shares`, fills it at a step, and writes it in the background; the driver's `Saver`
 collects the workers' reports and commits the checkpoint. `find` returns the newest checkpoint that can be trusted,
 `restore` fills the blocks of any plan from it. If `restore` raises Corrupt, `quarantine` that checkpoint and `find`

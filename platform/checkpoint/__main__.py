@@ -14,19 +14,22 @@ from dataclasses import replace
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.redaction import shielded
+from platform.boundary.command_line import CommandLine
+from platform.boundary.redaction import bare_url, shielded
+from platform.boundary.refusals import ConfigError, closest, violation
 from platform.boundary.terminal import one_refusal, print_refusals, print_while_read, visible
 from platform.checkpoint.interchange import EXPORT, IMPORT, store_tensors
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
 from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
 from platform.checkpoint.storage.storage import Storage, open_storage
-from platform.config.fields import ConfigError, closest, violation
+from platform.config.surroundings import writing_to
+from platform.plan.language.numbers import count_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `python -m platform.checkpoint`; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m platform.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -102,7 +105,8 @@ def _verify(given: argparse.Namespace) -> int:
             manifest = catalogue.verify(storage, directory)
             carried = read_carried(storage, directory, manifest)  # answers need them
             beside = f", and {', '.join(sorted(carried))}" if carried else ""
-            print(visible(f"{directory}: good, {len(manifest.tensors)} tensors, {_bytes(manifest.nbytes)}{beside}"))
+            held = f"{count_of(len(manifest.tensors), 'tensor')}, {_bytes(manifest.nbytes)}"
+            print(visible(f"{directory}: good, {held}{beside}"))
         except (Refused, OSError) as error:
             bad += 1
             print(one_refusal(f"{directory}: {error}"))
@@ -122,7 +126,7 @@ def _show(given: argparse.Namespace) -> int:
             print(visible(f"  {key:<14} {value}"))
     for name, t in found["tensors"].items():
         shape = " x ".join(map(str, t["shape"])) or "scalar"
-        print(visible(f"  {name:<48} {t['dtype']:<9} {shape:<16} {t['blocks']} blocks"))
+        print(visible(f"  {name:<48} {t['dtype']:<9} {shape:<16} {count_of(t['blocks'], 'block')}"))
     return 0
 
 
@@ -139,7 +143,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         "scheme": meta.plan.get("scheme", ""),
         "versions": ", ".join(f"{library} {v}" for library, v in meta.versions.items()),
         "values": json.dumps(meta.values),
-        "size": f"{_bytes(manifest.nbytes)} in {len(manifest.files)} files",
+        "size": f"{_bytes(manifest.nbytes)} in {count_of(len(manifest.files), 'file')}",
         "tensors": {n: {"dtype": t.dtype, "shape": t.shape, "blocks": len(t.blocks)} for n, t in tensors.items()},
     }
 
@@ -151,8 +155,9 @@ def _export(given: argparse.Namespace) -> int:
     names = [n for n in manifest.tensors if n.startswith(given.only)]
     if not names:
         raise ConfigError(violation("--only", given.only, "begins no name", closest(given.only, manifest.tensors)[:3]))
-    EXPORT[given.format](storage, directory, manifest, given.target, names)
-    print(visible(f"{directory}: {len(names)} tensors in {given.target}"))
+    with writing_to("target", bare_url(given.target)):
+        EXPORT[given.format](storage, directory, manifest, given.target, names)
+    print(visible(f"{directory}: {count_of(len(names), 'tensor')} in {given.target}"))
     return 0
 
 
@@ -163,8 +168,9 @@ def _import(given: argparse.Namespace) -> int:
     try:
         meta, tensors = IMPORT[given.format](given.source)
         meta = meta or Meta(step=0, samples=0, seed=0, corpus="", identity={}, configuration="", plan={})
-        directory = store_tensors(storage, tensors, replace(meta, plan={}))  # its blocks are whole tensors now
-    except (Refused, OSError):
+        with writing_to("url", bare_url(given.url)):
+            directory = store_tensors(storage, tensors, replace(meta, plan={}))  # its blocks are whole tensors now
+    except (Refused, ConfigError, OSError):
         raise
     except Exception as error:  # the libraries raise their own for what they cannot parse
         reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from platform.boundary import documents, schema
+from platform.boundary.refusals import behind
 from platform.boundary.schema import Malformed, Many, Span
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
@@ -28,7 +29,7 @@ from platform.checkpoint.storage.catalogue import begin, commit, discard
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
 from platform.checkpoint.storage.report import BlockReport, FileReport
-from platform.checkpoint.storage.storage import Local, Storage, open_storage
+from platform.checkpoint.storage.storage import Local, Storage, all_or_nothing, open_storage
 
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {
@@ -94,9 +95,9 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 
 
 def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, ForeignTensor]]:
-    """Read the header of a safetensors file in a folder that somebody else may have written; return its metadata, and
-    its tensors by name, with their place in the file. Raises Malformed, Refused or OSError; what the safetensors
-    package refuses is refused."""
+    """Read the header of a safetensors file in an untrusted folder; return its metadata, and its tensors by name, with
+    their place in the file. Raises Malformed, also for every header that the safetensors package refuses, Refused or
+    OSError."""
     if (size := folder.list("").get(file)) is None:
         raise Refused("there is no such file")
     if size < 8:
@@ -166,16 +167,18 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     import torch.distributed.checkpoint as dcp  # imported here: it is slow, and rarely needed
     from torch.distributed.checkpoint.api import CheckpointException
 
-    _new_target(target)
+    folder, name = _new_target(target)
     state = {name: read_tensor(storage, directory, manifest, name) for name in names}
     meta = json.dumps(asdict(manifest.meta)).encode()
     state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
     # One thread: with more, torch 2.13 reports a failed write as a success.
     try:
-        with _no_process_group():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(target, thread_count=1), no_dist=True)
+        with _no_process_group(), all_or_nothing(Local(f"{folder.url}/{name}"), ()) as place:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(place.url, thread_count=1), no_dist=True)
     except CheckpointException as error:  # a BaseException, not an Exception
-        raise OSError(f"{target}: {error}") from error
+        causes = [one for failure, _ in error.failures.values() for one in behind(failure)]
+        disk = next((one for one in causes if isinstance(one, OSError)), None)
+        raise disk or OSError(f"{target}: {error}") from error
 
 
 def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
@@ -203,17 +206,17 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
 
 def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
     """Make a checkpoint on `storage` of whole tensors from another format, a block file for each, one in memory at a
-    time; return the checkpoint's directory."""
-    directory = begin(storage, meta.step)
+    time; return the checkpoint's directory. Partial files are deleted after a failure."""
     reports, shapes = [], {}
-    for number, (name, tensor) in enumerate(tensors):
-        box = Box.whole(tensor.shape)
-        held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, box)])
-        image = Image(number, shares([held], 0))
-        image.fill([Block(name, box, tensor)])
-        reports.append(image.write(storage, directory))
-        shapes[name] = held.shape
-    commit(storage, directory, shapes, reports, meta)
+    with _directory(storage, meta.step) as directory:
+        for number, (name, tensor) in enumerate(tensors):
+            box = Box.whole(tensor.shape)
+            held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, box)])
+            image = Image(number, shares([held], 0))
+            image.fill([Block(name, box, tensor)])
+            reports.append(image.write(storage, directory))
+            shapes[name] = held.shape
+        commit(storage, directory, shapes, reports, meta)
     return directory
 
 
@@ -227,20 +230,27 @@ def store_pieces(
 ) -> str:
     """Make a checkpoint on `storage` of pieces from another format, a block file for each of `files`, with one piece in
     memory at a time; return the checkpoint's directory. `shapes`: of all tensors, by name; `carried`: files that it
-    carries. What a failure leaves is deleted."""
-    directory = begin(storage, meta.step)
-    try:
+    carries. Partial files are deleted after a failure."""
+    with _directory(storage, meta.step) as directory:
         reports = [
             _write_pieces(storage, directory, number, pieces, fetch, shapes) for number, pieces in enumerate(files)
         ]
         write_carried(storage, directory, carried or {})
         meta = replace(meta, values={**meta.values, **hashes(carried or {})})
         commit(storage, directory, shapes, reports, meta)
+    return directory
+
+
+@contextmanager
+def _directory(storage: Storage, step: int) -> Iterator[str]:
+    """Begin a checkpoint of a step, and give its directory; delete it if the block fails."""
+    directory = begin(storage, step)
+    try:
+        yield directory
     except BaseException:
         with suppress(OSError):
             discard(storage, directory)
         raise
-    return directory
 
 
 def _write_pieces(
@@ -280,8 +290,8 @@ IMPORT: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {"safetensors"
 
 @contextmanager
 def _no_process_group() -> Iterator[None]:
-    """Hide the warning of torch.distributed.checkpoint (DCP) that it runs without a process group, as it is told to
-    here."""
+    """Hide the warning of torch.distributed.checkpoint (DCP) that it runs without a process group, as it does here on
+    purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

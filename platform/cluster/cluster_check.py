@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from platform.monitor.records import events
 from platform.monitor.records.events import JournalEvent
+from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import human
 
 _FEWER = 0.9  # of the loss at the start: a run on text that learns gets below it
@@ -41,9 +42,10 @@ def proofs_of_cluster(
 
 
 def _nodes(workers: Sequence[Mapping[str, Any]], wanted: int) -> Finding:
+    """Return whether all wanted workers joined, and on which nodes."""
     nodes = Counter(str(worker.get("node", "?")).partition("/")[0] for worker in workers)
     each = ", ".join(f"{node} {count}" for node, count in sorted(nodes.items()))
-    text = f"{len(workers)} of {wanted} workers, on {len(nodes)} node{'' if len(nodes) == 1 else 's'}: {each}"
+    text = f"{len(workers)} of {count_of(wanted, 'worker')}, on {count_of(len(nodes), 'node')}: {each}"
     return Finding("all joined", len(workers) == wanted > 0, text)
 
 
@@ -55,6 +57,7 @@ def _storage(journal: Sequence[JournalEvent]) -> Finding:
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]], workers: int) -> Finding:
+    """Return whether collectives ran, with the bytes moved by each kind."""
     moved: Counter[str] = Counter()
     for row in rows:
         moved.update(row.get("comm_bytes") or {})
@@ -68,14 +71,15 @@ def _text(rows: Sequence[Mapping[str, Any]]) -> Finding:
     few = max(1, len(rows) // 20)
     losses = [row["loss"] for row in rows]
     if len(losses) < 2:
-        return Finding("training", False, f"{len(losses)} steps")
+        return Finding("training", False, count_of(len(losses), "step"))
     first, last = losses[0], median(losses[-few:])
     speed = median(row.get("step_seconds") or 0.0 for row in rows)
-    text = f"{len(rows)} steps of {speed:.3g} s; loss {first:.3f} -> {last:.3f}"
+    text = f"{count_of(len(rows), 'step')} of {speed:.3g} s; loss {first:.3f} -> {last:.3f}"
     return Finding("training", last < _FEWER * first, text)
 
 
 def _checkpoints(journal: Sequence[JournalEvent], verified: str) -> Finding:
+    """Return whether checkpoints were saved and read back, with the rate of the last."""
     saved = [e for e in journal if isinstance(e, events.Checkpoint)]
     if not saved or verified:
         return Finding("checkpoints", False, verified or "none was saved")

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from platform.boundary.redaction import known_secrets
+from platform.boundary.redaction import bare_url, known_secrets
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.undo import missing_directories, remove_empty
 from platform.cluster.asking.run_tasks import RunTasks, missing_for_tasks, open_tasks
 from platform.cluster.control.forming.context import RunContext
@@ -27,9 +28,10 @@ from platform.cluster.run.demonstration import demonstration
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.phases import Phases
 from platform.cluster.run.time_limit import seconds_left
-from platform.config.fields import Config, ConfigError, objective_of, violation
+from platform.config.extending.own_settings import shown_settings
+from platform.config.fields import Config, objective_of
 from platform.data.corpus import Corpus, corpus_of
-from platform.data.data_checks import check_data, check_sample
+from platform.data.data_checks import check_sample, violations_of_sources
 from platform.data.sources.texts import stdlib_bytes
 from platform.data.tokens import cache
 from platform.data.vocabulary import Vocabulary, given_vocabulary
@@ -38,6 +40,7 @@ from platform.monitor.records import events
 from platform.optimizer.learning_rate import short_of_peak
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
+from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import describe
 from platform.planning.attention_choice import kernel_violations
 
@@ -57,7 +60,7 @@ def run(
     phases: Phases | None = None,
 ) -> int:
     """Train the model of `config` under `plan` to the run's last step, as its driver, and return the exit status
-    (docs/design.md, section 7). `command`: the command line of the run, by default that of the experiment alone.
+    (docs/contract.md). `command`: the command line of the run, by default that of the experiment alone.
     `worker`: "module:Class" of the workers, "" for the platform's own. `guard`: calls the user's callbacks.
     `phases`: those that the run has reached before.
 
@@ -102,9 +105,9 @@ def _check_and_drive(
     directory.check(config)
     if done := directory.finished(steps, config.eval):
         early = "" if done >= steps else ", after which it learned no more"
-        state.say(f"already done: {done} steps{early}, in {directory.path}")
+        state.say(f"already done: {count_of(done, 'step')}{early}, in {directory.path}")
         return DONE
-    if mistakes := [*check_data(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
+    if mistakes := [*violations_of_sources(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
     _check_memory(config, plan, config.cluster.device, state.say, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
@@ -136,7 +139,7 @@ def _check_and_drive(
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
     report(changed, journal, monitor.say)
-    carried = _carried(config, found, corpus)
+    carried = _carried(config, found, corpus, monitor.say)
     state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, carried)
     job = Job(
         config=config,
@@ -170,21 +173,31 @@ def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
     """Raise ConfigError if the vocabulary of the data, None if it has none or that is not known yet, is another than
     that of the weights of train.init."""
     if vocabulary and config.train.init not in ("", "random"):
+        from platform.checkpoint.storage.manifest import Refused
         from platform.weights.beside import check_tokenizer, files_beside
 
-        check_tokenizer(config.data, vocabulary, *files_beside(config.train.init))
+        try:
+            place, files = files_beside(config.train.init)
+        except (Refused, OSError) as error:
+            raise ConfigError(violation("train.init", bare_url(config.train.init), str(error))) from None
+        check_tokenizer(config.data, vocabulary, place, files)
 
 
-def _carried(config: Config, found: Origin | None, corpus: Corpus) -> dict[str, bytes]:
+def _carried(config: Config, found: Origin | None, corpus: Corpus, say: Callable[[str], None]) -> dict[str, bytes]:
     """Return the files that the checkpoints of a run carry: of its tokenizer, and what says how text is generated, as
     the checkpoint that it resumes from or the weights of train.init have it, whose tokens it reads."""
     files = dict(corpus.files)
     if config.train.init in ("", "random") or config.data.foreign_tokenizer:
         return files
+    from platform.checkpoint.storage.manifest import Refused
     from platform.weights.beside import GENERATION, files_beside
 
     there = f"{found.storage.url}/{found.directory}" if found and found.manifest else config.train.init
-    _, beside = files_beside(there)
+    try:
+        _, beside = files_beside(there)
+    except (Refused, OSError) as error:  # the run goes on: none of it is trained on
+        say(f"WARNING: {error}: the checkpoints of this run carry no {GENERATION}")
+        return files
     return files | {name: raw for name, raw in beside.items() if name == GENERATION}
 
 
@@ -260,12 +273,14 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
     job, say = run.job, run.monitor.say
     run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
+    if settings := shown_settings(run.config):
+        say("settings  " + ", ".join(f"{key}={value}" for key, value in settings.items()))
     if line := short_of_peak(run.config.optimizer, run.config.train.steps):
         say(line)
     kind = resources.crew_kind(run.config.cluster)
     beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
-    spares = f" and {beside} spares" if beside > 0 else ""
-    say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
+    spares = f" and {count_of(beside, 'spare')}" if beside > 0 else ""
+    say(f"starting {count_of(job.world_size + min(0, beside), 'worker')}{spares} ({kind}, {job.device})")
     from platform.cluster.run.changes import report_code
     from platform.train.recovery.proof import code_of
 
@@ -346,6 +361,8 @@ def relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Pass to `say` the messages that are logged under the logger `name` during the block, at INFO or above."""
 
     class Handler(logging.Handler):
+        """Passes each message to `say`."""
+
         def emit(self, record: logging.LogRecord) -> None:
             say(record.getMessage())
 

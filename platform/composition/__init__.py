@@ -1,3 +1,3 @@
 """Composition of a configuration from a command line: Hydra's groups, the user's YAML files, one argument at a time.
-What the keys mean is left to `platform.config`.
+The meaning of keys is left to `platform.config`.
 """

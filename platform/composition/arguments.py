@@ -9,10 +9,11 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
+from platform.boundary.refusals import SHOWN, ConfigError, closest, violation
 from platform.boundary.terminal import printable
 from platform.config.bounds import KEYS, flat_values, not_built
 from platform.config.durations import nearest_rhythms
-from platform.config.fields import SHOWN, Config, ConfigError, closest, violation
+from platform.config.fields import Config
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -25,6 +26,7 @@ def rewrite(argument: str) -> str:
         tensor.axes.t=2           ++tensor.axes.t=2          axes may be new keys
         cluster.labels.zone=a     ++cluster.labels.zone=a    likewise
         data.sources.web.path=a   ++data.sources.web.path=a  likewise
+        optimizer.settings.rho=1  ++optimizer.settings.rho=1 likewise
         tensor.scheme=3d          tensor=3d                  the name of a scheme selects its table
         pipeline=mine             pipeline.kind=mine         a registered name, which is in no file
         tensor.layout=a:b;c:d     tensor.layout='a:b;c:d'    text
@@ -45,7 +47,7 @@ def rewrite(argument: str) -> str:
         return f"{name}.kind={value}"
     if re.fullmatch(r"(tensor|branch)\.axes(\.[^.]+)?", name):
         return f"++{name}={value}"
-    if re.fullmatch(r"(cluster\.(labels|runtime_env)|data\.sources)(\..+)?", name):
+    if re.fullmatch(r"(cluster\.(labels|runtime_env)|data\.sources|\w+\.(\w+_)?settings)(\..+)?", name):
         key, argument = f"++{name}", f"++{name}={value}"
     if name == "tensor.layout":
         return f"{name}={quote(value)}"
@@ -221,6 +223,8 @@ def translate_error(argument: str, error: Exception) -> str:
         return violation(key, value, f"{within}must be {_KINDS.get(wanted, wanted)}", legal)
     if re.search("is not Optional|Missing mandatory value|Incompatible value 'None'", text):
         return violation(key, value, f"{within}must be given", _default(where))
+    if re.search(r"Cannot assign .* to Dict\[", text):
+        return violation(key, value, f"{within}must be keys with values", [f"{key}.NAME=VALUE"])
     if "is not a ListConfig" in text:
         return violation(key, value, f"{within}must be a list", [f"[{value}]"])
     if isinstance(error, RecursionError):
@@ -241,6 +245,9 @@ def _default(key: str) -> list[Any]:
 def _similar_keys(key: str) -> list[str]:
     """Return up to three configuration keys or groups that the user may have meant by the unknown `key`: similar as a
     whole, or in their last part."""
+    group, _, part = key.partition(".")
+    if group in ("tensor", "branch") and get_close_matches(part.partition(".")[0], ["axes"]) and "." in part:
+        return [f"{group}.axes.{part.rpartition('.')[2]}"]  # an axis may have any name
     known = [*vars(Config()), *flat_values(Config())]
     whole = get_close_matches(key, known, n=3, cutoff=0.7)
     ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)

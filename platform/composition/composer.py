@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from platform.boundary.redaction import register_url_secrets
+from platform.boundary.refusals import ConfigError, violation
 from platform.composition.arguments import NOT_OURS, loader, parse, plugin_refusal, quote, rewrite
 from platform.composition.references import resolve, watch_environment
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -21,6 +21,8 @@ def register() -> str:
     from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 
     class OwnFiles(FileConfigSource):
+        """Reads the YAML files of `own://` paths, after a check of each."""
+
         @staticmethod
         def scheme() -> str:
             return SCHEME

@@ -13,15 +13,8 @@ from operator import ge, gt, le, lt
 from typing import Any
 from unicodedata import category
 
-from platform.config.fields import (
-    Config,
-    ConfigError,
-    closest,
-    declared,
-    key_fields,
-    shown_value,
-    violation,
-)
+from platform.boundary.refusals import ConfigError, closest, violation
+from platform.config.fields import Config, declared, key_fields, shown_value
 from platform.config.key import Key, fits, type_in_words
 
 KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in key_fields().items()}
@@ -62,7 +55,7 @@ def not_built(key: str, value: Any) -> str | None:
     return what and f"not built yet ({what})"
 
 
-def wrong_types(config: Any) -> dict[str, list[str]]:
+def violations_of_types(config: Any) -> dict[str, list[str]]:
     """Return the keys that a configuration does not have or whose values are of another type than declared, as only
     Python code can make it, each with a refusal line."""
     types, groups = declared(Config)
@@ -72,18 +65,18 @@ def wrong_types(config: Any) -> dict[str, list[str]]:
     for name, hint in types.items():
         value = vars(config).get(name)
         if name not in groups:
-            found |= _wrong_type(name, value, hint)
+            found |= _violations_of_type(name, value, hint)
         elif type(value) is not groups[name]:
             found[name] = [violation(name, shown_value(value), f"must be a {groups[name].__name__}, as Config has it")]
         else:
             inner, _ = declared(groups[name])
             found |= _unknown(vars(value), inner, f"{name}.")
             for key, one in inner.items():
-                found |= _wrong_type(f"{name}.{key}", vars(value).get(key), one)
+                found |= _violations_of_type(f"{name}.{key}", vars(value).get(key), one)
     return found | _unknown(vars(config), types, "")
 
 
-def _wrong_type(key: str, value: Any, hint: Any) -> dict[str, list[str]]:
+def _violations_of_type(key: str, value: Any, hint: Any) -> dict[str, list[str]]:
     if fits(value, hint):
         return {}
     return {key: [violation(key, shown_value(value), f"must be {type_in_words(hint)}")]}
@@ -98,24 +91,23 @@ def _unknown(values: Mapping[str, Any], known: Iterable[str], prefix: str) -> di
     }
 
 
-def wrong_values(config: Config) -> dict[str, list[str]]:
+def violations_of_values(config: Config) -> dict[str, list[str]]:
     """Return the configuration keys whose values are illegal by themselves (type, choice, bounds, characters), each
     with one refusal line per mistake. Rules that relate keys are in `platform.config.checks`."""
-    found = wrong_types(config)
+    found = violations_of_types(config)
     if any(key not in KEYS for key in found):  # groups of keys are missing
         return found
     values = flat_values(config)
-    lines = {k: found.get(k) or list(wrong_value(k, values[k], legal)) for k, legal in KEYS.items()}
+    lines = {k: found.get(k) or list(violations_of_value(k, values[k], legal)) for k, legal in KEYS.items()}
     return {key: wrong for key, wrong in lines.items() if wrong}
 
 
 def impossible_values(config: Config) -> list[str]:
-    """Return one refusal line per configuration value that is illegal by itself: the lines of `wrong_values` as one
-    list, in the order in which the keys are declared."""
-    return [line for lines in wrong_values(config).values() for line in lines]
+    """Return the lines of `violations_of_values` as one list, in the order in which the keys are declared."""
+    return [line for lines in violations_of_values(config).values() for line in lines]
 
 
-def wrong_value(key: str, value: Any, legal: Key) -> Iterator[str]:
+def violations_of_value(key: str, value: Any, legal: Key) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one key, declared by `legal`: no legal choice, or else each
     number out of bounds and each illegal text in it."""
     if legal.choices and value not in legal.choices:
@@ -127,9 +119,9 @@ def wrong_value(key: str, value: Any, legal: Key) -> Iterator[str]:
     for name, part in _scalars(value):
         where = f"{key}.{name}".rstrip(".")
         if isinstance(part, str):
-            yield from _wrong_text(where if isinstance(value, Mapping) else key, legal, part)
+            yield from _violations_of_text(where if isinstance(value, Mapping) else key, legal, part)
         elif not isinstance(part, bool) and isinstance(part, int | float):
-            yield from _wrong_number(where, legal, part)
+            yield from _violations_of_number(where, legal, part)
 
 
 def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -147,25 +139,27 @@ def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _wrong_number(where: str, legal: Key, number: float) -> Iterator[str]:
+def _violations_of_number(where: str, legal: Key, number: float) -> Iterator[str]:
     """Yield a refusal line if a number breaks the bounds that its key declares (`legal`); `where` is the key with the
     number's place in its value, such as "tensor.axes.t"."""
     bounds, most = legal.bounds, legal.most
     broken = [b for b in bounds.split(" and ") if bounds and not _holds(number, *b.split())]
     if broken:
-        yield violation(where, number, f"must be {bounds}", [b.split()[1] for b in broken[:1] if "=" in b])
+        default = [value] if (value := flat_values(Config()).get(where)) is not None else []
+        nearest = broken[0].split()[1:] if "=" in broken[0] else default  # an end that is not legal itself has none
+        yield violation(where, number, f"must be {bounds}", nearest)
     elif not number <= most:
         yield violation(where, number, f"must be <= {most}", [most])
     elif not bounds and not number >= -most:
         yield violation(where, number, f"must be >= {-most}", [-most])
 
 
-def _wrong_text(where: str, legal: Key, text: str) -> Iterator[str]:
+def _violations_of_text(where: str, legal: Key, text: str) -> Iterator[str]:
     """Yield a refusal line if a text has a control character, a line separator or half a surrogate pair, is too long,
     or does not match the pattern that its key declares (`legal`); `where` is the key with the text's place in its
     value."""
     if odd := next((c for c in text if category(c) in ("Cc", "Cs", "Zl", "Zp")), None):
-        yield violation(where, text, f"the character U+{ord(odd):04X} does not belong into a text; leave it out")
+        yield violation(where, text, f"has the character U+{ord(odd):04X}, which no text may have; leave it out")
     elif len(text) > LONGEST:
         yield violation(where, text, f"must have at most {LONGEST:,} characters")
     elif legal.pattern and not re.fullmatch(legal.pattern, text):

@@ -7,34 +7,36 @@ from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
 
-from platform.config.bounds import KEYS, flat_values, wrong_types, wrong_values
+from platform.boundary.refusals import closest, violation
+from platform.config.bounds import KEYS, flat_values, violations_of_types, violations_of_values
 from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.execution import ON_RAY, Cluster
-from platform.config.fields import (
-    Branch,
-    Config,
-    closest,
-    violation,
-)
-from platform.config.identity import wrong_allowances
+from platform.config.extending.own_settings import violations_of_settings
+from platform.config.fields import Branch, Config
+from platform.config.identity import violations_of_allowances
 from platform.config.key import SECONDS, WORKERS
-from platform.config.layout_map import axes_of, wrong_tables
-from platform.config.rules.data_rules import wrong_data, wrong_documents, wrong_objective
-from platform.config.rules.optimizer_rules import wrong_optimizer
-from platform.config.rules.train_rules import wrong_evaluation, wrong_ramp, wrong_smoothing, wrong_start
+from platform.config.layout_map import axes_of, violations_of_tables
+from platform.config.rules.data_rules import violations_of_data, violations_of_documents, violations_of_objective
+from platform.config.rules.optimizer_rules import violations_of_optimizer
+from platform.config.rules.train_rules import (
+    violations_of_evaluation,
+    violations_of_ramp,
+    violations_of_smoothing,
+    violations_of_start,
+)
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
 
-def wrong_configuration(config: Config) -> list[str]:
+def violations_of_configuration(config: Config) -> list[str]:
     """Return one refusal line per mistake in a configuration; [] if there is none.
 
     Reads no file, device or cluster. A rule is skipped where one of the keys it relates is already wrong by itself.
     """
-    found = wrong_values(config)
-    if wrong_types(config):
+    found = violations_of_values(config)
+    if violations_of_types(config):
         return [line for lines in found.values() for line in lines]
     related = (rule(config) for keys, rule in RELATIONS if not found.keys() & keys)
     return [line for lines in (*found.values(), *related) for line in lines]
@@ -134,6 +136,7 @@ def _sample(config: Config) -> Iterator[str]:
 
 
 def _stop_at(config: Config) -> Iterator[str]:
+    """Yield a violation if the run is to stop after its last step."""
     steps = config.train.steps
     if config.train.stop_at > steps:
         yield _refused(config, "train.stop_at", f"must be <= train.steps={steps}", [steps])
@@ -162,6 +165,7 @@ def _checkpoint_every(config: Config) -> Iterator[str]:
 
 
 def _workers(config: Config) -> Iterator[str]:
+    """Yield violations of the bounds on the number of workers, and of spares."""
     least, most = config.elastic.min_workers, config.elastic.max_workers
     if most and most < least:
         yield _refused(config, "elastic.max_workers", f"must be 0 or >= elastic.min_workers={least}", [0, least])
@@ -210,6 +214,7 @@ def absent_ranks(config: Config, workers: int) -> Iterator[str]:
 
 
 def _verify_every(config: Config) -> Iterator[str]:
+    """Yield a violation if replicas are to be compared where there are none."""
     if config.train.verify_every and config.parallel.zero == 3:
         constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
         yield _refused(config, "train.verify_every", constraint, [0])
@@ -225,15 +230,18 @@ def _deterministic(config: Config) -> Iterator[str]:
 
 
 def _loss_scale(config: Config) -> Iterator[str]:
+    """Yield a violation if the loss scale begins below its least value."""
     if config.loss_scale.least > config.loss_scale.initial:
         constraint = f"must be <= loss_scale.initial={config.loss_scale.initial:g}"
         yield _refused(config, "loss_scale.least", constraint, [config.loss_scale.initial])
 
 
 def _buckets(config: Config) -> Iterator[str]:
+    """Yield a violation if the buckets of relative positions do not fit the distance."""
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
-        yield _refused(config, "model.distance", f"must be more than half of model.buckets={m.buckets}")
+        constraint = f"must be more than half of model.buckets={m.buckets}"
+        yield _refused(config, "model.distance", constraint, [m.buckets // 2 + 1])
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -249,10 +257,11 @@ def _pipeline(config: Config) -> Iterator[str]:
     if p.kind == "file" and not p.file:
         yield _refused(config, "pipeline.file", NO_TABLE, ["pipeline.file=FILE"])
     elif p.kind != "file" and p.file:
-        yield _refused(config, "pipeline.file", "only for pipeline=file")
+        yield _refused(config, "pipeline.file", "only for pipeline=file", ["pipeline=file", ""])
 
 
 def _zero(config: Config) -> Iterator[str]:
+    """Yield a violation if ZeRO is combined with a branch that keeps common parameters on one sub-grid."""
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
         yield _refused(config, "parallel.zero", reason, [0])
@@ -271,7 +280,7 @@ def _scheme(config: Config) -> Iterator[str]:
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
             yield _refused(config, "tensor.layout", "only for tensor=layout")
-    yield from wrong_tables(config)
+    yield from violations_of_tables(config)
 
 
 def _branch(config: Config) -> Iterator[str]:
@@ -288,6 +297,7 @@ def _branch(config: Config) -> Iterator[str]:
 
 
 def _slice_via(config: Config) -> Iterator[str]:
+    """Yield a violation if a branch without an all-to-all is to replace it."""
     if config.branch.slice_via != "all_to_all" and not slices_heads(config.branch):
         constraint = f"branch={config.branch.kind} has no all-to-all that it would replace"
         yield _refused(config, "branch.slice_via", constraint, ["all_to_all"])
@@ -311,6 +321,7 @@ def _axis_names(config: Config) -> Iterator[str]:
 
 
 def _gpu(config: Config) -> Iterator[str]:
+    """Yield a violation if the GPU is not among the known accelerators."""
     gpu = config.cluster.gpu
     if gpu and memory_of(gpu) is None:
         names = ["-".join(known.name.split()) for known in ACCELERATORS]
@@ -333,7 +344,8 @@ def _ray(config: Config) -> Iterator[str]:
             yield _refused(config, f"cluster.{name}", "only cluster=ray reads it", [getattr(default, name)])
     for name, value in c.runtime_env.items():
         if name not in RUNTIME_ENV:
-            yield violation(f"cluster.runtime_env.{name}", value, "unknown", closest(name, RUNTIME_ENV)[:3])
+            legal = [f"cluster.runtime_env.{near}" for near in closest(name, RUNTIME_ENV)[:3]]
+            yield violation(f"cluster.runtime_env.{name}", value, "unknown key", legal)
     if c.autoscale and c.device == "auto":
         yield _refused(config, "cluster.device", "cluster.autoscale=true must know what to ask for", ["cuda", "cpu"])
     if c.autoscale and not c.wait:
@@ -351,20 +363,20 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"train.steps", "elastic.faults"}, _faults),
     ({"model.kind", "monitor.sample"}, _sample),
     ({"train.steps", "train.stop_at"}, _stop_at),
-    ({"train.global_batch", "train.ramp_from", "train.ramp_by", "train.ramp_samples"}, wrong_ramp),
-    ({"eval.every", "eval.patience", "eval.least_gain", "train.ema"}, wrong_evaluation),
-    (set(), wrong_start),
-    ({"data.objective", "model.kind", "model.label_smoothing", "train.loss"}, wrong_smoothing),
+    ({"train.global_batch", "train.ramp_from", "train.ramp_by", "train.ramp_samples"}, violations_of_ramp),
+    ({"eval.every", "eval.patience", "eval.least_gain", "train.ema"}, violations_of_evaluation),
+    (set(), violations_of_start),
+    ({"data.objective", "model.kind", "model.label_smoothing", "train.loss"}, violations_of_smoothing),
     ({"run.time_limit"}, _time_limit),
     ({"checkpoint.every"}, _checkpoint_every),
     ({"elastic.min_workers", "elastic.max_workers"}, _workers),
     ({"train.verify_every", "parallel.zero"}, _verify_every),
     ({"cluster.kind", "cluster.device", "cluster.threads"}, _deterministic),
     ({"loss_scale.initial", "loss_scale.least"}, _loss_scale),
-    ({"optimizer.betas", "optimizer.kind", "optimizer.schedule", "train.steps"}, wrong_optimizer),
-    ({"data.kind", "data.validation", "eval.every"}, wrong_data),
-    ({"data.kind", "data.objective", "model.kind", "model.length"}, wrong_objective),
-    ({"data.kind", "data.objective", "model.kind"}, wrong_documents),
+    ({"optimizer.betas", "optimizer.kind", "optimizer.schedule", "train.steps"}, violations_of_optimizer),
+    ({"data.kind", "data.validation", "eval.every"}, violations_of_data),
+    ({"data.kind", "data.objective", "model.kind", "model.length"}, violations_of_objective),
+    ({"data.kind", "data.objective", "model.kind"}, violations_of_documents),
     ({"model.buckets", "model.distance"}, _buckets),
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks", "pipeline.file"}, _pipeline),
     (set(), _scheme),
@@ -374,5 +386,6 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     (set(), _axis_names),
     (set(), _gpu),
     ({"cluster.kind", "cluster.device", "cluster.wait"}, _ray),
-    (set(), wrong_allowances),
+    (set(), violations_of_allowances),
+    (set(), violations_of_settings),
 )

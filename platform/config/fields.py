@@ -1,4 +1,4 @@
-"""Typed configuration: one dataclass per Hydra group, and ConfigError, the one exception for a user's mistakes.
+"""Typed configuration: one dataclass per Hydra group.
 
 A key is said once, at its field: type, default, legal values and a line of guidance (`platform.config.key`).
 `docs/configuration.md` and `--help` are made of them, and values are checked against them.
@@ -12,32 +12,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
+from platform.boundary.refusals import ConfigError, in_words, violation
 from platform.boundary.schema import By
-from platform.boundary.terminal import one_refusal, printable
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
 from platform.config.groups.data_group import Data
 from platform.config.groups.train_group import Eval, LossScaling, Train
-from platform.config.key import WORKERS, fits, is_plain, key, type_in_words
+from platform.config.key import WORKERS, fits, is_plain, key, own_settings, type_in_words
 from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
-
-
-class ConfigError(ValueError):
-    """Refusal for a user's mistakes, in the configuration or in the files it names; `violations` holds one line for
-    each: key, value, constraint and the nearest legal values."""
-
-    def __init__(self, violations: Sequence[str] | str):
-        given = [violations] if isinstance(violations, str) else violations
-        self.violations = [one_refusal(v) for v in given]
-        super().__init__("\n".join(self.violations))
 
 
 @dataclass
@@ -97,6 +86,7 @@ class Model:
     head_bias: bool = key(False, "the output projection has a bias")
     logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
     label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
+    settings: dict[str, Any] = own_settings("model")
 
 
 @dataclass
@@ -106,9 +96,8 @@ class Optimizer:
     kind: str = key(
         "adamw",
         "the optimizer",
-        ("adamw", "sgd", "lion", "muon"),
+        ("adamw", "sgd", "lion", "muon", "adafactor"),
         open=True,
-        not_built={"adafactor": "row and column statistics of split matrices"},
     )
     lr: float = key(1e-3, "peak learning rate, reached after warm-up", ">= 0 and < inf", most=1e6)
     betas: list[float] = key(
@@ -121,11 +110,20 @@ class Optimizer:
     matrix_lr: str = key(
         "match_rms_adamw", "muon: how optimizer.lr is scaled by a matrix's shape", ("match_rms_adamw", "original")
     )
+    beta2_decay: float = key(
+        -0.8, "adafactor: update t takes t to this power of the new squares into its moments", ">= -10 and <= 0"
+    )
+    update_clip: float = key(1.0, "adafactor: largest root mean square of an update, before its rate", ">= 1")
+    relative_step: bool = key(False, "adafactor: the learning rate is at most 1 / sqrt(update)")
+    scale_by_weight: bool = key(True, "adafactor: the rate is times the root mean square of what is updated")
+    least_scale: float = key(1e-3, "adafactor: optimizer.scale_by_weight is by this at least", ">= 0", most=1e6)
     groups: list[dict[str, Any]] = key(
         [],
         "factors by parameter: {match: REGULAR EXPRESSION, lr: FACTOR, weight_decay: FACTOR}; the first that matches",
     )
-    eps: float = key(1e-8, "Adam's epsilon, added to the denominator", "> 0 and < inf", most=1e6)
+    eps: float = key(
+        1e-8, "Adam's epsilon, added to the denominator; adafactor: its least value", "> 0 and < inf", most=1e6
+    )
     weight_decay: float = key(
         0.1, "weight decay, decoupled but for sgd; not of vectors (norms, biases)", ">= 0 and < inf", most=1e6
     )
@@ -140,6 +138,8 @@ class Optimizer:
     min_lr: float = key(0.1, "the cosines, linear and wsd end at this fraction of optimizer.lr", ">= 0 and <= 1")
     cycles: int = key(2, "cosine_restarts: falls from optimizer.lr, of equal length", ">= 1", most=10**6)
     decay_steps: int = key(0, "wsd: updates of the last, linear fall; 0 = a tenth of train.steps", ">= 0")
+    settings: dict[str, Any] = own_settings("optimizer")
+    schedule_settings: dict[str, Any] = own_settings("learning-rate schedule")
 
 
 @dataclass
@@ -201,6 +201,7 @@ class Pipeline:
     chunks: int = key(1, "model chunks per stage", ">= 1", most=1000)
     file: str = key("", "pipeline=file: path of the schedule's table, one line of actions per stage")
     scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
+    settings: dict[str, Any] = own_settings("pipeline schedule")
 
 
 @dataclass
@@ -324,40 +325,9 @@ def short_hash(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
-    """Format a refused value of a configuration key as one printable line for the user: "KEY=VALUE: constraint; nearest
-    legal: a, b". A value of more than SHOWN (300) characters is cut."""
-    given, *names = [_in_words(v) for v in (value, *legal)]
-    if len(given) > SHOWN:
-        given = f"{given[:SHOWN]}... ({len(given)} characters)"
-    return printable(f"{key}={given}: {constraint}" + (f"; nearest legal: {', '.join(names)}" if names else ""))
-
-
-def _in_words(value: Any) -> str:
-    """Return a value as a user writes it."""
-    try:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits
-        return f"a very large {type(value).__name__}"
-
-
 def shown_value(value: Any) -> str:
     """Return a value of any type, whose own methods may fail, as a refusal shows it: with its type, unless that is
     plain."""
     if type(value) in (str, int, float, bool, type(None), list, dict) and is_plain(value):
-        return _in_words(value)
+        return in_words(value)
     return f"a {type(value).__name__}"
-
-
-SHOWN = 300  # most characters of a value in a line for the user
-
-
-def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
-    """Return the legal values of a configuration key, to suggest for a refused `value`, most similar first: the three
-    nearest integers, or all names by spelling."""
-    values = list(legal)
-    if all(type(v) is int for v in (value, *values)):
-        return sorted(values, key=lambda v: (abs(v - value), v))[:3]
-    names = {str(v): v for v in values}
-    similar = get_close_matches(str(value), names, n=3, cutoff=0.5)
-    return [names[n] for n in dict.fromkeys([*similar, *names])]

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from platform.boundary.redaction import redact
-from platform.config.fields import Config, closest, loss_of, short_hash, violation
+from platform.boundary.refusals import closest, violation
+from platform.config.fields import Config, loss_of, short_hash
 
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash.
@@ -23,6 +24,11 @@ MAY_CHANGE = {
         "nesterov",
         "newton_schulz",
         "matrix_lr",
+        "beta2_decay",
+        "update_clip",
+        "relative_step",
+        "scale_by_weight",
+        "least_scale",
         "groups",
         "weight_decay",
         "clip",
@@ -31,10 +37,12 @@ MAY_CHANGE = {
         "min_lr",
         "cycles",
         "decay_steps",
+        "settings",
+        "schedule_settings",
     ),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
-    "data": ("kind", "path", "target_path", "sources", "tokenizer", "chat_template"),
-    "train": ("init", "init_averaged", "loss"),
+    "data": ("kind", "path", "target_path", "sources", "tokenizer", "chat_template", "settings"),
+    "train": ("init", "init_averaged", "loss", "loss_settings"),
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
 _ORDER = "samples or their order would be others: some would come twice, some never"
@@ -54,7 +62,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the values of a configuration that identify a run (design.md, section 7), nested by group, secrets
+    """Return the values of a configuration that identify a run (docs/contract.md), nested by group, secrets
     redacted.
 
     A run directory or checkpoint in which any of them differs belongs to another run.
@@ -71,6 +79,7 @@ def identity(config: Config) -> dict[str, Any]:
         "train.ramp_by": config.train.ramp_by,
         "train.ramp_samples": config.train.ramp_samples,
         "train.loss": loss_of(config),
+        "train.loss_settings": config.train.loss_settings,
         "train.init": config.train.init,
         "train.init_averaged": config.train.init_averaged,
         "train.freeze": config.train.freeze,
@@ -106,7 +115,7 @@ def differences(there: Any, here: Any, prefix: str = "") -> dict[str, tuple[Any,
     return found
 
 
-def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what: str) -> list[str]:
+def violations_of_identity(there: Mapping[str, Any], config: Config, key: str, value: Any, what: str) -> list[str]:
     """Return why a run with the stored identity `there` cannot resume under `config`; [] if it can.
 
     Compares all identity keys that `resume.allow` does not free. The first line refuses the place of the stored run,
@@ -126,7 +135,7 @@ def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what
     return [violation(key, value, f"{what}{cure}. What differs:"), *lines]
 
 
-def wrong_allowances(config: Config) -> Iterator[str]:
+def violations_of_allowances(config: Config) -> Iterator[str]:
     """Yield a refusal line for each entry of the user's list `resume.allow` that names no key, and no group of
     keys, which may differ when a run is resumed (`MAY_CHANGE`)."""
     known = differences({}, identity(config))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, get_args, get_origin
 
-from platform.boundary.schema import DEEPEST
+from platform.boundary.schema import DEEPEST, LARGEST
 
 WORKERS = 10**6  # most workers in a mesh, and along each of its axes
 SECONDS = 10**8  # longest duration (three years): clocks and timers take no more
@@ -56,6 +57,13 @@ def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: 
     return field(default=default, metadata=metadata)
 
 
+def own_settings(what: str) -> Any:
+    """Make the field of a configuration key that holds the settings of the user's own code, `what` naming it; its
+    dataclass declares them (`platform.config.extending.own_settings`)."""
+    constraint = "what its dataclass declares"
+    return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint)
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Return True if a plain value has the type `hint` of a configuration field, entries of lists and maps included; an
     integer is accepted as a float."""
@@ -66,7 +74,9 @@ def fits(value: Any, hint: Any) -> bool:
         return type(value) is list and all(fits(v, inner[0]) for v in value)
     if kind is dict:
         return type(value) is dict and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-    return type(value) in ((int, float) if hint is float else inner or (hint,))  # Python's True is an int, and no int
+    if inner:
+        return any(fits(value, one) for one in inner)
+    return type(value) in ((int, float) if hint is float else (hint,))  # Python's True is an int, and no int
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
@@ -86,6 +96,7 @@ _WORDS = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
+    NoneType: "null",
     Any: "texts, numbers, lists and maps",
 }
 
@@ -94,6 +105,6 @@ def type_in_words(hint: Any) -> str:
     """Describe the type of a configuration key to a user: "an integer", "a list, each of it text"."""
     if get_origin(hint) is list:
         return "a list, each of it " + type_in_words(get_args(hint)[0])
-    if get_origin(hint) is dict:
+    if dict in (hint, get_origin(hint)):
         return "keys with values"
     return _WORDS.get(hint) or " or ".join(map(type_in_words, get_args(hint)))

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from platform.config.fields import Branch, Config, ConfigError, Rules, Tensor, closest, violation
+from platform.boundary.refusals import ConfigError, closest, violation
+from platform.config.fields import Branch, Config, Rules, Tensor
 from platform.plan.language.layout import DIMS
 from platform.plan.language.scheme import REGIONS, ROLES
 
@@ -102,7 +103,7 @@ def _axis_list(dim: str, value: Any) -> list[str]:
     return list(names)
 
 
-def wrong_tables(config: Config) -> Iterator[str]:
+def violations_of_tables(config: Config) -> Iterator[str]:
     """Yield a refusal line for each region, parameter role, dim or axis in the tables of the tensor scheme and the
     branch scheme that is unknown or named twice, and for a table whose scheme has no name of its own."""
     tensor, branch = config.tensor, config.branch
@@ -121,8 +122,28 @@ def wrong_tables(config: Config) -> Iterator[str]:
                 continue
             for dim, axes in rules.items():
                 yield from _repeated(f"{key}.{part}.{dim}", axes)
-                if tensor.order:
-                    yield from _unknown(f"{key}.{part}.{dim}", axes, "axis in tensor.order", tensor.order)
+    yield from _unordered(tensor)
+
+
+def _unordered(tensor: Tensor) -> Iterator[str]:
+    """Yield a refusal line for each axis that the tables of a tensor scheme name and its `tensor.order` lacks."""
+    places: dict[str, list[str]] = {}  # axis -> the keys that name it
+    for key in ("regions", "parameters"):
+        for part, rules in getattr(tensor, key).items():
+            for dim, axes in rules.items():
+                for axis in axes:
+                    places.setdefault(axis, []).append(f"tensor.{key}.{part}.{dim}")
+    whole = [*(a for a in tensor.order if a in places), *(a for a in places if a not in tensor.order)]
+    for axis, keys in places.items() if tensor.order else ():
+        if axis not in tensor.order:
+            other = [f"{keys[0]}=[{closest(axis, tensor.order)[0]}]"] if len(keys) == 1 else []
+            constraint = f"lacks {axis}, an axis of {keys[0]}" + (f" and {len(keys) - 1} more" if keys[1:] else "")
+            yield violation("tensor.order", _listed(tensor.order), constraint, [*other, _listed(whole)])
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names as a list that can be typed."""
+    return f"[{','.join(names)}]"
 
 
 def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError, violation
 from platform.config.execution import RESUME
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config
 
 # fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
@@ -40,7 +42,7 @@ _MODES = ("online", "offline", "disabled")
 _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W&B", _MODES)
 
 
-def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
+def violations_of_surroundings(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
     """Return one refusal line per directory, storage URL or environment variable that a run of `config` cannot use on
     this machine, judging without creating or connecting to anything; `environment`: by default os.environ."""
     lines = list(_variables(config, os.environ if environment is None else environment))
@@ -49,7 +51,7 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
         if path and "://" not in path and (reason := _unusable(path)):
             lines.append(violation(key, path, reason, ["a directory that you can write to"]))
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
-        if url not in ("", *RESUME) and (reason := wrong_protocol(url, key == "checkpoint.url")):
+        if url not in ("", *RESUME) and (reason := violation_of_protocol(url, key == "checkpoint.url")):
             lines.append(violation(key, bare_url(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
     for key, path in folders.items():
         if "://" in path:
@@ -73,7 +75,7 @@ def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
             yield violation(name, environment.get(name, ""), f"(environment) {words}", legal)
 
 
-def wrong_protocol(url: str, writing: bool = True) -> str:
+def violation_of_protocol(url: str, writing: bool = True) -> str:
     """Return why checkpoints cannot be saved at a path or URL, judging by its protocol alone; "" if they can.
 
     With `writing` False, returns why a checkpoint there cannot be read, to resume from it.
@@ -83,6 +85,8 @@ def wrong_protocol(url: str, writing: bool = True) -> str:
         return ""
     if not rest.strip("/"):
         return "cannot be used: names no place in the storage"
+    if special := _special_file(url):
+        return f"cannot be used: {special} is a pipe or a device, and a regular file or a folder is needed"
     if "::" in url:
         return "cannot be used: nothing can be saved through a chain of storages" if writing else ""
     if protocol in WRITABLE:
@@ -94,6 +98,21 @@ def wrong_protocol(url: str, writing: bool = True) -> str:
         return f"cannot be used: nothing can be saved through {protocol}" if writing else ""
     if protocol not in fsspec.registry:  # a module in `extend` may have registered one
         return f"cannot be used: no storage is known by {protocol}"
+    return ""
+
+
+def _special_file(url: str) -> str:
+    """Return the path of a pipe, socket or device of this machine that a URL, or a part of its chain, names; "" if none
+    does."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    for part in url.split("::"):
+        if part.partition("://")[0] in ("file", "local") or "://" not in part:
+            path = LocalFileSystem._strip_protocol(part)
+            with suppress(OSError, ValueError):  # who reads it says what is wrong
+                mode = os.stat(path).st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    return path
     return ""
 
 

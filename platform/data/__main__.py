@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from platform.boundary.command_line import CommandLine
 from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import print_line, print_refusals, print_while_read
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config
 from platform.config.groups.batch_ramp import samples_before
 from platform.config.surroundings import writing_to
 from platform.data.corpus import Corpus, corpus_of
@@ -24,11 +26,12 @@ from platform.data.tokenizers.tokenizer_files import JSON
 from platform.data.tokens.streamed import StreamedTokens
 from platform.data.tokens.streams import PairStream, documents
 from platform.launch import DONE, FAILED, REFUSED, compose
+from platform.plan.language.numbers import count_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.data`; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m platform.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return print_while_read(lambda: _answer(given))
 
 
-def _overrides(command: argparse.ArgumentParser) -> None:
+def _overrides(command: CommandLine) -> None:
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch")
     command.add_argument("--config-dir", help="the user's own configuration files")
 
@@ -69,19 +72,20 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
-    """Tell what is in a corpus, which is in the cache now: of each source the samples of its splits, and how often a
-    run reads it."""
+    """Print the content of a cached corpus: per source the samples of its splits, and how often a run reads it."""
     needed = samples_before(config.train, config.train.steps + 1)
     for part, share in zip(corpus.parts, corpus.shares, strict=True):
         name = f"{part.name}: " if part.name else ""
         if isinstance(streamed := part.streams["train"], StreamedTokens):
             first = corpus.objective.samples(streamed.first())
-            print_line(f"{name}read and tokenised while it is trained on: {first:,} samples in the first block")
+            print_line(
+                f"{name}read and tokenised while it is trained on: {count_of(first, 'sample', ',')} in the first block"
+            )
             continue
         of_part = {split: max(0, corpus.objective.samples(stream)) for split, stream in part.streams.items()}
         read = needed * share / sum(corpus.shares) / max(1, of_part["train"])
-        counts = ", ".join(f"{count:,} {split} samples" for split, count in of_part.items())
-        print_line(f"{name}{counts}; {config.train.steps} steps read it {read:.3g} times")
+        counts = ", ".join(count_of(count, f"{split} sample", ",") for split, count in of_part.items())
+        print_line(f"{name}{counts}; {count_of(config.train.steps, 'step')} read it {read:.3g} times")
     print_line(f"in {corpus.entry or 'no file'}")
 
 
@@ -102,7 +106,7 @@ def _convert(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
                     name = "-".join(filter(None, [prefix.name, part.name, split]))
                     place = Path(workshop, name)
                     WRITERS[given.format](place, documents(stream, corpus.special.begin), corpus.vocab)
-                    written.append(f"{prefix.with_name(name)}.bin: {len(stream):,} tokens")
+                    written.append(f"{prefix.with_name(name)}.bin: {count_of(len(stream), 'token', ',')}")
         if JSON in corpus.files:
             own = prefix.with_name(f"{prefix.name}-{JSON}")
             Path(workshop, own.name).write_bytes(corpus.files[JSON])

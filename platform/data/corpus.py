@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
-from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
+from platform.config.fields import Config, Data, objective_of, short_hash
 from platform.data import synthetic
-from platform.data.data_checks import check_data, teaches_nothing, too_small
-from platform.data.kinds.of_documents import write_tokens
-from platform.data.kinds.of_streams import BlockReader, is_streamed
+from platform.data.data_checks import teaches_nothing, too_small, violations_of_sources
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import Objective, SampleShape
 from platform.data.own_objective import OwnObjective, make_objective
 from platform.data.permutation import mix, order
+from platform.data.sources.document_entry import write_tokens
+from platform.data.sources.stream_blocks import BlockReader, is_streamed
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
 from platform.data.tokens import cache, entry, packing
@@ -39,7 +40,7 @@ class SourceTokens:
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
 
     def beginning(self, split: str) -> Any:
-        """Return the stream of a split; of one that is read block by block that of the first block."""
+        """Return the stream of a split; of its first block if it is read block by block."""
         stream = self.streams[split]
         return stream.first() if isinstance(stream, StreamedTokens) else stream
 
@@ -144,7 +145,7 @@ class Corpus:
             yield stream, rows, order(self.seed, epoch, samples, index) if split == TRAIN else index
 
     def _samples(self, part: SourceTokens, split: str) -> int:
-        """Return the samples of an epoch of a part; of one that is streamed, those of its first block."""
+        """Return the samples of an epoch of a part; of its first block if it is streamed."""
         return max(0, self.objective.samples(part.beginning(split)))
 
 
@@ -183,8 +184,8 @@ def open_corpus(
     an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
     where another process of this run has found it; then no text is read, tokenised or hashed, unless it is streamed.
 
-    Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
-    `check_data` finds, a fault deep inside a file, a split without one whole sample.
+    Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: the lines of
+    `violations_of_sources`, a fault deep inside a file, a split without one whole sample.
     """
     sources = sources_of(data)
     known = None
@@ -192,9 +193,9 @@ def open_corpus(
         known = _opened(entry) if entry else given_vocabulary(data)
     special = special_of(known, sources[0].data)
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
-    goal = make_objective(objective, shape)
+    goal = make_objective(objective, shape, data.objective_settings)
     small = vocab - goal.reserved
-    if not entry and (violations := check_data(data, vocab=vocab, reserved=goal.reserved)):
+    if not entry and (violations := violations_of_sources(data, vocab=vocab, reserved=goal.reserved)):
         raise ConfigError(violations)
     if data.kind == "synthetic":
         corpus = _synthetic(goal, small, seed)
@@ -281,8 +282,8 @@ def _trusted(
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
-    """Return the special tokens of a vocabulary; of tokens that have none, `data.separator`; else those of a tokenizer
-    that is trained."""
+    """Return the special tokens of a vocabulary; of tokens that have none, `data.separator`; else the special tokens of
+    a trained tokenizer."""
     if vocabulary or data.kind != "tokens":
         return vocabulary.special if vocabulary else SpecialIds()
     return SpecialIds((data.separator,), data.separator)
@@ -315,7 +316,7 @@ def _of_entries(
     for source, (place, found) in zip(sources, entries, strict=True):
         begin = special_of(vocabulary, source.data).begin
         with naming(source):
-            streams = dict(_rows_of(source.data, entry.streams_of(place, found), place, length, begin, trusted))
+            streams = dict(_rows_of(source.data, entry.streams_of(place, found, vocab), place, length, begin, trusted))
             if is_streamed(source.data):
                 streams[TRAIN] = _streamed(source.data, place, objective, vocabulary, vocab, seed, length, begin)
         parts.append(SourceTokens(source.name, streams, found.digest(place)))
@@ -352,7 +353,7 @@ def _streamed(
         return write_tokens(kind.form, folder, vocabulary, vocab, [(iter(documents), 0), (iter(()), 0)])
 
     def cut(place: Path, found: TokenFiles) -> Any:
-        train = {TRAIN: entry.streams_of(place, found)[TRAIN]}
+        train = {TRAIN: entry.streams_of(place, found, vocab)[TRAIN]}
         return _rows_of(data, train, place, length, begin, trusted=False)[TRAIN]
 
     goal = objective.made if isinstance(objective, OwnObjective) else objective
@@ -374,7 +375,7 @@ def _rows_of(
 ) -> Mapping[str, Any]:
     """Return the streams of a source, whose entry of the cache is `place`, as the keys of `data` say: packed into rows
     of `length` tokens, or as they are. `begin`: the token with which a document begins, -1: none. Raises ConfigError if
-    documents are to be told apart and nothing does."""
+    documents are to be separated and nothing marks their bounds."""
     apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
     if begin < 0 and any(starts_of(stream) is None and len(stream) for stream in streams.values()):
         for key in (key for key, wanted in apart.items() if wanted):

@@ -1,4 +1,4 @@
-"""Checks of data: what is wrong with its keys and the beginnings of its files, and splits without a sample."""
+"""Checks of data: violations in its keys and the beginnings of its files, and splits without a sample."""
 
 from collections.abc import Callable, Mapping
 from math import ceil
@@ -6,23 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from platform.config.fields import ConfigError, Data, violation
-from platform.config.surroundings import wrong_protocol
+from platform.boundary.refusals import ConfigError, violation
+from platform.config.fields import Data
+from platform.config.surroundings import violation_of_protocol
 from platform.data import tokenizer
-from platform.data.kinds.of_streams import check_stream, is_streamed
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
 from platform.data.objectives import Objective
 from platform.data.own_objective import of_objective
 from platform.data.sources import iterables
+from platform.data.sources.stream_blocks import is_streamed, violations_of_stream
 from platform.data.sources.texts import SOURCES
 from platform.data.tokens.entry import KINDS, kind_of
 from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
 from platform.plan.language.functions import LABEL_WEIGHTS
+from platform.plan.language.numbers import count_of
 
 _AT_ONCE = 1024  # samples whose labels are counted at once
+_LOOKED = 1 << 26  # tokens of samples in which a label is looked for; later ones are refused when they are trained on
 
 
-def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST, reserved: int = 0) -> list[str]:
+def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserved: int = 0) -> list[str]:
     """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
     kind, fraction, paths, beginnings of files. `vocab`: ids of the model, of which the objective takes the
     `reserved` last ones for itself; a tokenizer needs at least one per byte value."""
@@ -32,9 +35,9 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST, reserved: int = 0
         sources = sources_of(data)
     except ConfigError as error:
         return error.violations
-    violations = [line for source in sources for line in _check_source(source)]
+    violations = [line for source in sources for line in _violations_of_source(source)]
     textual = any(kind_of(source.data).texts for source in sources)
-    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, reserved, textual))
+    return violations + ([] if data.kind == "synthetic" else _violations_of_tokenizer(data, vocab, reserved, textual))
 
 
 def _kinds() -> list[str]:
@@ -42,7 +45,7 @@ def _kinds() -> list[str]:
     return [*dict.fromkeys([*SOURCES, *KINDS, *iterables.TEXTS, *iterables.TOKENS]), "synthetic", "mixture"]
 
 
-def _check_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> list[str]:
+def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> list[str]:
     """Return one refusal line per mistake in the keys of `data` that say which tokenizer is given, or how one is
     trained, as `textual` data needs it."""
     try:
@@ -63,21 +66,21 @@ def _check_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> li
     return []
 
 
-def _check_source(source: DataSource) -> list[str]:
+def _violations_of_source(source: DataSource) -> list[str]:
     """Return one refusal line per mistake in the keys of one source that shows without tokenising."""
     data, lines = source.data, []
     if not (0 <= data.validation < 1 or (source.name and data.validation == 1)):
         lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
     if data.path and data.kind in ("stdlib", "synthetic"):
-        lines.append(f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty")
+        lines.append(violation("data.path", data.path, f"data={data.kind} reads no path", ["data=text", '""']))
     elif data.kind != "synthetic":
         urls = {f"data.{name}": getattr(data, name) for name in PATHS}
         remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
-        wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
+        wrong = {key: violation_of_protocol(url, writing=False) for key, url in remote.items()}
         lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
         lines += [] if remote else kind_of(data).check(data)
     if is_streamed(data):
-        lines += check_stream(data, kind_of(data))
+        lines += violations_of_stream(data, kind_of(data))
     return [of_source(source, line) for line in lines]
 
 
@@ -95,8 +98,8 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
             remedies.append(f"{source.key}.validation={ceil(200 * needed / total) / 100:g}")
         of = f" of {source.key}" if source.name else ""
         violations.append(
-            f"model.length={length}: a sample is {needed} tokens, and the {split} split{of} has {tokens[split]}; "
-            f"nearest legal: {' or '.join([*remedies, more])}"
+            f"model.length={length}: a sample is {count_of(needed, 'token')}, and the {split} split{of} has"
+            f" {tokens[split]}; nearest legal: {' or '.join([*remedies, more])}"
         )
     return violations
 
@@ -121,12 +124,13 @@ def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Map
 
 def teaches_nothing(source: DataSource, streams: Mapping[str, Any], objective: Objective) -> list[str]:
     """Return a refusal line for each split of a source, its `streams`, of which no sample has a label: a run would
-    learn nothing of it, with a loss of 0."""
+    learn nothing of it, with a loss of 0. Of a long split only the beginning is looked at."""
     violations = []
     for split, stream in streams.items():
         samples = max(0, objective.samples(stream))
-        parts = (np.arange(i, min(i + _AT_ONCE, samples)) for i in range(0, samples, _AT_ONCE))
-        if samples and not any(objective.predicted(stream, index) for index in parts):
+        looked = min(samples, max(_AT_ONCE, _LOOKED // objective.needs))
+        parts = (np.arange(i, min(i + _AT_ONCE, looked)) for i in range(0, looked, _AT_ONCE))
+        if samples and not any(objective.predicted(stream, index) for index in parts) and looked == samples:
             of = f"path={source.data.path}" if source.data.path else f"kind={source.data.kind}"
             reason = f"of the {samples} samples of its {split} split none has a label that counts"
             violations.append(f"{source.key}.{of}: {reason}: nothing would be learned; nearest legal: other data")

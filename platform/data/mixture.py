@@ -6,7 +6,7 @@ The samples of a source come in the order that they would have without the other
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from platform.config.bounds import KEYS, wrong_value
-from platform.config.fields import Config, ConfigError, Data, closest, violation
+from platform.boundary.refusals import ConfigError, closest, violation
+from platform.config.bounds import KEYS, violations_of_value
+from platform.config.fields import Config, Data
+from platform.config.key import type_in_words
 
 _FINEST = 1 << 20  # parts into which weights are rounded
 _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
@@ -25,7 +27,7 @@ _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
 # Keys of group data that a source of a mixture may have; the others are those of the whole.
 OWN = (
     *("kind", "path", "field", "target_path", "target_field", "input_field"),
-    *("dtype", "validation", "validation_path", "streaming"),
+    *("dtype", "validation", "validation_path", "streaming", "settings"),
 )
 PATHS = ("path", "target_path", "validation_path")
 Ints = NDArray[np.int64]
@@ -57,7 +59,7 @@ def sources_of(data: Data) -> list[DataSource]:
     Raises ConfigError for a mixture that cannot be read so, all mistakes at once."""
     if data.kind != "mixture":
         return [DataSource("", data)]
-    lines = [line for name, given in data.sources.items() for line in _wrong_source(name, given)]
+    lines = [line for name, given in data.sources.items() for line in _violations_of_source(name, given)]
     if not data.sources:
         lines = ["data.sources: data=mixture needs sources, such as data.sources.web.path=FILE"]
     elif len(data.sources) > _MOST:
@@ -85,14 +87,14 @@ def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
     return DataSource(name, replace(data, **{"kind": "text", **own}, sources={}), **weighed)
 
 
-def _wrong_source(name: str, given: Any) -> list[str]:
+def _violations_of_source(name: str, given: Any) -> list[str]:
     """Return one refusal line per mistake in the keys `given` to a source of a mixture."""
     key = f"data.sources.{name}"
-    if wrong := _wrong_name(name):
+    if wrong := _violations_of_name(name):
         return wrong
     if not isinstance(given, Mapping):
         return [violation(key, given, "must be keys with values", [f"{key}.path=FILE"])]
-    lines, types = [], {f.name: type(f.default) for f in fields(Data) if f.name in OWN}
+    lines, types = [], {name: type(value) for name, value in vars(Data()).items() if name in OWN}
     for own, value in given.items():
         where = f"{key}.{own}"
         if own in ("weight", "epochs"):
@@ -100,15 +102,16 @@ def _wrong_source(name: str, given: Any) -> list[str]:
             if not number or not 1e-9 <= value <= 1e9:
                 lines.append(violation(where, value, "must be a number from 1e-9 to 1e9", [1]))
         elif own not in types:
-            lines.append(violation(where, value, "unknown key", closest(own, [*OWN, "weight", "epochs"])[:3]))
+            near = [f"{key}.{name}" for name in closest(own, [*OWN, "weight", "epochs"])[:3]]
+            lines.append(violation(where, value, "unknown key", near))
         elif own == "kind" and value in ("mixture", "synthetic"):
             lines.append(violation(where, value, "no source of a mixture", ["text"]))
         elif not isinstance(value, (int, float) if types[own] is float else types[own]):
-            lines.append(violation(where, value, "must be a number" if types[own] is float else "must be text"))
+            lines.append(violation(where, value, f"must be {type_in_words(types[own])}"))
         elif own != "validation" or value != 1:
             lines += [
                 f"{where}{line.removeprefix(f'data.{own}')}"
-                for line in wrong_value(f"data.{own}", value, KEYS[f"data.{own}"])
+                for line in violations_of_value(f"data.{own}", value, KEYS[f"data.{own}"])
             ]
     if {"weight", "epochs"} <= given.keys():
         lines.append(violation(f"{key}.epochs", given["epochs"], f"{key}.weight says how much of it is read"))
@@ -119,7 +122,7 @@ def _wrong_source(name: str, given: Any) -> list[str]:
 
 
 def of_source(source: DataSource, line: str) -> str:
-    """Name the source whose keys a refusal line about those of group data is about."""
+    """Name the source whose keys a refusal line about keys of group data concerns."""
     return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
 
 
@@ -136,12 +139,12 @@ def paths_of(data: Data) -> dict[str, str]:
     """Return the paths and URLs of data that a configuration names, by the key that holds each; "" for none."""
     found = {f"data.{name}": getattr(data, name) for name in PATHS}
     for source, given in data.sources.items():
-        if isinstance(given, Mapping) and not _wrong_name(source):
+        if isinstance(given, Mapping) and not _violations_of_name(source):
             found |= {f"data.sources.{source}.{name}": str(given[name]) for name in PATHS if name in given}
     return found
 
 
-def _wrong_name(name: Any) -> list[str]:
+def _violations_of_name(name: Any) -> list[str]:
     """Return a refusal line if a name is none that a source of a mixture may have."""
     if isinstance(name, str) and name.isidentifier():
         return []
@@ -159,7 +162,7 @@ def set_path(config: Config, key: str, path: str) -> None:
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
     """Return the share of each source in a mixture, in lowest terms: its weight, or the samples that its epochs are; 0
-    for one that is held out. `samples`: those of one epoch of each source."""
+    for one that is held out. `samples`: one epoch of each source."""
     if total := sum(source.weight for source in sources):
         found = [max(1, round(source.weight / total * _FINEST)) for source in sources]
     else:

@@ -1,8 +1,9 @@
-"""Training objectives, which turn a stream of tokens into samples of named data tensors and decide what is predicted.
+"""Training objectives, which turn a stream of tokens into samples of named data tensors and choose the predicted
+tokens.
 
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
 `tokens` and `source`, nothing to predict in `labels`; `label_weights` are fp64 rows. Its randomness is a function of
-the sample's key alone. Where a sample may span documents, `begins` or `segments` tell them apart. `register_objective`
+the sample's key alone. Where a sample may span documents, `begins` or `segments` distinguish them. `register_objective`
 adds one.
 """
 
@@ -13,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config.bounds import allow
-from platform.config.fields import LOSS_OF, WEIGHTED, ConfigError, allow_objective, violation
+from platform.boundary.refusals import ConfigError, violation
+from platform.config.extending.own_settings import admit
+from platform.config.fields import LOSS_OF, WEIGHTED, allow_objective
 from platform.data.permutation import mix
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokens.streams import (
@@ -103,6 +105,7 @@ class Causal:
         return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        """Return how many labels of the samples are not padding."""
         if self._counts(stream) or isinstance(stream, PackedStream):
             return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         return len(index) * self.length
@@ -128,8 +131,8 @@ class Causal:
 @dataclass(frozen=True)
 class Masked:
     """Masked objective (BERT, 3.1): predicts some tokens from all others. Of the predicted ones, 80 % are replaced by
-    the mask, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model tells apart (its documents,
-    the last ones together); 0: it does not."""
+    the mask, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model distinguishes (its
+    documents, the last ones together); 0: it does not."""
 
     length: int
     vocab: int
@@ -153,8 +156,8 @@ class Masked:
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
         """Return samples `index` of the stream as `tokens`, in part masked, `labels`, and, if it has any, the
-        `segments` of its tokens, by number; each int64 [len(index), length]. `keys` [len(index)] decide what is
-        masked."""
+        `segments` of its tokens, by number; each int64 [len(index), length]. `keys` [len(index)] decide which tokens
+        are masked."""
         rows = _windows(stream, index * self.length, self.length)
         place, key = np.arange(self.length), keys[:, None]
         chosen = _choice(key, self.length, self._count)
@@ -191,6 +194,7 @@ class SpanDenoising:
 
     @property
     def needs(self) -> int:
+        """Return the longest stretch of a stream whose spans fit source and target."""
         fitting = [n for n in range(2, self.source_length + self.length) if self._fits(n)]
         if not fitting:
             raise ConfigError(f"model.length={self.length}: span denoising needs at least 3, and a source of 2")
@@ -202,6 +206,7 @@ class SpanDenoising:
 
     @property
     def reserved(self) -> int:
+        """Return how many sentinels the vocabulary must reserve; raises ConfigError if the tokenizer has too few."""
         spans, there = _noise(self.needs)[1], self.special.sentinels
         if there and spans > there:
             raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {there} sentinels")
@@ -249,6 +254,7 @@ class Pairs:
         return len(stream.ends)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        """Return sources and shifted targets of the pairs at `index`."""
         end, start = self.special.end, self.special.start
         source, answer = (stream.rows(side, index, n, end) for side, n in enumerate((self.source_length, self.length)))
         return {"source": source, **target(answer, start)}
@@ -258,7 +264,7 @@ class Pairs:
         return int(np.minimum(last - first + 1, self.length).sum())
 
 
-OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "causal": lambda s: Causal(s.length, s.special, s.document_mask),
     "masked": lambda s: Masked(s.length, s.vocab, s.segments, s.special),
     "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
@@ -269,20 +275,21 @@ GIVEN = frozenset(OBJECTIVES)  # not a user's own
 
 def register_objective(
     name: str,
-    make: Callable[[SampleShape], Objective],
+    make: Callable[..., Objective],
     models: Sequence[str] = ("decoder",),
     *,
     weighted: bool = False,
     loss: str = "",
+    settings: type | None = None,
 ) -> None:
     """Register a user's objective as `data.objective=NAME`, for the kinds of models `models`: `make(shape)` returns one
     that makes samples of this shape. A kind that `register_model` adds names it in its own `objectives`.
 
     `weighted`: its samples have the data tensor `label_weights` too, fp64, what each label counts in training; the mean
     is over the sum of their magnitudes. `loss`: what it trains with unless `train.loss` says otherwise; "" is
-    cross-entropy.
+    cross-entropy. `settings`: a dataclass of data.objective_settings, which `make` gets as `settings`.
     """
-    allow("data.objective", name, make)
+    admit("data.objective", name, settings, make)
     if isinstance(models, str) or not all(isinstance(kind, str) for kind in models):
         reason = f"is registered for models={models!r}, which is no list of kinds of models"
         raise ConfigError(violation("data.objective", name, reason, ['("decoder",)']))

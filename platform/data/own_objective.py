@@ -1,6 +1,6 @@
 """Objectives of the user's own: made, and every sample of theirs checked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,24 +8,27 @@ from typing import Any
 import numpy as np
 
 from platform.boundary.own_code import OwnCodeError, own_code
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.extending.own_settings import with_settings
 from platform.data.objectives import GIVEN, OBJECTIVES, Keys, Objective, SampleShape
 from platform.data.tokens.streams import PADDING, Ints
 
 
-def make_objective(name: str, shape: SampleShape) -> Objective:
-    """Make the objective that `data.objective` names, for samples of a shape. Raises ConfigError in place of any error
-    from a user's own, whose samples are checked."""
+def make_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:
+    """Make the objective that `data.objective` names, for samples of a shape, with its settings. Raises ConfigError in
+    place of any error from a user's own, whose samples are checked."""
     if name in GIVEN:
         return OBJECTIVES[name](shape)
     with of_objective(name):
-        return OwnObjective(name, OBJECTIVES[name](shape), shape)
+        make = with_settings(OBJECTIVES[name], "data.objective", name, settings)
+        return OwnObjective(name, make(shape), shape)
 
 
 @dataclass(frozen=True)
 class OwnObjective:
     """Objective of a user's own, `made` for samples of a shape. Raises ConfigError, naming it and the sample, for any
-    error of it, and for a sample with ids outside of the vocabulary or places outside of its row."""
+    error of it, for a sample with ids outside of the vocabulary or places outside of its row, and for one with more or
+    fewer labels than it says: the mean loss is over as many."""
 
     name: str
     made: Objective
@@ -56,6 +59,9 @@ class OwnObjective:
             for name, most in self._limits.items():
                 if name in found:
                     self._check(name, np.asarray(found[name]), most, index)
+            labels = np.asarray(found.get("labels", ()))
+            if labels.shape == (len(index), self.shape.length):
+                self._check_predicted(stream, index, (labels >= 0).sum(1))
         return found
 
     @property
@@ -76,6 +82,18 @@ class OwnObjective:
             row, column = np.argwhere((rows < PADDING) | (rows >= most))[0]
             where = f"sample {index[row]} has {rows[row, column]} in {name!r}, at place {column}"
             raise ConfigError(f"{of}{where}: legal are 0 to {most - 1}, and -1 for padding")
+
+    def _check_predicted(self, stream: Any, index: Ints, labels: Ints) -> None:
+        """Raise ConfigError if the samples `index` have other numbers of labels than `predicted` says."""
+        if self.predicted(stream, index) == labels.sum():
+            return
+        each = [self.predicted(stream, index[i : i + 1]) for i in range(len(index))]
+        wrong = [i for i, said in enumerate(each) if said != labels[i]]
+        of, there, said = f"samples {index[0]} to {index[-1]}", labels.sum(), self.predicted(stream, index)
+        if wrong:
+            of, there, said = f"sample {index[wrong[0]]}", labels[wrong[0]], each[wrong[0]]
+        reason = f"{of}: {there} labels, and predicted says {said}"
+        raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
     def _count(self, what: str, value: Any, least: int) -> int:
         """Return a number that the user's objective has said. Raises ConfigError if it is no integer, or too small."""

@@ -61,8 +61,8 @@ def encode_documents(
     vocabulary: Vocabulary, pieces: Iterable[tuple[int, str]], characters: int = 0
 ) -> Iterator[NDArray[np.uint32]]:
     """Encode pieces of text, (number of the document, text) each, into one stream of token ids with what begins
-    documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: of all documents, to tell how far
-    it is, 0 if that is not known."""
+    documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: of all documents, to report
+    progress, 0 if not known."""
     current, done, progress = -1, 0, _Progress(characters)
     whole = _joined(pieces) if vocabulary.given else pieces
     for batch in _batches(whole):
@@ -78,14 +78,14 @@ def encode_documents(
 
 
 class _Progress:
-    """Tells in the log, every few seconds, how many of `characters` are encoded, and how long the others will take."""
+    """Logs, every few seconds, how many of `characters` are encoded, and how long the others will take."""
 
     def __init__(self, characters: int):
         self._characters, self._start = characters, monotonic()
         self._next = self._start + _SILENCE
 
     def tell(self, done: int) -> None:
-        """Tell that `done` characters are encoded, if the last word is some time ago."""
+        """Log that `done` characters are encoded, if the last report is some time ago."""
         now = monotonic()
         if now < self._next:
             return

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary import documents
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
-from platform.config.fields import ConfigError, Data, violation
+from platform.config.fields import Data
 from platform.data.tokenizers.chat import CHATML, CHATML_TOKENS, ChatTemplate, Parts
 from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer, with_tokens
 from platform.data.tokenizers.specials import SpecialIds, named_tokens, special_ids, with_usual
@@ -165,6 +166,9 @@ def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
     documents."""
     tokenizer = ConfinedTokenizer(files[JSON]) if given else parse_tokenizer(files[JSON])
     named = with_usual(tokenizer, named_tokens(settings_of(files)))
+    for role, token in named.items():
+        if half := documents.half_character(token):
+            raise Malformed(f"{role}_token is no text: it has {half}")
     if not (special := special_ids(tokenizer, named)):
         raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
     return Vocabulary(tokenizer, files, named, special, given)

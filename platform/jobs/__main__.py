@@ -1,7 +1,7 @@
 """`python -m platform.jobs kubernetes|slurm +experiment=NAME [key=value] [job.KEY=VALUE]` writes a job that runs it.
 
-`status` and `logs` tell of a job from its run directory. `supervise` and `node` are what a job runs: the supervisor of
-a run's driver, and Ray on one node.
+`status` and `logs` tell of a job from its run directory. `supervise`, `node`, `pod` and `keep` are what a job
+runs: the supervisor of a run's driver, Ray on one node, torchrun in one pod, and what keeps a pod's logs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 
+from platform.boundary.command_line import CommandLine
 from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import print_line, print_refusals, print_while_read
-from platform.config.fields import ConfigError, violation
 from platform.config.key import SECONDS
 from platform.launch import DONE, REFUSED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.jobs`; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m platform.jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -51,6 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _supervision(command)
     command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and supervise this run")
     command.set_defaults(run=_node)
+    command = commands.add_parser("pod", help="torchrun in a pod of an Indexed Job of Kubernetes")
+    command.add_argument("shared", type=Path, help="directory that the pods of the job share")
+    for name, what in (("index", "of this pod"), ("pods", "of the job"), ("workers", "of a pod")):
+        command.add_argument(f"--{name}", type=_count, required=True, help=what)
+    command.add_argument("--first", required=True, help="host name of the first pod")
+    command.add_argument("--address", required=True, help="IP address of this pod")
+    command.add_argument("--drain", type=_count, default=60, help="seconds that workers are given to end")
+    command.add_argument("--time-limit", type=_seconds, help="seconds after which the job's time is over")
+    _supervision(command)
+    command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", required=True, help="supervise this run")
+    command.set_defaults(run=_pod)
+    command = commands.add_parser("keep", help="keep the end of Ray's logs when this pod ends")
+    command.add_argument("run_dir", type=Path, help="the run directory of the job")
+    command.set_defaults(run=_keep)
     command = commands.add_parser("status", help="tell what a run directory says of its job")
     command.add_argument("run_dir", type=Path, help="the run directory of the job")
     command.set_defaults(run=_status)
@@ -92,7 +107,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _supervision(parser: argparse.ArgumentParser) -> None:
+def _supervision(parser: CommandLine) -> None:
     parser.add_argument("--retries", type=_count, default=10, help="drivers that may be lost (default: 10)")
 
 
@@ -145,6 +160,13 @@ def _logs(given: argparse.Namespace) -> int:
     return DONE
 
 
+def _keep(given: argparse.Namespace) -> int:
+    from platform.jobs.look.logs import keep_at_the_end
+
+    keep_at_the_end(given.run_dir)
+    return DONE
+
+
 def _supervise(given: argparse.Namespace) -> int:
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
@@ -163,6 +185,18 @@ def _node(given: argparse.Namespace) -> int:
         return run_follower(options)
     told = Supervision(given.launch, given.retries, elsewhere=True)
     return run_head(replace(options, run_dir=told.run_dir), told)
+
+
+def _pod(given: argparse.Namespace) -> int:
+    from platform.jobs.pods.pod import run_pod
+    from platform.jobs.pods.torch_node import PodOptions
+    from platform.jobs.supervisor import Supervision
+
+    place = given.shared, given.index, given.pods, given.workers
+    return run_pod(
+        PodOptions(*place, first=given.first, address=given.address, drain=given.drain),
+        Supervision(given.launch, given.retries, given.time_limit),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from platform.config.fields import ConfigError, violation
+from platform.boundary.refusals import ConfigError, violation
 
 _SIOCGIFADDR = 0x8915
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}

@@ -1,16 +1,18 @@
-"""Manifest of a run for Kubernetes: a RayJob of KubeRay, with what protects it."""
+"""Manifest of a run for Kubernetes: a RayJob of KubeRay, or an Indexed Job for torchrun, with what protects it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from platform.boundary.refusals import ConfigError, violation
 from platform.config.durations import job_seconds
 from platform.jobs.options import KubernetesOptions, take_options
 from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, folded, plan_job, within
 from platform.jobs.sizing import GIB, JobSize
+from platform.plan.language.numbers import count_of
 
 _SUBMITTERS = 10  # pods that may follow the one that submits the run: what evicts it does not end the run
 _HEAD = {"cuda": {"cpu": "8", "memory": "32Gi"}, "cpu": {"cpu": "1", "memory": "4Gi"}}
@@ -20,12 +22,34 @@ _TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"  # where Kueue places pod
 _SCRAPED = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
 
 
+class _Kind(NamedTuple):
+    """Kind of job that a launcher needs: its templates, how its title names it, and its API."""
+
+    templates: tuple[str, ...]
+    title: str
+    api: str
+    kind: str
+
+
+_KINDS = {
+    "ray": _Kind(
+        ("rayjob.yaml", "protection.yaml"),
+        "A RayJob for KubeRay 1.6 or newer, and Kubernetes 1.29",
+        "ray.io/v1",
+        "RayJob",
+    ),
+    "torchrun": _Kind(("indexed_job.yaml",), "An Indexed Job for Kubernetes 1.27 or newer", "batch/v1", "Job"),
+}
+_OF_RAY = ("head_select", "head_tolerate", "wait")  # options that an Indexed Job, which has no head, does not read
+
+
 def kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     """Write the manifest of the run that the arguments `typed` describe, with options `job.KEY=VALUE` among them
     (`KubernetesOptions`). Raises ConfigError."""
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
     within(run.config, run.options.mount)
-    parts = [(TEMPLATES / name).read_text() for name in ("rayjob.yaml", "protection.yaml")]
+    _check_launcher(run)
+    parts = [(TEMPLATES / name).read_text() for name in _KINDS[run.options.launcher].templates]
     values = _values(run)
     return fill(_title(run), values) + "---\n".join(fill(part, values) for part in parts)
 
@@ -44,16 +68,46 @@ def kubernetes_claim(typed: Sequence[str], config_dir: str | None = None) -> tup
     return f"claim-{o.claim}.yaml", text, o.storage
 
 
+def _check_launcher(run: PlannedRun) -> None:
+    """Raise ConfigError for what a job whose workers torchrun starts cannot have: options of Ray's head, and workers
+    beside those of the plan."""
+    o, elastic = run.options, run.config.elastic
+    if o.launcher == "ray":
+        return
+    lines = [
+        violation(f"job.{name}", value, "is for job.launcher=ray", [f"job.{name}={'' if name == 'wait' else '[]'}"])
+        for name in _OF_RAY
+        if (value := getattr(o, name))
+    ]
+    world, each = run.world, run.size.workers
+    if elastic.spares:
+        lines.append(
+            violation("elastic.spares", elastic.spares, "torchrun starts the plan's workers and no others", [0])
+        )
+    if elastic.max_workers > world:
+        lines.append(violation("elastic.max_workers", elastic.max_workers, "torchrun starts no more", [world, 0]))
+    if world % each:
+        legal = [n for n in range(each, 0, -1) if world % n == 0]
+        lines.append(violation("job.workers", each, f"torchrun starts as many on each node, {world} in all", legal[:1]))
+    if lines:
+        raise ConfigError(lines)
+
+
 def _title(run: PlannedRun) -> str:
     size = run.size
-    what = f"{size.workers} GPUs" if size.device == "cuda" else f"{size.workers} workers on CPUs"
-    nodes = f"{size.least} to {size.most} nodes" if size.least < size.most else f"{size.most} node"
-    return (TEMPLATES / "title.txt").read_text().replace("@{nodes}", f"{nodes} of {what}")
+    what = count_of(size.workers, "GPU") if size.device == "cuda" else f"{count_of(size.workers, 'worker')} on CPUs"
+    kind = _KINDS[run.options.launcher]
+    less = size.least < size.most and kind.kind == "RayJob"
+    nodes = f"{size.least} to {size.most} nodes" if less else count_of(size.most, "node")
+    return (
+        (TEMPLATES / "title.txt").read_text().replace("@{nodes}", f"{nodes} of {what}").replace("@{kind}", kind.title)
+    )
 
 
 def _values(run: PlannedRun) -> dict[str, str | None]:
     """Return what the places of the templates hold, each as YAML on one line; None for what this job does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
+    by_ray = o.launcher == "ray"
     grace = max(120, size.margin + 60)
     seconds = job_seconds(o.time) if o.time else None
     waiting = job_seconds(o.wait) if o.wait else None
@@ -62,6 +116,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "image": o.image,
         "claim": o.claim,
         "mount": o.mount,
+        "run_dir": _run_dir(run),
         "backoff": o.retries,
         "submitters": _SUBMITTERS,
         "deadline": None if seconds is None or waiting is None else seconds + waiting + grace,
@@ -86,7 +141,8 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "pull": [{"name": name} for name in o.pull_secrets] or None,
         "owner": _owner(o),
         "affinity": _near(o),
-        "marks": {**_SCRAPED, **({_TOPOLOGY: o.topology} if o.topology else {})},
+        "marks": {**(_SCRAPED if by_ray else {}), **({_TOPOLOGY: o.topology} if o.topology else {})} or None,
+        "pod_losses": (o.retries + 1) * size.most,
         "head_select": _labels(o.head_select),
         "head_tolerate": [_toleration(pair) for pair in o.head_tolerate] or None,
         "select": _labels(o.select),
@@ -96,7 +152,32 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     told = [f"--retries={o.retries}", f"--notice={grace}", *limit]
     command = ["python", "-m", "platform.jobs", "supervise", *told, *run.arguments]
     plain = {"command": run.command, "entrypoint": folded(command), "secrets": _secrets(o.secrets)}
+    plain["arguments"] = "\n".join(f"- {_flow(word)}" for word in _pod_arguments(run, limit))
     return {**{name: None if value is None else _flow(value) for name, value in found.items()}, **plain}
+
+
+def _pod_arguments(run: PlannedRun, limit: list[str]) -> list[str]:
+    """Return the arguments of `platform.jobs pod` in every pod, as Kubernetes reads them: $(NAME) is a variable, and $$
+    a $."""
+    o, size = run.options, run.size
+    own = [
+        f"{_dollars(_run_dir(run))}/pods/$(JOB_UID)",  # of this Job: one that is made again has another
+        "--index=$(JOB_COMPLETION_INDEX)",
+        *(f"--pods={size.most}", f"--workers={size.workers}"),
+        *(f"--first={o.name}-0.{o.name}", "--address=$(POD_IP)", f"--drain={max(60, size.margin)}"),
+        *(f"--retries={o.retries}", *limit, "--run"),
+    ]
+    return [*own, *map(_dollars, run.arguments)]
+
+
+def _run_dir(run: PlannedRun) -> str:
+    """Return the run directory, as the run's own arguments name it."""
+    typed = next(word.partition("=")[2] for word in reversed(run.arguments) if word.startswith("run.dir="))
+    return typed.strip("'\"")
+
+
+def _dollars(word: str) -> str:
+    return word.replace("$", "$$")
 
 
 def _resources(size: JobSize) -> dict[str, str]:
@@ -124,7 +205,8 @@ def _labels(pairs: Sequence[str]) -> dict[str, str] | None:
 def _owner(o: KubernetesOptions) -> list[dict[str, str]] | None:
     """Return the reference by which Kubernetes deletes what protects a job with it; None while its uid is not given,
     which Kubernetes draws when the job is made."""
-    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "name": o.name, "uid": o.owner}] if o.owner else None
+    kind = _KINDS[o.launcher]
+    return [{"apiVersion": kind.api, "kind": kind.kind, "name": o.name, "uid": o.owner}] if o.owner else None
 
 
 def _near(o: KubernetesOptions) -> dict[str, Any] | None:

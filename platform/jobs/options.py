@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
-from platform.config.bounds import wrong_value
+from platform.boundary.refusals import ConfigError, closest, violation
+from platform.config.bounds import violations_of_value
 from platform.config.durations import job_seconds
-from platform.config.fields import ConfigError, closest, violation
 from platform.config.key import WORKERS, key, type_in_words
 
 PREFIX = "job."
@@ -41,6 +41,11 @@ class JobOptions:
 class KubernetesOptions(JobOptions):
     """Options of a job on Kubernetes."""
 
+    launcher: str = key(
+        "ray",
+        "what starts the workers: ray, in a RayJob of KubeRay, or torchrun, in an Indexed Job without Ray",
+        ("ray", "torchrun"),
+    )
     image: str = key("", "image of all containers; must be given")
     claim: str = key(
         "",
@@ -85,7 +90,7 @@ class KubernetesOptions(JobOptions):
         "",
         'uid of the job, once it is there: what protects it is deleted with it; "" = by kubectl delete -f',
         pattern=r"[0-9a-f-]{0,36}",
-        constraint="must be what kubectl get rayjob NAME -o jsonpath={.metadata.uid} says",
+        constraint="must be what kubectl get rayjob (or job) NAME -o jsonpath={.metadata.uid} says",
     )
     secrets: list[str] = key(
         [],
@@ -149,7 +154,8 @@ def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options
             try:
                 given[name.removeprefix(PREFIX)] = _parse(text, hints[name.removeprefix(PREFIX)])
             except ValueError:
-                lines.append(violation(name, text, f"must be {type_in_words(hints[name.removeprefix(PREFIX)])}"))
+                own = name.removeprefix(PREFIX)
+                lines.append(violation(name, text, f"must be {type_in_words(hints[own])}", [known[own].default]))
     lines += [line for name, value in given.items() for line in _wrong(name, value, known[name])]
     return kind(**(given if not lines else {})), rest, lines
 
@@ -161,14 +167,14 @@ def _parse(text: str, kind: Any) -> Any:
     if kind is int:
         return int(text)
     if kind is str:
-        return text
+        return "" if text in ("''", '""') else text  # as a key of a run is written, and as hints name it
     inner = text[1:-1] if re.fullmatch(r"\[.*\]", text) else text
     return [part.strip() for part in inner.split(",") if part.strip()]
 
 
 def _wrong(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one option."""
-    yield from wrong_value(f"{PREFIX}{name}", value, field.metadata["key"])
+    yield from violations_of_value(f"{PREFIX}{name}", value, field.metadata["key"])
     if name in ("time", "wait") and value:
         try:
             job_seconds(value)
@@ -177,8 +183,8 @@ def _wrong(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
 
 
 def lacking_options(needed: dict[str, str]) -> None:
-    """Raise ConfigError, of one line that names all of them, if keys that must be given are not. `needed`: key -> its
-    value, "" for none."""
+    """Raise ConfigError, with a line for each, if keys that must be given are not. `needed`: key -> its value, "" for
+    none."""
     if missing := [name for name, value in needed.items() if not value]:
         example = {
             "data.path": "data=text data.path=/shared/corpus",
@@ -186,8 +192,7 @@ def lacking_options(needed: dict[str, str]) -> None:
             "job.image": "job.image=REGISTRY/NAME:TAG",
             "job.claim": "job.claim=NAME",
         }
-        nearest = " ".join(example.get(name, f"{name}=2") for name in missing)
-        raise ConfigError(f"{', '.join(missing)}: must be given; nearest legal: {nearest}")
+        raise ConfigError([violation(n, "", "must be given", [example.get(n, f"{n}=2")]) for n in missing])
 
 
 def options_page(kind: type[JobOptions]) -> Iterator[str]:

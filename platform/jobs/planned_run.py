@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, redact, register_url_secrets
+from platform.boundary.refusals import ConfigError, violation
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
 from platform.config.durations import job_seconds, limit_of
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config
 from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
 from platform.jobs.sizing import JobSize, job_size, workers_per_node
@@ -29,12 +30,13 @@ _WAIT = 600  # seconds of cluster.wait: nodes come one by one
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run that a job is written for. `options`: of the job, `name` set; `command`: the words typed for the manifest;
-    `arguments`: those of `platform.launch`, as they are typed."""
+    """Run that a job is written for. `options`: of the job, `name` set; `world`: the workers of its plan; `command`:
+    the words typed for the manifest; `arguments`: those of `platform.launch`, as they are typed."""
 
     config: Config
     options: Any
     size: JobSize
+    world: int
     command: str
     arguments: list[str]
 
@@ -45,7 +47,7 @@ def plan_job(
     """Compose and plan the run that the arguments `typed` describe, with options of the class `kind` among them; choose
     what a job must say and they do not. `run_dir`: the run directory by the options.
 
-    Raises ConfigError with one line per mistake; one line names all keys that must be given.
+    Raises ConfigError with one line per mistake.
     """
     register_url_secrets(list(typed))
     options, words, lines = take_options(kind, typed)
@@ -65,7 +67,7 @@ def plan_job(
     with open_composer(config_dir):  # which knows the groups
         given, experiment = typed_values(words), experiment_of(words)
     if experiment is None:
-        raise ConfigError("experiment: none is chosen; write +experiment=NAME")
+        raise ConfigError(violation("experiment", "", "must be given", ["+experiment=NAME"]))
     lacking_options(_needed(config, options, given))
     options = replace(options, name=options.name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"))
     world = options.nodes * workers_per_node(options, 0) if config.parallel.data == -1 else None
@@ -80,10 +82,11 @@ def plan_job(
         rule = f"its end, {size.margin} s before which the run saves, and its start take {least} s"
         raise ConfigError(violation("job.time", options.time, rule, [limit_of(least)]))
     directory = run_dir(options)
-    grows = hasattr(options, "claim") and size.least < size.most  # by the autoscaler, which must know for what
+    by_ray = getattr(options, "launcher", "ray") == "ray"
+    grows = by_ray and hasattr(options, "claim") and size.least < size.most  # by the autoscaler: it must know for what
     added = {
-        "cluster": "ray",
-        "cluster.wait": f"{_WAIT}",
+        "cluster": "ray" if by_ray else "",
+        "cluster.wait": f"{_WAIT}" if by_ray else "",
         "cluster.autoscale": "true" if grows else "",
         "cluster.device": size.device if config.cluster.device == "auto" else "",
         "elastic.min_workers": f"{size.least * size.workers}" if size.least < size.nodes else "",
@@ -93,7 +96,8 @@ def plan_job(
     }
     own = [f"{key}={value}" for key, value in added.items() if value and key not in given]
     flags = ["--config-dir", config_dir] if config_dir else []
-    return PlannedRun(config, options, size, as_typed([*flags, *typed]), [*flags, *words, *settled, *own])
+    arguments = [*flags, *words, *settled, *own]
+    return PlannedRun(config, options, size, plan.mesh.size, as_typed([*flags, *typed]), arguments)
 
 
 def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> dict[str, str]:

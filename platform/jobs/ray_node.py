@@ -4,13 +4,15 @@ The first node has Ray's head and the supervisor of the run; it writes the head'
 nodes share, and removes nothing there. The others join the head, and join again when their Ray ends or the head has
 another address, until the job is over: the script that started it leaves a file `end` there, or removes it all. All
 files of Ray are in a directory of this job's own on the node, all ports are free ones, and processes are ended by what
-they inherited, never by `ray stop`: a node may run other jobs.
+they inherited, never by `ray stop`: a node may run other jobs. Ray does not hear SIGTERM, which Slurm may send to every
+process of a job: without Ray no run could save.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,13 +27,13 @@ from pathlib import Path
 from socket import create_connection, gethostname
 
 from platform.boundary import documents
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.launchers import leftovers
-from platform.config.fields import ConfigError
 from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, interface_with, own_address
 from platform.jobs.look.logs import keep_ray_logs
-from platform.jobs.supervisor import Supervision, Supervisor
+from platform.jobs.supervisor import Supervision, Supervisor, deaf_to_term
 from platform.launch import FAILED
 
 HEAD, STOP, END = "head.json", "stop", "end"  # files in the directory that all nodes of the job share
@@ -77,13 +79,22 @@ def ray_command(address: str, options: NodeOptions, directory: str, head: str, p
     ]
 
 
-def ray_environment(address: str, directory: str, drain: int, environment: Mapping[str, str]) -> dict[str, str]:
+def drain_command(head: str, node: str, seconds: int) -> list[str]:
+    """Return the command that tells the cluster of the head at an address that a node, by Ray's id, goes within
+    `seconds`."""
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={head}", f"--node-id={node}"),
+        *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=its job told it to go"),
+        f"--deadline-remaining-seconds={seconds}",
+    ]
+
+
+def ray_environment(address: str, directory: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a node's Ray, which its workers inherit: collectives use the interface of `address`
-    unless another one is set, and a node that is told to go takes `drain` seconds."""
+    unless another one is set."""
     interface = interface_with(address)
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ()
-    own = {leftovers.MARK: directory, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain)}
-    return {**dict.fromkeys(names, interface), **environment, **own}
+    return {**dict.fromkeys(names, interface), **environment, leftovers.MARK: directory}
 
 
 class RayNode:
@@ -98,7 +109,8 @@ class RayNode:
     def __enter__(self) -> RayNode:
         self.directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, because of Ray's sockets
         command = [sys.executable, "-I", leftovers.__file__, self.directory]
-        cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        with deaf_to_term():
+            cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._opened.callback(cleaner.wait)
         self._opened.callback(cleaner.stdin.close)  # type: ignore[union-attr]
         return self
@@ -122,8 +134,8 @@ class RayNode:
         peer = head.rpartition(":")[0].strip("[]") if head else o.peer
         address = own_address(o.interface, peer, o.ip)
         command = ray_command(address, o, self.directory, head, port, gpus_here())
-        environment = ray_environment(address, self.directory, o.drain, os.environ)
-        with open(self._said, "wb") as said:  # pages of advice, such as to end it by `ray stop`
+        environment = ray_environment(address, self.directory, os.environ)
+        with open(self._said, "wb") as said, deaf_to_term():  # pages of advice, such as to end it by `ray stop`
             self._ray = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
 
     @property
@@ -145,10 +157,27 @@ class RayNode:
         """Return True if Ray was started on this node and has not ended."""
         return self._ray is not None and self._ray.poll() is None
 
-    def leave(self) -> None:
-        """Tell Ray that this node will go: the run saves, and goes on without it."""
-        if self._ray is not None and self._ray.poll() is None:
-            self._ray.send_signal(signal.SIGTERM)
+    def leave(self, head: str) -> bool:
+        """Tell the Ray of the head at an address that this node will go: the run saves, goes on without it, and then
+        Ray ends here. Returns False if this node had not joined."""
+        if not (node := self._node_id()):
+            return False
+        command, environment = (
+            drain_command(head, node, self._options.drain),
+            os.environ | {leftovers.MARK: self.directory},
+        )
+        with open(self._said, "ab") as said, deaf_to_term():
+            subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+        return True
+
+    def _node_id(self) -> str:
+        """Return Ray's id of this node, which its processes were started with, "" if none is there yet."""
+        for process in leftovers.marked(self.directory):
+            with suppress(OSError):
+                words = Path(f"/proc/{process}/cmdline").read_text(errors="replace")
+                if found := re.search(r"\0--node[-_]id=([0-9a-f]+)\0", words):
+                    return found[1]
+        return ""
 
 
 class _Head:
@@ -224,27 +253,32 @@ def run_follower(options: NodeOptions) -> int:
     """Keep this node in the job's Ray cluster until it is told to go; return the exit status."""
     going = threading.Event()
     with RayNode(options) as node:
-
-        def leave(*_: object) -> None:
-            going.set()
-            node.leave()
-
-        signal.signal(signal.SIGTERM, leave)
-        signal.signal(signal.SIGINT, leave)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: going.set())
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the head alone
         while not (going.is_set() or _over(options.shared)):
             head = _await_head(options.shared, going)
             if not head:
                 return 0 if going.is_set() or _over(options.shared) else FAILED
             node.start(head)
-            while node.runs and not _over(options.shared) and (going.is_set() or _head(options.shared) in (head, "")):
-                time.sleep(_LOOK_SECONDS)
+            _stay(node, head, options, going)
             if not (node.runs or going.is_set() or _over(options.shared)):
                 print_line(f"{node.said()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr)
                 node.keep_logs(_run_dir(options.shared))
             node.end()
             _wait(_AGAIN_SECONDS, options.shared, going)
     return 0
+
+
+def _stay(node: RayNode, head: str, options: NodeOptions, going: threading.Event) -> None:
+    """Wait until Ray has ended here, the head has another address, or the job is over; or until this node is told to
+    go, and has left, for which it has the seconds `drain`."""
+    while node.runs and not _over(options.shared) and not going.is_set() and _head(options.shared) in (head, ""):
+        time.sleep(_LOOK_SECONDS)
+    if going.is_set() and node.runs and node.leave(head):
+        deadline = time.monotonic() + options.drain
+        while node.runs and not _over(options.shared) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
 
 def _over(shared: Path) -> bool:

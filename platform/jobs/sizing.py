@@ -8,6 +8,7 @@ from platform.config.fields import Config
 from platform.jobs.options import JobOptions
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
+from platform.plan.memory.worker_bytes import state_elements, weight_bytes
 from platform.planning.memory_budget import needed_bytes
 
 GIB = 1 << 30
@@ -17,7 +18,7 @@ _NODE = {"cuda": 16 * GIB, "cpu": 2 * GIB}  # Ray's own processes, and the page 
 _SHARED = {"cuda": 2 * GIB, "cpu": GIB // 4}  # /dev/shm for each worker: NCCL's buffers and Ray's small object store
 _CPUS = {"cuda": 8, "cpu": 1}  # for each worker
 # The state of a step in host memory, in units of a worker's own: two snapshots, two of what it keeps for peers, and its
-# part of a checkpoint that is being written (docs/design.md, section 6).
+# part of a checkpoint that is being written (docs/recovery.md).
 _COPIES, _SAVED = 4, 1
 _ROOM = 1.1  # for what is not counted
 _WRITTEN = 0.5e9  # bytes per second and node, at least, of a storage that is fit for checkpoints
@@ -89,14 +90,14 @@ def job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize:
 
 def _state_of_a_worker(config: Config, plan: Plan) -> int:
     """Return the bytes of master copies and optimizer state on the worker that has most of them."""
-    first = plan.mesh.coordinates(0)
-    masters = max(plan.masters_at({**first, "stage": stage}) for stage in range(plan.stages))
-    return masters * plan.itemsize["master"] * (1 + kept_numbers(config))
+    first, kept, master = plan.mesh.coordinates(0), kept_numbers(config), plan.itemsize["master"]
+    places = [{**first, "stage": stage} for stage in range(plan.stages)]
+    return max(plan.masters_at(at) * master + weight_bytes(plan, kept, at)["optimizer"] for at in places)
 
 
 def _state(config: Config, plan: Plan) -> int:
     """Return the bytes of a checkpoint: of all master copies and optimizer state, once."""
-    return plan.parameter_count * plan.itemsize["master"] * (1 + kept_numbers(config))
+    return (plan.parameter_count + state_elements(plan, kept_numbers(config))) * plan.itemsize["master"]
 
 
 def _gib(nbytes: int) -> int:

@@ -6,10 +6,11 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError, violation
 from platform.jobs.options import SlurmOptions, lacking_options
 from platform.jobs.planned_run import TEMPLATES, PlannedRun, fill, folded, plan_job
 from platform.jobs.sizing import GIB
+from platform.plan.language.numbers import count_of
 
 
 def slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:
@@ -19,7 +20,8 @@ def slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     if run.options.runtime:
         lacking_options({"job.image": run.options.image})
     elif run.options.image:
-        raise ConfigError(f"job.image={run.options.image}: needs job.runtime; nearest legal: pyxis, apptainer")
+        legal = ["job.runtime=pyxis", "job.runtime=apptainer"]
+        raise ConfigError(violation("job.image", run.options.image, "needs job.runtime", legal))
     return fill((TEMPLATES / "train.sbatch").read_text(), _values(run))
 
 
@@ -34,7 +36,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     ip = [f"--ip={o.ip}"] if o.ip != 4 else []
     return {
         "command": run.command,
-        "what": f"{size.most} node{'' if size.most == 1 else 's'} of {size.workers} {'GPUs' if gpu else 'CPU workers'}",
+        "what": f"{count_of(size.most, 'node')} of {count_of(size.workers, 'GPU' if gpu else 'CPU worker')}",
         "name": o.name,
         "nodes": f"{size.most}",
         "gpus": (f"gpus-per-node={count}" if o.request == "gpus-per-node" else f"gres=gpu:{count}") if gpu else None,

@@ -2,7 +2,7 @@
 the same command again where the rule of `retries` says so.
 
 It imports neither torch nor Ray, keeps nothing in memory that is not in the run directory, and is the same on
-Kubernetes (the entry point of a RayJob) and on Slurm (beside the head of Ray).
+Kubernetes (the entry point of a RayJob, or the first pod of an Indexed Job) and on Slurm (beside the head of Ray).
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Protocol
 
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
+from platform.cluster.crew.base.signals import REASON
 from platform.cluster.run import traces
 from platform.cluster.run.directory import lock_or_owner
-from platform.config.fields import ConfigError, violation
 from platform.jobs.retries import CLOSED, DRIVERS, ENDED, STARTED, TERMINATED, DriverEnd, read_drivers, spent, verdict
 from platform.launch import DONE, FAILED, STOPPED
 from platform.monitor.records.json_lines import JsonLines
@@ -57,14 +60,40 @@ class Supervision:
         return Path(named[-1].strip("'\"")).expanduser()
 
 
+class Driver(Protocol):
+    """Driver of a run that was started: a process, or what stands for one."""
+
+    def poll(self) -> int | None:
+        """Return its status, None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal."""
+
+    def wait(self) -> int:
+        """Wait for its end; return its status, negative for the number of a signal."""
+
+
+def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> Driver:
+    """Start a driver as a process of its own, with arguments of `platform.launch`, that does not hear SIGTERM."""
+    with deaf_to_term():
+        return subprocess.Popen([*LAUNCHER, *arguments], env=environment)
+
+
 class Supervisor:
     """Runs drivers one after the other until the rule says that the job ends. `environment`: gives, before each driver,
-    variables for it beside those of this process (where Ray is, which may change)."""
+    variables for it beside those of this process (where Ray is, which may change); `start`: starts one with arguments
+    and an environment."""
 
-    def __init__(self, told: Supervision, environment: Callable[[], Mapping[str, str]] = dict, pause: float = _PAUSE):
-        self._told, self._environment, self._pause = told, environment, pause
+    def __init__(
+        self,
+        told: Supervision,
+        environment: Callable[[], Mapping[str, str]] = dict,
+        pause: float = _PAUSE,
+        start: Callable[[Sequence[str], Mapping[str, str]], Driver] = start_process,
+    ):
+        self._told, self._environment, self._pause, self._start = told, environment, pause, start
         self._end = None if told.seconds is None else time.monotonic() + told.seconds
-        self._driver: subprocess.Popen[bytes] | None = None
+        self._driver: Driver | None = None
         self._asked = 0
         self._replacing = False  # the present driver was told to make way for another one here
 
@@ -73,6 +102,9 @@ class Supervisor:
         ConfigError if there is no run directory to write to, or another job has it."""
         run_dir = self._told.run_dir
         with ExitStack() as opened:
+            self._reason = Path(opened.enter_context(TemporaryDirectory(prefix="supervisor-")), "reason")
+            os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
+            opened.callback(os.environ.pop, REASON, None)
             for number in SIGNALS:
                 opened.callback(signal.signal, number, signal.signal(number, self.ask))
             try:
@@ -92,16 +124,25 @@ class Supervisor:
             return status
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
-        """Take note of a signal that tells this job to stop, and pass it on to the driver."""
-        self._asked = number
+        """Take note of a signal that tells this job to stop, and pass it on to the driver; of those that schedulers
+        send, the first: a second one would end the driver before it has saved, and Slurm's preemption sends two."""
+        first, self._asked = not (self._asked or self._replacing), number
+        if first or number == signal.SIGINT:
+            self._tell(number)
+
+    def _tell(self, number: int, reason: str = "") -> None:
+        """Tell the driver, if it runs, to stop: by a signal that it hears (`deaf_to_term`), and a file with the reason,
+        by default the signal `number`, which the job was sent."""
         if self._driver is not None and self._driver.poll() is None:
-            self._driver.send_signal(number)
+            with suppress(OSError):
+                self._reason.write_text(reason or f"{signal.Signals(number).name} to its job")
+            self._driver.send_signal(signal.SIGUSR1 if number == signal.SIGTERM else number)
 
     def replace_driver(self) -> None:
         """Tell the driver, once, to save and stop, so that another one goes on here: what it stands on is lost."""
         if not self._replacing and self._driver is not None and self._driver.poll() is None:
             self._replacing = True
-            self._driver.send_signal(signal.SIGUSR1)
+            self._tell(signal.SIGUSR1, "its supervisor, for another driver to go on")
 
     def _drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
         """Run one driver after the other; return the status with which the job ends. `used`: retries so far."""
@@ -135,11 +176,11 @@ class Supervisor:
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
-        command = [*LAUNCHER, *arguments]
         self._replacing = False
-        self._driver = subprocess.Popen(command, env=environment)
+        self._reason.unlink(missing_ok=True)
+        self._driver = self._start(arguments, environment)
         if self._asked:  # while it was starting
-            self._driver.send_signal(self._asked)
+            self._tell(self._asked)
         return self._driver.wait()
 
     def _leaving(self, run_dir: Path, status: int) -> float:
@@ -173,6 +214,17 @@ class Supervisor:
             sys.stderr,
         )
         return FAILED
+
+
+@contextmanager
+def deaf_to_term() -> Iterator[None]:
+    """Start processes inside the block with SIGTERM blocked, for themselves and for all that they start. Some
+    schedulers send it to every process of a job: then this process is told, and decides who ends, and when."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _steps(run_dir: Path) -> int:

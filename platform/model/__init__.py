@@ -4,7 +4,7 @@ written in named dims against `Ops`; no rank, layout or collective is named here
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from platform.config.bounds import allow
+from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import OBJECTIVES
 from platform.config.fields import Model as ModelConfig
 from platform.config.layout_map import allow_dims
@@ -27,11 +27,13 @@ def register_model(
     model: Callable[[ModelConfig], Any],
     objectives: Sequence[str] = ("causal",),
     dims: Iterable[str] = (),
+    settings: type | None = None,
 ) -> None:
     """Register a user's model class as `model.kind=NAME`: `model(config.model)` must satisfy
     `platform.plan.core.chunks.RecordableModel`. `objectives`: the values of data.objective that it allows, the default
-    first. `dims`: dims that only this model has, which tensor.layout may then split."""
-    allow("model.kind", name, model)
+    first. `dims`: dims that only this model has, which tensor.layout may then split. `settings`: a dataclass of
+    model.settings, which `model` gets as `settings`."""
+    admit("model.kind", name, settings, model)
     MODELS[name] = model
     OBJECTIVES[name] = objectives
     allow_dims(dims)
@@ -40,5 +42,6 @@ def register_model(
 def build_model(config: ModelConfig) -> Any:
     """Build the model that `config.kind` names. Raises ModelMistake in place of any error from a user's own model
     class."""
+    model = with_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)
     with as_model_mistakes(MODELS[config.kind]):
-        return MODELS[config.kind](config)
+        return model(config)

@@ -12,7 +12,8 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.plan.language.functions import RotaryScaling
-from platform.plan.language.ops import Ops, Parameter, Spec, scores_of
+from platform.plan.language.ops import Parameter, Spec, scores_of
+from platform.plan.operations.words import Ops
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 
@@ -70,15 +71,15 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
 
 
 class Layer:
-    """Base of a model and its layers. Its parameters are those among the attributes, and those of the layers among
-    them, in the order in which they were set."""
+    """Base of a model and its layers. Its parameters are its attributes, and the parameters of its layers, in the order
+    in which they were set."""
 
     def parameters(self) -> list[Parameter]:
         return list(_parameters_in(vars(self).values()))
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
-    """Yield the parameters among attribute values, and those of layers, lists and dicts among them, in order."""
+    """Yield the parameters among attribute values, and inside layers, lists and dicts among them, in order."""
     for value in values:
         if isinstance(value, Parameter):
             yield value
@@ -145,9 +146,9 @@ class Residual(Layer):
 
 
 class Attention(Residual):
-    """Self-attention, or cross-attention to the output of an encoder whose Specs are `memory`; a Residual layer.
-    What a weight's product adds comes first in its dims: those of query, key and value, which lie one after another,
-    are together a matrix with the dim d_model."""
+    """Self-attention, or cross-attention to the output of an encoder whose Specs are `memory`; a Residual layer. The
+    dims that a weight's product adds come first: the weights of query, key and value, which lie one after another, are
+    one matrix with the dim d_model."""
 
     def __init__(
         self,
@@ -307,7 +308,7 @@ class Stack(Layer):
         """Run the blocks of this stack named in `units` on the stream x, and the final norm after the stack's last
         block; x is returned unchanged if `units` names none of its blocks. `mask` hides the padding of x, `begins` what
         lies before a document, `memory_mask` the padding of the encoder's output `memory`; all are data tensors.
-        Without a `memory` cross-attention recalls that of a pass before."""
+        Without a `memory` cross-attention recalls the memory of an earlier pass."""
         s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
         if not blocks:
             return x

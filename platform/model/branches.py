@@ -1,7 +1,7 @@
 """Branches as one more tensor dim: D&SP for "any neural network with multiple branches" (SUPER, Jain et al.).
 
 Isomorphic branches are stacked: their weights have a dim that enumerates them (`branch`; `heads` in a Transformer). The
-layout rule splits that dim over whatever axis a layout gives it, and joining by sum is a contraction. Branches that
+layout rule splits that dim over any axis that a layout gives it, and joining by sum is a contraction. Branches that
 differ only in their pointwise function stay stacked (`pointwise_per_branch`); branches of other shapes get a `Branches`
 of their own, and the results are added.
 """
@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from platform.model.blocks import Layer
-from platform.plan.language.ops import Ops, Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.operations.words import Ops
 
 Inside = Callable[..., Any]  # (ops, each projection's output) -> the branches' activation before the join
 
@@ -47,7 +48,7 @@ class Branches(Layer):
         read = slices or source
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
-            """Return the weight parameter between two activations: its dims are those that only one of them has, and
+            """Return the weight parameter between two activations: its dims are the dims that only one of them has, and
             the branch dim; what an `in` weight contracts comes last. `part`: last part of its name; `role`: as in
             `Parameter`; `spread`: its initial standard deviation."""
             dims = tuple(d for d in first.dims if d not in second.dims)

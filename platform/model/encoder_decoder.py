@@ -1,4 +1,4 @@
-"""Encoder-decoder Transformer: by configuration that of "Attention Is All You Need" (post-norm, sinusoidal positions,
+"""Encoder-decoder Transformer: by configuration as in "Attention Is All You Need" (post-norm, sinusoidal positions,
 ReLU) or T5 (RMSNorm in front, relative positions, no biases). Each stack has `layers` blocks."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from platform.config.fields import Model as ModelConfig
 from platform.model.blocks import Activations, Stack, StackSpecs
 from platform.model.ends import Embedding, Head
 from platform.model.transformer import Transformer
-from platform.plan.language.ops import Ops
+from platform.plan.operations.words import Ops
 
 
 class EncoderDecoder(Transformer):

@@ -8,7 +8,8 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.blocks import ACTIVATIONS, STD, Activations, Layer, Norm, StackSpecs
-from platform.plan.language.ops import Ops, Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.operations.words import Ops
 
 LOGITS = Spec.of("logits", "length batch vocab")
 
@@ -35,8 +36,8 @@ class Embedding(Layer):
         return own + (self.norm.parameters() if self.norm else [])
 
     def __call__(self, ops: Ops, tokens: Any, segments: Any = None, positions: Any = None) -> Any:
-        """Return the stream for the data tensors `tokens`, `segments`, the rows of the second table, and `positions`,
-        those of tokens within their documents."""
+        """Return the stream for the data tensors `tokens`, `segments`, the rows of the second table, and `positions` of
+        tokens within their documents."""
         x = ops.lookup(self.name, self.table, tokens, self.spec)
         if self.position:
             x = ops.shift(x, self.spec, self.position)

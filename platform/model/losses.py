@@ -5,13 +5,15 @@ Pure Python without torch, so that refusals are quick; only a loss of one's own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from platform.boundary.own_code import OwnCodeError, own_code
-from platform.config.bounds import allow
-from platform.config.fields import WEIGHTED, Config, loss_of, objective_of, violation
+from platform.boundary.refusals import violation
+from platform.config.extending.own_settings import admit, with_settings
+from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.ops import LOSSES as KINDS
@@ -19,27 +21,38 @@ from platform.plan.language.ops import LOSSES as KINDS
 if TYPE_CHECKING:
     from platform.parallel.kernels.loss import TokenLoss
 
-LOSSES: dict[str, TokenLoss | None] = {CROSS_ENTROPY: None}
+LOSSES: dict[str, Callable[..., Any] | None] = {CROSS_ENTROPY: None}
 
 
-def register_loss(name: str, loss: TokenLoss) -> None:
+def register_loss(name: str, loss: Callable[..., Any], settings: type | None = None) -> None:
     """Register a loss as `train.loss=NAME`. `loss` maps what a model says of labels
     (`platform.parallel.kernels.loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
     `mean_log_probability` over vocab, tensors of one number per label) to what each costs, elementwise and
-    differentiably. The loss of a step is the mean over its labels."""
-    allow("train.loss", name, loss)
+    differentiably. The loss of a step is the mean over its labels. `settings`: a dataclass of train.loss_settings,
+    which `loss` gets as `settings`."""
+    admit("train.loss", name, settings, loss)
     LOSSES[name] = loss
 
 
-def wrong_loss(config: Config, plan: Plan) -> Iterator[str]:
+def losses_of(config: Config) -> dict[str, TokenLoss | None]:
+    """Return cross-entropy and the loss that a configuration trains with, each by its name: None, or a function with
+    its settings."""
+    name = loss_of(config)
+    loss = LOSSES[name]
+    return {CROSS_ENTROPY: None, name: loss and with_settings(loss, "train.loss", name, config.train.loss_settings)}
+
+
+def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if the loss of a configuration is not there, is no loss, or has no place in its plan; and if
     labels have weights that the plan has no place for."""
     name, objective = loss_of(config), objective_of(config)
     key, value = ("train.loss", name) if config.train.loss else ("data.objective", objective)
     own, weighted = name != CROSS_ENTROPY, objective in WEIGHTED
     if name not in LOSSES:
-        yield violation(key, value, f"comes with the loss {name}, which nothing registers", ["register_loss"])
-    elif own and (mistake := _mistake(LOSSES[name])):
+        yield violation(
+            key, value, f"comes with the loss {name}, which nothing registers", ["a name that register_loss has"]
+        )
+    elif own and (loss := LOSSES[name]) and (mistake := _mistake(loss, name, json.dumps(config.train.loss_settings))):
         yield violation(key, value, f"the loss {name} {mistake}")
     others = {kind for kind, _ in plan.operations if kind in KINDS} - {CROSS_ENTROPY}
     if others and (own or weighted):
@@ -48,12 +61,14 @@ def wrong_loss(config: Config, plan: Plan) -> Iterator[str]:
 
 
 @lru_cache
-def _mistake(loss: TokenLoss) -> str:
-    """Return what is wrong with a loss of a user's own, in words, "" if nothing: it is tried on a few labels."""
+def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
+    """Return the fault of a user's own loss, with its `settings` as JSON, in words, "" if it has none: the `function`
+    is tried on a few labels."""
     import torch
 
     from platform.parallel.kernels.loss import Likelihood
 
+    loss = with_settings(function, "train.loss", name, json.loads(settings))
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logs = logits.log_softmax(1)
 

@@ -8,7 +8,7 @@ from typing import Any
 from platform.config.fields import Model as ModelConfig
 from platform.model.blocks import Activations, Layer, Stack, StackSpecs, dim_sizes
 from platform.model.ends import Embedding, Head, embedding_table, restarts
-from platform.plan.language.ops import Ops
+from platform.plan.operations.words import Ops
 
 
 class Transformer(Layer):

@@ -7,7 +7,8 @@ from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.plan.language.ops import Ops, Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.operations.words import Ops
 
 IO = Spec.of("stream", "length batch io")
 HIDDEN = Spec.of("mlp", "length batch hidden")

@@ -87,6 +87,7 @@ class Console:
             self._write(_ERASE)
 
     def _line(self, row: MetricsRow, left: str) -> None:
+        """Print the line of a step, and the header before every so many lines."""
         if self._lines % _HEADER_EVERY == 0:
             self.say("".join(f"{title:>{width}}" for title, width, _ in _COLUMNS))
         self._lines += 1
@@ -109,6 +110,7 @@ def _some(scores: dict[str, float]) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Format seconds as days and hours, hours and minutes, or minutes and seconds."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

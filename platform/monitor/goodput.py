@@ -11,8 +11,8 @@ from platform.monitor.records.events import Goodput, JournalEvent
 
 def goodput(journal: Iterable[JournalEvent]) -> Goodput:
     """Compute what failures cost a run from its journal's events, in order: goodput, steps lost, and recovery times.
-    Useful seconds are those of committed steps, less those of the steps that a rollback repeats or a driver leaves
-    unsaved at its end or death."""
+    Useful seconds are the seconds of committed steps, less the steps that a rollback repeats or a driver leaves unsaved
+    at its end or death."""
     failures = transitions = lost = restarts = 0
     useful = seconds = restarting = 0.0
     unsaved = 0.0  # of the useful seconds, those after the last checkpoint

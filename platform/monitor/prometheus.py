@@ -12,8 +12,8 @@ TAG = "run"  # label of every gauge: the name of the run directory, by which run
 
 
 class RayGauges:
-    """Gauges of one run. Each node of a Ray cluster offers those of its processes to Prometheus, where ray[default] is
-    installed; the driver sets them. A gauge lasts as long as the driver."""
+    """Gauges of one run. Each node of a Ray cluster offers the metrics of its processes to Prometheus, where
+    ray[default] is installed; the driver sets them. A gauge lasts as long as the driver."""
 
     def __init__(self, run: str):
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()

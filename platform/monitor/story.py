@@ -7,6 +7,7 @@ from typing import Any
 
 from platform.monitor.records import events
 from platform.monitor.records.events import JournalEvent
+from platform.plan.language.numbers import count_of
 
 
 def _mesh(mesh: dict[str, int]) -> str:
@@ -14,12 +15,13 @@ def _mesh(mesh: dict[str, int]) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "1"
 
 
+def _on(node: str) -> str:
+    """Return " on HOST", without Ray's own id of a node; "" for none."""
+    return f" on {host}" if (host := node.partition("/")[0]) else ""
+
+
 def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 LINES: dict[
@@ -27,24 +29,24 @@ LINES: dict[
 ] = {  # kind -> line of an event; others are left out, as are empty lines
     events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
     events.Injected: lambda e: f"on purpose, in step {e.step}: {', '.join(e.faults)}",
-    events.Failure: lambda e: f"rank {e.rank} {e.kind} in {e.method}: {_last_line(e.cause)}",
+    events.Failure: lambda e: f"rank {e.rank}{_on(e.node)} {e.kind} in {e.method}: {_last_line(e.cause)}",
     events.Reforming: lambda e: e.reason,
     events.Released: lambda e: (
-        "" if e.alive is None else f"{_plural(e.alive, 'worker')} left, free after {e.seconds:.2f} s"
+        "" if e.alive is None else f"{count_of(e.alive, 'worker')} left, free after {e.seconds:.2f} s"
     ),
     events.Examined: lambda e: f"left out: {'; '.join(e.reasons)}" if e.unsound else "",
     events.Waiting: lambda e: f"waits: {e.reason}",
-    events.Forming: lambda e: f"generation {e.generation}: {_plural(e.world_size, 'worker')}, {_mesh(e.mesh)}",
+    events.Forming: lambda e: f"generation {e.generation}: {count_of(e.world_size, 'worker')}, {_mesh(e.mesh)}",
     events.Restored: lambda e: f"goes on after step {e.step}, from {e.source or 'storage'} in {e.seconds:.2f} s",
     events.Initialised: lambda e: f"starts from {e.weights}, read in {e.seconds:.2f} s",
-    events.RolledBack: lambda e: f"{_plural(e.steps_lost, 'step')} are done again",
+    events.RolledBack: lambda e: f"{count_of(e.steps_lost, 'step')} to do again",
     events.LearnedOut: lambda e: (
         f"learns no more: the lowest val loss, {e.best_loss:.4f}, was after step {e.best_step}"
     ),
     events.FirstStep: lambda e: f"step {e.step} is done",
-    events.Hiring: lambda e: f"{_plural(e.count, 'new worker')} starting",
-    events.Slow: lambda e: f"rank {e.rank} on {e.node} is slow: {e.ratio:.1f} times its stage's median",
-    events.Notice: lambda e: f"{_plural(len(e.numbers), 'worker')} will be taken away",
+    events.Hiring: lambda e: f"{count_of(e.count, 'new worker')} starting",
+    events.Slow: lambda e: f"rank {e.rank}{_on(e.node)} is slow: {e.ratio:.1f} times its stage's median",
+    events.Notice: lambda e: f"{count_of(len(e.numbers), 'worker')} will be taken away",
     events.Spike: lambda e: f"step {e.step} has a loss of {e.loss:g}: {e.policy}",
     events.Drained: lambda e: f"stopped by {e.signal} after step {e.step}",
     events.GaveUp: lambda e: f"ends after step {e.step}",
@@ -53,8 +55,8 @@ LINES: dict[
 
 
 def story(journal: Sequence[JournalEvent]) -> str:
-    """Tell what happened to a run under its last driver: a title, and a line for each event of the journal that LINES
-    has text for, with the seconds since that driver's start."""
+    """Summarise a run under its last driver: a title, and a line for each event of the journal that LINES has text for,
+    with the seconds since that driver's start."""
     start = max((i for i, event in enumerate(journal) if isinstance(event, events.Starting)), default=0)
     found = [(event.time, LINES[type(event)](event)) for event in journal[start:] if type(event) in LINES]
     lines = [f"{time - journal[start].time:9.2f}  {text}" for time, text in found if text]

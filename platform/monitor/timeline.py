@@ -1,5 +1,5 @@
-"""`timeline.json` and `timeline.svg`: the measured actions of every worker, beside those that its schedule planned, and
-the collectives that were under way meanwhile.
+"""`timeline.json` and `timeline.svg`: the measured actions of every worker, beside the planned ones of its schedule,
+and the collectives that were under way meanwhile.
 
 Clocks of different machines are never compared: each step begins with a barrier, and a worker's times count from when
 it left that barrier. They are as exact as the barrier: some ten microseconds inside a machine or on GPUs, about a
@@ -44,8 +44,8 @@ class RankRecord(Protocol):
 
 
 class Timeline:
-    """Collects what all ranks did in a run's last steps, to write it as a trace and a picture. `schedules`: those that
-    steps follow, ascending by their number of microbatches; `rows`: per stage, the actions of each, lowered; `names`,
+    """Collects what all ranks did in a run's last steps, to write it as a trace and a picture. `schedules`: schedules
+    of steps, ascending by their number of microbatches; `rows`: per stage, the actions of each, lowered; `names`,
     `stages`: name and stage of each rank."""
 
     def __init__(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import secrets
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import redact, register_url_secrets
 from platform.config.fields import Config
 from platform.monitor.records.metrics import MetricsRow, for_wandb
 
@@ -23,6 +26,10 @@ class WandbLog:
     def __init__(self, config: Config, run_dir: Path):
         """Start or continue the W&B run: online if there is an API key that the server accepts, else offline; offline
         or disabled if WANDB_MODE says so."""
+        with _arguments_redacted():
+            self._start(config, run_dir)
+
+    def _start(self, config: Config, run_dir: Path) -> None:
         import wandb
 
         wandb_dir = run_dir / "wandb"
@@ -72,6 +79,18 @@ class WandbLog:
         if status == RESUMABLE:
             self._run.mark_preempting()
         self._run.finish(exit_code=status)
+
+
+@contextmanager
+def _arguments_redacted() -> Iterator[None]:
+    """Keep secrets out of sys.argv within the context: W&B records the arguments, also of a user's own script."""
+    own = list(sys.argv)
+    register_url_secrets(own)
+    sys.argv[:] = redact(own)
+    try:
+        yield
+    finally:
+        sys.argv[:] = own
 
 
 def _stable_id(path: Path) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from platform.config.bounds import allow
+from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Optimizer
+from platform.plan.language.numbers import count_of
 
 
 def _constant(o: Optimizer, step: int, steps: int) -> float:
@@ -53,7 +54,7 @@ def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
 
 
 # (config.optimizer, number of the update, updates) -> fraction of lr after warm-up
-LearningRate = Callable[[Optimizer, int, int], float]
+LearningRate = Callable[..., float]
 
 # inverse_sqrt: "Attention Is All You Need", 5.3; its rate d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is the one
 # here with lr = (d_model x warmup)^-0.5. cosine_restarts: "SGDR: Stochastic Gradient Descent with Warm Restarts", with
@@ -68,10 +69,11 @@ SCHEDULES: dict[str, LearningRate] = {
 }
 
 
-def register_schedule(name: str, schedule: LearningRate) -> None:
+def register_schedule(name: str, schedule: Callable[..., float], settings: type | None = None) -> None:
     """Register a learning-rate schedule as `optimizer.schedule=NAME`: `schedule(config.optimizer, step, steps)` returns
-    the fraction of optimizer.lr at update `step` of `steps` after warm-up."""
-    allow("optimizer.schedule", name, schedule)
+    the fraction of optimizer.lr at update `step` of `steps` after warm-up. `settings`: a dataclass of
+    optimizer.schedule_settings, which `schedule` gets as `settings`."""
+    admit("optimizer.schedule", name, settings, schedule)
     SCHEDULES[name] = schedule
 
 
@@ -80,7 +82,8 @@ def learning_rate(o: Optimizer, step: int, steps: int) -> float:
     to lr, then the configured schedule; the cosines, linear and wsd end at min_lr x lr."""
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    return o.lr * SCHEDULES[o.schedule](o, step, steps)
+    factor = with_settings(SCHEDULES[o.schedule], "optimizer.schedule", o.schedule, o.schedule_settings)
+    return float(o.lr * factor(o, step, steps))
 
 
 def short_of_peak(o: Optimizer, steps: int) -> str:
@@ -90,4 +93,4 @@ def short_of_peak(o: Optimizer, steps: int) -> str:
         return ""
     most = o.lr * steps / o.warmup_steps
     reached = f"the learning rate ends at {most:.3g}, {steps / o.warmup_steps:.0%} of optimizer.lr={o.lr:g}"
-    return f"optimizer.warmup_steps={o.warmup_steps} is more than the {steps} steps of this run: {reached}"
+    return f"optimizer.warmup_steps={o.warmup_steps} is more than the {count_of(steps, 'step')} of this run: {reached}"

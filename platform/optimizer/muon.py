@@ -75,6 +75,7 @@ class Muon(torch.optim.AdamW):
             w, group = homes[name]
             w.mul_(1 - group["lr"] * group["weight_decay"])
             w.sub_(part.view_as(w), alpha=group["lr"] * FACTORS[o.matrix_lr](*self.matrices.shape(name)))
+            del part  # before the next matrix is made
 
     def _momentum(self, w: Tensor) -> Tensor:
         """Add the gradient of this rank's part of a matrix to its momentum; return what is to be made orthogonal."""

@@ -6,8 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from platform.config.bounds import allow
+from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Config, Optimizer
+from platform.optimizer.scratch import (
+    Update,
+    no_scratch,
+    scratch_of_adafactor,
+    scratch_of_lion,
+    scratch_of_muon,
+    scratch_of_sgd,
+)
 from platform.optimizer.whole import ELEMENT, FEWEST_DIMS, NEEDS
 
 if TYPE_CHECKING:
@@ -23,9 +31,10 @@ class OptimizerKind:
     them, as those of torch that are fused do for its GradScaler.
     """
 
-    make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
+    make: Callable[..., torch.optim.Optimizer]
     moments: int | Callable[[Optimizer], int]
     divides: bool = False
+    scratch: Callable[[Optimizer, Update], int] = no_scratch
 
 
 def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -56,16 +65,26 @@ def _muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     return Muon(groups, o)
 
 
+def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make an Adafactor of parameter groups."""
+    from platform.optimizer.adafactor import Adafactor
+
+    return Adafactor(groups, o)
+
+
 OPTIMIZERS = {
     "adamw": OptimizerKind(_adamw, moments=2, divides=True),
-    "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0)),
-    "lion": OptimizerKind(_lion, moments=1),
-    "muon": OptimizerKind(_muon, moments=2),  # one of matrices
+    "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0), scratch=scratch_of_sgd),
+    "lion": OptimizerKind(_lion, moments=1, scratch=scratch_of_lion),
+    "muon": OptimizerKind(_muon, moments=2, scratch=scratch_of_muon),  # one of matrices
+    "adafactor": OptimizerKind(_adafactor, moments=1, scratch=scratch_of_adafactor),  # none of matrices, but SIDES
 }
 
 
 SHIPPED = dict(OPTIMIZERS)  # as they are here, whatever a module registers under their names
 NOT_OF_MATRICES = "exp_avg_sq"  # the moment that is not kept of the plan's `matrices`
+NOT_OF_FACTORED = "variance"  # the moment of whose place SIDES, one per row and one per column, take in `factored`
+SIDES = ("row_var", "col_var")
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
@@ -76,6 +95,14 @@ def kept_numbers(config: Config) -> int:
     return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
 
 
+def make_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make the configured optimizer of parameter groups."""
+    made: torch.optim.Optimizer = with_settings(OPTIMIZERS[o.kind].make, "optimizer.kind", o.kind, o.settings)(
+        groups, o
+    )
+    return made
+
+
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
     """Return what the configured optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the
     parameter's shape), and its other state by name with the values after one step; for snapshots and checkpoints. Found
@@ -84,7 +111,7 @@ def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[li
 
     w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
     w.grad = torch.zeros_like(w)
-    optimizer = OPTIMIZERS[o.kind].make([{"params": [w], "weight_decay": 0.0}], o)
+    optimizer = make_optimizer([{"params": [w], "weight_decay": 0.0}], o)
     optimizer.step()
     found = {name: value for name, value in optimizer.state[w].items() if value is not None}
     moments = [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.shape == w.shape]
@@ -105,7 +132,7 @@ def find_need(o: Optimizer) -> str:
         cut alike."""
         start, *gradients = (cut(value.clone()) for value in values)
         parts = [part.requires_grad_() for part in start]
-        optimizer = OPTIMIZERS[o.kind].make([{"params": parts, "weight_decay": 0.1}], o)
+        optimizer = make_optimizer([{"params": parts, "weight_decay": 0.1}], o)
         for gradient in gradients:
             for part, of_part in zip(parts, gradient, strict=True):
                 part.grad = of_part
@@ -130,7 +157,7 @@ def keeps_groups(o: Optimizer) -> bool:
 
     alike = {"weight_decay": 0.0, "matrix": False}
     groups = [{"params": [torch.zeros(2, requires_grad=True)], "names": [f"{x}"], "lr_factor": x} for x in (1.0, 0.5)]
-    made = OPTIMIZERS[o.kind].make([{**group, **alike} for group in groups], o)
+    made = make_optimizer([{**group, **alike} for group in groups], o)
     return [group.get("lr_factor") for group in made.param_groups] == [1.0, 0.5]
 
 
@@ -144,16 +171,18 @@ def preload_imports(o: Optimizer) -> None:
 
 def register_optimizer(
     name: str,
-    make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer],
+    make: Callable[..., torch.optim.Optimizer],
     moments: int,
     needs: str | None = None,
+    settings: type | None = None,
 ) -> None:
     """Register an optimizer as `optimizer.kind=NAME`; `make` and `moments` as in `OptimizerKind`. `needs`: `element` if
     it updates every element by itself, `tensor` if it must see every tensor whole, `matrix` if only those of two or
-    more dims; found by trying (`find_need`) if None. A plan that would split what it needs whole is refused. Raises
-    ValueError for any other word."""
+    more dims; found by trying (`find_need`) if None. A plan that would split what it needs whole is refused.
+    `settings`: a dataclass of optimizer.settings, which `make` gets as `settings`. Raises ValueError for any other
+    word."""
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
-    allow("optimizer.kind", name, make)
+    admit("optimizer.kind", name, settings, make)
     OPTIMIZERS[name] = OptimizerKind(make, moments)
     NEEDS[name] = needs or find_need

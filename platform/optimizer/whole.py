@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from platform.config.fields import Config, Optimizer, violation
+from platform.boundary.refusals import violation
+from platform.config.fields import Config, Optimizer
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter
 
@@ -17,8 +18,9 @@ Need = str | Callable[[Optimizer], str]
 #   element  every element is updated by itself
 #   tensor   every tensor is updated as a whole
 #   matrix   tensors of two or more dims are updated as a whole
-# Muon gets what it needs whole: the plan gathers it (`Plan.matrices`).
-NEEDS: dict[str, Need] = {"adamw": ELEMENT, "sgd": ELEMENT, "lion": ELEMENT, "muon": ELEMENT}
+# Muon gets what it needs whole: the plan gathers it (`Plan.matrices`); Adafactor what it needs summed
+# (`Plan.factored`).
+NEEDS: dict[str, Need] = {"adamw": ELEMENT, "sgd": ELEMENT, "lion": ELEMENT, "muon": ELEMENT, "adafactor": ELEMENT}
 
 
 def need_of(o: Optimizer) -> str:

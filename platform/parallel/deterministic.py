@@ -1,4 +1,4 @@
-"""Sums in a fixed order: what torch is told so that a step done again is equal in every bit (train.deterministic)."""
+"""Sums in a fixed order: settings of torch with which a step done again is equal in every bit (train.deterministic)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def deterministic(compiles: bool) -> Iterator[None]:
     alike, and raise RuntimeError with the name of an operation that has no such kernel. `compiles`: so do functions
     that are compiled.
 
-    What of it is read from the environment, before CUDA and NCCL start, is in `platform.cluster.crew.base.job`.
+    Its environment variables, read before CUDA and NCCL start, are in `platform.cluster.crew.base.job`.
     """
     before = torch.get_deterministic_debug_mode(), _SETTINGS.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     torch.set_deterministic_debug_mode("error")

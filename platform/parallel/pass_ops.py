@@ -1,4 +1,5 @@
-"""The `Ops` of a pass of generation: attention writes keys and values into a cache, and reads those of all passes."""
+"""The `Ops` of a pass of generation: attention writes keys and values into a cache, and reads the keys and values of
+all passes."""
 
 from __future__ import annotations
 
@@ -8,19 +9,16 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.loss_ops import PassPosition
-from platform.parallel.parallel_ops import ParallelOps
+from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.sharding.convert import absent
 from platform.plan.core.plan import Plan
-from platform.plan.language.memory import lengthened
-from platform.plan.language.ops import Spec
+from platform.plan.language.ops import Spec, lengthened
 
 
 @dataclass
 class KeyValueCache:
     """Keys and values of the sequences under way: this rank's blocks [length, batch, ...] by the attention that reads
-    them, those of causal attention with room for `capacity` tokens. `first`: the sequence at which each block
-    begins."""
+    them, with room for `capacity` tokens under causal attention. `first`: the sequence at which each block begins."""
 
     capacity: int
     blocks: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -36,7 +34,7 @@ class KeyValueCache:
 
 
 class PassOps(ParallelOps):
-    """Executes passes of one plan on a rank; see `ParallelOps`. `cache`: that of the sequences under way."""
+    """Executes passes of one plan on a rank; see `ParallelOps`. `cache`: keys and values of the sequences under way."""
 
     cache: KeyValueCache
 
@@ -47,13 +45,18 @@ class PassOps(ParallelOps):
         """Begin a pass whose sequences have `offset` tokens in `cache`."""
         self.offset, self.cache = offset, cache
         self.position = PassPosition(training=False)
-        self._angles.clear()
+        self.angles.clear()
         self.begin()
+
+    def leave(self) -> None:
+        """End a pass: its cache is its caller's alone, who may drop it."""
+        del self.cache
 
     def remembered(self, spec):
         return lengthened(spec, self.cache.capacity)
 
     def remember(self, name, k, v, kv):
+        """Write the keys and values of a pass into the cache, and return the keys and values of all passes so far."""
         out = self.remembered(kv)
         if absent(k):
             return k, v, out  # k and v are empty
@@ -67,6 +70,7 @@ class PassOps(ParallelOps):
         return *pair, out
 
     def recall(self, name, k, v, kv):
+        """Return the keys and values of the source, from this pass or the cache."""
         if k is not None:
             self.cache.blocks[name] = k, v
             if not absent(k):
@@ -76,4 +80,4 @@ class PassOps(ParallelOps):
     def _first(self, kv: Spec) -> int:
         """Return the first sequence of this rank's block of keys or values."""
         assert kv.dims[:2] == ("length", "batch")
-        return self._blocks[kv][1][0]
+        return self.blocks[kv][1][0]

@@ -126,8 +126,8 @@ def _posted_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
 
 @dataclass
 class PipelineExecutor:
-    """Runs schedule rows on the rank of `communicator`, timing each action as a section of its clock. `plan`: that of
-    this rank's stage.
+    """Runs schedule rows on the rank of `communicator`, timing each action as a section of its clock. `plan`: the plan
+    of this rank's stage.
 
     `forward(chunk, microbatch, flow, deferred)` runs a model chunk on the activations received by name (`flow`) and
     returns its output activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward
@@ -199,8 +199,8 @@ class PipelineExecutor:
         self._weight_gradient(step)
 
     def _input_gradient(self, step: CompiledAction) -> None:
-        """Run a backward pass from the gradients of the chunk's outputs (1 for the loss), and leave those of its inputs
-        for the chunk before; weight gradients are computed too unless the row defers them."""
+        """Run a backward pass from the gradients of the chunk's outputs (1 for the loss), and leave its inputs'
+        gradients for the chunk before; weight gradients are computed too unless the row defers them."""
         live = self._live[step.key]
         gradients: dict[str, Tensor] = {}
         if step.chunk.sends:
@@ -278,7 +278,7 @@ _ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, CompiledAction], None]] = {
 def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
     """Sum in place the gradients of tied parameters, which several pipeline stages use (such as the table shared by
     embedding and head): the owner stage adds the other stages' gradients in stage order and sends them the sum.
-    `gradients`: parameter name -> this rank's gradient; `plan`: that of this rank's stage."""
+    `gradients`: parameter name -> this rank's gradient; `plan`: the plan of this rank's stage."""
     here = communicator.coordinates["stage"]
     for name, (owner, *others) in plan.tied.items():
         if name not in gradients:  # neither this rank nor its peers in other stages have a block

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.sharding.gradients import counts_gradient, counts_here, squares
+from platform.parallel.sharding.gradients import counts_here, squares
 from platform.plan.core.buckets import layer_of
+from platform.plan.core.counted import counts_gradient
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Spec
 
@@ -59,7 +60,7 @@ def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[
     of it this rank updates."""
     found: Sums = {}
     for p in plan.parameters:
-        if p.name in gradients and counts_gradient(plan, communicator, p):
+        if p.name in gradients and counts_gradient(plan, communicator.coordinates, p):
             layer = layer_of(p.name)
             found[layer] = found.get(layer, 0.0) + squares(gradients[p.name].reshape(-1))
     return found

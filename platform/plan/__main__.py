@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 
-from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.command_line import CommandLine
+from platform.boundary.redaction import redact, register_url_secrets, shielded
+from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import print_refusals, print_while_read, visible
-from platform.config.fields import Config, ConfigError
+from platform.config.extending.own_settings import shown_settings
+from platform.config.fields import Config
 from platform.launch import REFUSED, compose
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
@@ -26,8 +29,9 @@ from platform.planning.memory_budget import footprints
 from platform.planning.replan import shrinking
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m platform.plan", description=__doc__)
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.plan`; return its exit status."""
+    parser = CommandLine(prog="python -m platform.plan", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--workers", type=int, help="how many there are, where parallel.data=-1")
@@ -38,7 +42,7 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
     parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args(given)
     register_url_secrets(arguments.overrides)
     with shielded(sys.stdout, sys.stderr):
         return print_while_read(lambda: _answer(arguments))
@@ -76,6 +80,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         tiers=arguments.tiers,
         dropout=config.model.dropout,
         footprints=footprints(config, plan),
+        settings=redact(shown_settings(config)),
     )
     print(json.dumps(found) if arguments.json else visible(render(plan, found)))
     return 0

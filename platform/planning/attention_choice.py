@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from platform.config.fields import Config, violation
+from platform.boundary.refusals import violation
+from platform.config.fields import Config
 from platform.plan.core.fused import fused_attentions, traits_of
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, reason_against

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
-from platform.config.bounds import allow
-from platform.config.fields import Config, ConfigError, violation
+from platform.boundary.refusals import ConfigError, violation
+from platform.config.extending.own_settings import admit, with_settings
+from platform.config.fields import Config, Pipeline
 from platform.config.groups.batch_ramp import batch_sizes
+from platform.plan.language.numbers import count_of
 from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (
     MOST_PASSES,
     NO_TABLE,
     SCHEDULES,
+    SHIPPED,
     Generator,
     generate,
     least_microbatches,
@@ -23,15 +27,23 @@ from platform.plan.schedule.table import Schedule, ScheduleError, table
 MISTAKES_SHOWN = 20  # violations listed for a table from a file
 
 
-def register_pipeline(name: str, generator: Generator) -> None:
+def register_pipeline(name: str, generator: Callable[..., Any], settings: type | None = None) -> None:
     """Register a pipeline schedule as `pipeline.kind=NAME`: a function (stages, chunks per stage, microbatches) ->
     compute rows, one row of actions per stage.
 
     The generator refuses numbers that it cannot take by raising `platform.plan.schedule.table.ScheduleError`; the
-    nearest microbatch counts that it does take are then found by trying.
+    nearest microbatch counts that it does take are then found by trying. `settings`: a dataclass of pipeline.settings,
+    which the generator gets as `settings`.
     """
-    allow("pipeline.kind", name, generator)
+    admit("pipeline.kind", name, settings, generator)
     SCHEDULES[name] = generator
+
+
+def generator_of(pipeline: Pipeline) -> Generator | None:
+    """Return the generator of a pipeline schedule of the user's own, with its settings; None for ours."""
+    if pipeline.kind not in SCHEDULES:  # none, or a file
+        return None
+    return with_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
 
 
 def count_microbatches(config: Config, data: int) -> int:
@@ -42,21 +54,32 @@ def count_microbatches(config: Config, data: int) -> int:
     Raises ConfigError if the schedule's table would be too long to make.
     """
     pipeline, unit = config.pipeline, config.train.microbatch * data
+    kind, stages, chunks = pipeline.kind, pipeline.stages, pipeline.chunks
     needed = -(-config.train.global_batch // unit)
-    if pipeline.kind == "file":
+    if kind == "file":
         return needed
-    if (passes := pipeline.stages * pipeline.chunks * needed) > MOST_PASSES:
+
+    def passes(stages: int, microbatches: int) -> int:
+        least = least_microbatches(kind, stages, chunks, microbatches) if kind in SHIPPED else microbatches
+        return stages * chunks * least
+
+    if passes(stages, 1) > MOST_PASSES:  # whatever the batch
         constraint = (
-            f"is {needed} microbatches on pipeline.stages={pipeline.stages} x pipeline.chunks={pipeline.chunks}:"
-            f" {passes} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"
+            f"with pipeline.chunks={chunks}, {count_of(passes(stages, 1), 'pass')} at least, of which a schedule may"
+            f" have {MOST_PASSES}"
         )
-        most = MOST_PASSES // (pipeline.stages * pipeline.chunks) * unit
-        raise ConfigError(
-            violation("train.global_batch", config.train.global_batch, constraint, [most] if most else [])
+        legal = [n for n in range(1, stages) if passes(n, needed) <= MOST_PASSES]
+        raise ConfigError(violation("pipeline.stages", stages, constraint, legal[-1:]))
+    if (made := passes(stages, needed)) > MOST_PASSES:
+        constraint = (
+            f"is {count_of(needed, 'microbatch')} on pipeline.stages={stages} x pipeline.chunks={chunks}:"
+            f" {made} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"
         )
-    if pipeline.kind == "none":
+        legal = [MOST_PASSES // (stages * chunks) * unit]
+        raise ConfigError(violation("train.global_batch", config.train.global_batch, constraint, legal))
+    if kind == "none":
         return needed
-    return least_microbatches(pipeline.kind, pipeline.stages, pipeline.chunks, needed)
+    return least_microbatches(kind, stages, chunks, needed, generator_of(pipeline))
 
 
 def schedule_of(config: Config, data: int) -> Schedule:
@@ -72,13 +95,14 @@ def schedule_of(config: Config, data: int) -> Schedule:
     if pipeline.kind == "file":
         return _from_file(config, microbatches, unit)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    generator = generator_of(pipeline)
     try:
-        return generate(kind, pipeline.stages, pipeline.chunks, microbatches)
+        return generate(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
     except ScheduleError as error:
-        legal = legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
+        legal = legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
         if not legal:  # no number of microbatches helps
             raise ConfigError([violation("pipeline", kind, line) for line in error.violations]) from None
-        reason = f"is {microbatches} microbatches; {'; '.join(error.violations)}"
+        reason = f"is {count_of(microbatches, 'microbatch')}; {'; '.join(error.violations)}"
         raise ConfigError(violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
 
 
@@ -102,7 +126,7 @@ def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
         schedule = from_csv(path)
     except ScheduleError as error:
         more = len(error.violations) - MISTAKES_SHOWN
-        shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {more} more mistakes"] if more > 0 else [])]
+        shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {count_of(more, 'more mistake')}"] if more > 0 else [])]
         lines = [violation("pipeline.file", path, line) for line in shown]
         raise ConfigError([*lines, *(table(error.rows).splitlines() if error.rows else [])]) from None
     if lines := list(_mismatches(config, schedule, microbatches, unit)):
@@ -120,5 +144,5 @@ def _mismatches(config: Config, schedule: Schedule, microbatches: int, unit: int
         if given != own:
             yield violation(key, given, f"the table in pipeline.file has {own}", [own])
     if microbatches != schedule.microbatches:
-        reason = f"is {microbatches} microbatches; the table in pipeline.file has {schedule.microbatches}"
+        reason = f"is {count_of(microbatches, 'microbatch')}; the table in pipeline.file has {schedule.microbatches}"
         yield violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])

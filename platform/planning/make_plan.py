@@ -8,21 +8,22 @@ from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
 
-from platform.config.extensions import refusing_exits
-from platform.config.fields import WEIGHTED, Config, ConfigError, closest, loss_of, objective_of, violation
+from platform.boundary.refusals import ConfigError, closest, violation
+from platform.config.extending.extensions import refusing_exits
+from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.config.layout_map import axes_of
 from platform.model import build_model
-from platform.model.losses import wrong_loss
-from platform.optimizer.groups import find_matrices, wrong_patterns
+from platform.model.losses import violations_of_loss
+from platform.optimizer.parameter_groups import find_factored, find_matrices, violations_of_patterns
 from platform.optimizer.whole import split_violations
-from platform.plan.communication.legality import IllegalPlan
 from platform.plan.core.build import build_plan
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LabelLoss
 from platform.plan.language.mistakes import ModelMistake
-from platform.plan.language.numbers import factorizations
+from platform.plan.language.numbers import count_of, factorizations
 from platform.plan.language.ops import Recompute
 from platform.plan.language.scheme import compose_scheme
+from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
@@ -50,21 +51,18 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     """
     tensor, branch = asdict(config.tensor), asdict(config.branch)
     inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
-    data, train = config.parallel.data, config.train
-    if data == -1:
-        data = (workers or inner) // inner
-        if data < 1 or (workers or inner) % inner:
-            raise ConfigError(
-                f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
-            )
+    data, train = _replicas(config, inner, workers or inner), config.train
     group = zero_group(config, data)
     scheme = compose_scheme(tensor, branch, data, group if 1 < group < data else 1)
     try:
+        model = build_model(config.model)
+        if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
+            raise ConfigError(few)
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
             build_plan(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
         plan = build_plan(
-            build_model(config.model),
+            model,
             scheme,
             data=data,
             microbatch=train.microbatch,
@@ -91,13 +89,42 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = replace(plan, frozen=_frozen(config, plan))
-    if config.optimizer.kind == "muon":
-        plan = replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))
-    checks = wrong_patterns, split_violations, kernel_violations, wrong_loss, _blind
+    plan = _with_updates(config, plan)
+    checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
     return plan
+
+
+def _replicas(config: Config, inner: int, workers: int) -> int:
+    """Return the number of replicas: parallel.data, or as many as there are `workers` for, where it is -1. `inner`: the
+    product of all other axes. Raises ConfigError if it divides the workers with a rest."""
+    if config.parallel.data != -1:
+        return config.parallel.data
+    if workers < inner or workers % inner:
+        there = count_of(workers, "worker")
+        raise ConfigError(f"parallel.data=-1: {there}, no multiple of {inner}, the other axes' product")
+    return workers // inner
+
+
+def _with_updates(config: Config, plan: Plan) -> Plan:
+    """Return the plan with the parameters that are frozen, updated as whole matrices, or with factored moments."""
+    plan = replace(plan, frozen=_frozen(config, plan))
+    if config.optimizer.kind == "muon":
+        return replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))
+    if config.optimizer.kind == "adafactor":
+        return replace(plan, factored=tuple(find_factored(plan)))
+    return plan
+
+
+def _few_units(config: Config, units: int) -> str:
+    """Return the refusal line of more chunks than the `units` of the model of which stages are made, "" for none."""
+    stages, chunks = config.pipeline.stages, config.pipeline.chunks
+    if stages * chunks <= units:
+        return ""
+    constraint = f"x pipeline.chunks={chunks} is more than the {units} units of the model (embeddings, blocks, head)"
+    legal = units // chunks or f"pipeline.chunks={max(1, units // stages)}"
+    return violation("pipeline.stages", stages, constraint, [legal])
 
 
 def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:

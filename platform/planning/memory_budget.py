@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import inf, prod
 
 from platform.config.fields import Config
 from platform.model import build_model
-from platform.optimizer.optimizers import kept_numbers
+from platform.optimizer.optimizers import OPTIMIZERS, kept_numbers
+from platform.optimizer.parameter_groups import factors_of
+from platform.optimizer.scratch import Update, parts_of
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
 from platform.plan.memory.footprint import Footprint, footprint
-from platform.plan.memory.worker_bytes import weight_bytes
+from platform.plan.memory.metered_pass import answer_bytes, reading_shape, scoring_shape
+from platform.plan.memory.worker_bytes import state_elements, weight_bytes
 from platform.plan.schedule.generators import generate, representative_microbatches
 from platform.plan.schedule.lowering import lower
 from platform.plan.schedule.table import Schedule
-from platform.planning.choose_schedule import schedule_of
+from platform.planning.choose_schedule import generator_of, schedule_of
 from platform.planning.make_plan import make_plan
 
 
@@ -28,7 +33,7 @@ class MemoryBudget:
         if memory < inf:
             plan = make_plan(config)
             self.memory = max(memory, needed_bytes(config, plan))
-            self._moments = kept_numbers(config)
+            self._state = state_elements(plan, kept_numbers(config))
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold(self, config: Config) -> bool:
@@ -39,10 +44,10 @@ class MemoryBudget:
         split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
         zero, data = config.parallel.zero, config.parallel.data
         master, compute = self._itemsize["master"], self._itemsize["compute"]
-        updated = master * (1 + self._moments) / (data if zero else 1)
+        updated = master * (self._count + self._state) / (data if zero else 1)
         used = master / (data if zero >= 2 else 1)
         used += (compute if compute != master else 0) / (data if zero == 3 else 1)
-        return self._count * (updated + used) / split <= self.memory
+        return (updated + self._count * used) / split <= self.memory
 
     def holds(self, config: Config, plan: Plan) -> bool:
         """Return True if every worker's predicted peak under the candidate's plan fits the budget; weights alone are
@@ -58,13 +63,45 @@ def needed_bytes(config: Config, plan: Plan) -> int:
 
 
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
-    """Return the predicted memory (`Footprint`) of one worker of every pipeline stage under the plan, in stage
-    order."""
+    """Return the predicted memory (`Footprint`) of one worker of every pipeline stage under the plan, in stage order:
+    in a training step, or while tasks score its model, where that takes more."""
+    found = training(config, plan)
+    if not config.eval.tasks:
+        return found
+    return [max(pair, key=lambda f: f.total) for pair in zip(found, answering_memory(config, plan, found), strict=True)]
+
+
+def training(config: Config, plan: Plan) -> list[Footprint]:
+    """Return the predicted memory of one worker of every pipeline stage in a training step, in stage order."""
     model, moments = build_model(config.model), kept_numbers(config)
     lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
     device = device_kind(config)
     plan = settled(plan, device, dropout)
-    return [footprint(plan, model, row, stage, moments, dropout, device) for stage, row in enumerate(lowered)]
+    scratch = [_scratch(config, plan, stage, device) for stage in range(plan.stages)]
+    return [footprint(plan, model, row, i, moments, dropout, device, scratch[i]) for i, row in enumerate(lowered)]
+
+
+def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) -> list[Footprint]:
+    """Return the predicted memory of one worker of every pipeline stage while tasks score the run's model (eval.tasks),
+    in stage order, of which `training` is that in a step: parameters and optimizer state stay."""
+    device = device_kind(config)
+    plan = settled(plan, device, config.model.dropout)
+    m = config.model
+    source = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
+    model = build_model(replace(m, within_documents=True, source_length=source or m.length))
+    scored = scoring_shape(plan, m.length, source)
+    shapes = (scored, reading_shape(scored, m.length))
+    most = [max(answer_bytes(plan, model, shape, stage, device) for shape in shapes) for stage in range(plan.stages)]
+    there = {"gradients": 0, "activations": 0, "in_flight": 0}
+    return [replace(f, **there, working=n) for f, n in zip(training, most, strict=True)]
+
+
+def _scratch(config: Config, plan: Plan, stage: int, device: str) -> int:
+    """Return the bytes that the optimizer takes during an update on a stage's worker that has a block of every
+    tensor."""
+    o, at = config.optimizer, {**plan.mesh.coordinates(0), "stage": stage}
+    decays = {p.name: p.decay and o.weight_decay * factors_of(o, p.name)[1] > 0 for p in plan.parameters}
+    return OPTIMIZERS[o.kind].scratch(o, Update(plan.at(stage), at, device, dict(parts_of(plan, at, decays))))
 
 
 def device_kind(config: Config) -> str:
@@ -82,7 +119,7 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
         return schedule_of(config, config.parallel.data)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
     few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
-    return generate(kind, pipeline.stages, pipeline.chunks, few)
+    return generate(kind, pipeline.stages, pipeline.chunks, few, generator_of(pipeline))
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from platform.config.fields import Config, violation
+from platform.boundary.refusals import violation
+from platform.config.fields import Config
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import plan_quickly
 from platform.planning.memory_budget import footprints, needed_bytes

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import torch
 
-from platform.config.extensions import load_extensions
-from platform.config.fields import Config, ConfigError
-from platform.parallel.attention import lacking
+from platform.boundary.refusals import ConfigError
+from platform.config.extending.extensions import load_extensions
+from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.meeting import connected
 from platform.parallel.compiled import uncompiled
+from platform.parallel.sdpa import lacking
 from platform.plan.language.mesh import Mesh
 from platform.train.health.link import PAIR, measure_link
 from platform.train.health.measure import FULL, QUICK, findings
-from platform.train.protocol.answers import Findings, Proof
+from platform.train.protocol.replies import Findings, Proof
 from platform.train.recovery.proof import proof
-from platform.train.step.weights import DTYPES
+from platform.train.step.rank_parameters import DTYPES
 
 
 class Candidate:

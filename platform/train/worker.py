@@ -39,7 +39,7 @@ from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
 from platform.train.candidate import Candidate
-from platform.train.protocol.answers import (
+from platform.train.protocol.replies import (
     Built,
     Copied,
     Differences,
@@ -61,7 +61,7 @@ from platform.train.step.training_state import State, tell_all, tried
 class Worker(Candidate):
     """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
-    `platform.train.protocol.answers` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
+    `platform.train.protocol.replies` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`;
     then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The

@@ -1,7 +1,7 @@
 """Command line for weights: make a checkpoint of a model that transformers saved, or export one for transformers.
 
-Exit status: 0 done; 1 what is read fails, or is refused; 2 the command line is wrong, or our words do not express the
-model: nothing is written then.
+Exit status: 0 done; 1 a file cannot be read, or is refused; 2 the command line is wrong, or our words do not express
+the model: nothing is written then.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from platform.boundary.command_line import CommandLine
 from platform.boundary.redaction import bare_url, shielded
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import print_refusals, print_while_read, visible
 from platform.boundary.undo import missing_directories, remove_empty
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.fields import ConfigError, violation
 from platform.config.surroundings import writing_to
 from platform.data.tokenizers.tokenizer_files import has_tokenizer
 from platform.weights.averages import with_averages
@@ -34,7 +35,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `python -m platform.weights`; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m platform.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -84,7 +85,8 @@ def _import(given: argparse.Namespace) -> int:
     found = importable(given.source, "source", drop=given.drop)
     storage = open_storage(given.url, "url")
     files, lacks = beside(found.saved, "source")
-    directory = import_model(found, storage, files)
+    with writing_to("url", bare_url(given.url)):
+        directory = import_model(found, storage, files)
     if lacks:
         print(visible(f"without a tokenizer: {lacks}"))
     print(visible(f"{storage.url}/{directory}"))

@@ -1,4 +1,4 @@
-"""Averaged weights of a checkpoint (train.ema) in the place of those that were trained."""
+"""Averaged weights of a checkpoint (train.ema) in the place of the trained ones."""
 
 from __future__ import annotations
 

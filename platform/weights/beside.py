@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import ConfigError, Data, Model, violation
+from platform.config.fields import Data, Model
 from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer
 from platform.data.tokenizers.tokenizer_files import (
     CONFIG,
@@ -46,8 +47,8 @@ def beside(saved: SavedModel, key: str) -> tuple[dict[str, bytes], str]:
 
 
 def to_export(source: str, storage: Storage, directory: str, manifest: Manifest, length: int) -> dict[str, bytes]:
-    """Return the files that go along with a checkpoint that is exported, by name: those of the tokenizer at `source`, a
-    path or URL of its file or folder, else those that the checkpoint carries. `length`: the most tokens of the model.
+    """Return the files that go along with a checkpoint that is exported, by name: the tokenizer's at `source`, a path
+    or URL of its file or folder, else the ones that the checkpoint carries. `length`: the most tokens of the model.
     Raises ConfigError, Refused or OSError."""
     carried = read_carried(storage, directory, manifest)
     if not source:
@@ -83,15 +84,16 @@ def token_ids(vocabulary: Vocabulary | None, model: Model) -> dict[str, Any]:
 
 def files_beside(url: str) -> tuple[str, dict[str, bytes]]:
     """Return where the weights at a URL, of a model that transformers saved or of a checkpoint, have files beside them,
-    and these files by name; {} if they cannot be read."""
+    and these files by name; {} if there are no weights. Raises Refused or OSError if a checkpoint's files are not what
+    was written."""
     try:
         if is_saved(url):
             saved = SavedModel(url)
             return saved.place, beside(saved, "source")[0]
         storage, name, manifest = catalogue.select(url, "source")
-        return f"{storage.url}/{name}", read_carried(storage, name, manifest)
     except (ConfigError, Refused, OSError):
         return url, {}
+    return f"{storage.url}/{name}", read_carried(storage, name, manifest)
 
 
 def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Mapping[str, bytes]) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.interchange import write_safetensors
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.manifest import Manifest
-from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import ConfigError, Model, violation
+from platform.checkpoint.storage.storage import Storage, all_or_nothing
+from platform.config.fields import Model
 from platform.data.vocabulary import Vocabulary
 from platform.weights.beside import token_ids
 from platform.weights.families.family import Family
@@ -79,8 +80,8 @@ def exportable(
 ) -> Exportable:
     """Find out as what a checkpoint can be exported. `family`: the one to take, "" for the first that expresses it;
     `dtype`: the element type of all tensors, "" for theirs; `like`: a config.json that says what our words do not;
-    `vocabulary`: that of its tokenizer, which says ids of special tokens. Raises ConfigError with a line for each
-    mistake."""
+    `vocabulary`: the file of its tokenizer, which has the ids of special tokens. Raises ConfigError with a line for
+    each mistake."""
     model = stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
@@ -119,7 +120,7 @@ def _is_free(family: Family, key: str) -> bool:
 
 
 def _lacking(found: Exportable) -> Iterator[str]:
-    """Yield a line for the parameters that a checkpoint lacks, and one for those of another shape."""
+    """Yield a line for the parameters that a checkpoint lacks, and one for parameters of another shape."""
     turned = found.manifest.meta.format == 1
     there, lacks, other = found.manifest.tensors, [], []
     for name, (p, shape) in parameters_of(found.model).items():
@@ -157,7 +158,7 @@ def export_model(
 ) -> list[str]:
     """Write a model into `folder` as transformers saves it, one tensor of theirs in memory at a time: files of
     safetensors of at most `most` bytes, their index if there are several, and config.json; `more`: further files by
-    name, such as the tokenizer's. Return the names of all files, which are deleted if any fails.
+    name, such as the tokenizer's. Return the names of all files; there are all of them, or none (`all_or_nothing`).
 
     Raises FileExistsError if one is there already, Refused or OSError if the checkpoint cannot be read.
     """
@@ -170,26 +171,22 @@ def export_model(
         if len(shards) == 1
         else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     )
-    documents = {**(more or {}), CONFIG: _document(found.config)}
+    documents = dict(more or {})
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = {"total_parameters": sum(prod(t.shape) for t in tensors.values()), "total_size": sum(sizes.values())}
         documents[INDEX] = _document({"metadata": total, "weight_map": where})
+    documents[CONFIG] = _document(found.config)  # last: a folder without it is no model
     names = [*files, *documents]
     if taken := sorted({*names} & folder.list("").keys()):
         raise FileExistsError(f"{folder.url} has {', '.join(taken)} already; name another folder")
-    try:
+    with all_or_nothing(folder, names) as place:
         for file, shard in zip(files, shards, strict=True):
             order = sorted(shard, key=lambda name: (-DTYPES[kinds[name]].itemsize, name))  # as safetensors orders them
             described = {name: (kinds[name], tensors[name].shape) for name in order}
-            write_safetensors(folder, file, METADATA, described, (found.read(tensors[name]) for name in order))
+            write_safetensors(place, file, METADATA, described, (found.read(tensors[name]) for name in order))
         for name, raw in documents.items():
-            folder.write(name, [memoryview(raw)])
-    except BaseException:
-        for name in names:
-            with suppress(OSError):
-                folder.delete(name)
-        raise
+            place.write(name, [memoryview(raw)])
     return names
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from platform.boundary import documents, schema
 from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed, OpenMap, Text
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.chain import shares
@@ -20,7 +21,6 @@ from platform.checkpoint.blocks.placement import LARGEST_BLOCK, THREADS, HeldTen
 from platform.checkpoint.interchange import ForeignTensor, read_header, split_file
 from platform.checkpoint.storage.manifest import Name, Refused
 from platform.checkpoint.storage.storage import Storage, open_storage
-from platform.config.fields import ConfigError, violation
 from platform.weights.names import MatrixPart, Stored
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -32,6 +32,8 @@ _File = Annotated[str, Text(r"[\w.-]{1,250}\.safetensors", "the name of a safete
 
 @dataclass(frozen=True)
 class _Index:
+    """An index of safetensors files: the name of each tensor -> the file that holds it."""
+
     weight_map: dict[Name, _File]
 
 
@@ -77,6 +79,7 @@ class SavedModel:
         return ConfigError(violation(self._key, self.url, why))
 
     def _config(self, there: dict[str, int]) -> dict[str, Any]:
+        """Read config.json as a map; raises Refused if it is missing or malformed."""
         if CONFIG not in there:
             raise Refused(f"holds no {CONFIG}")
         raw = self._folder.read(CONFIG, 0, LARGEST_CONFIG + 1)
@@ -104,6 +107,7 @@ class SavedModel:
         return found
 
     def _headers(self, files: Sequence[str]) -> Iterator[tuple[str, tuple[str, ForeignTensor]]]:
+        """Yield each tensor of the files with its name and file; raises Refused for a name in several files."""
         seen: set[str] = set()
         for file in files:
             try:
@@ -151,6 +155,7 @@ class SavedModel:
                 pass
 
     def _read(self, piece: Piece[Place], memory: Tensor) -> None:
+        """Read the bytes of a piece into `memory`, turned where its place says so."""
         place = piece.source
         data = self._folder.read(place.file, place.start, place.end)
         if len(data) != place.end - place.start:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.blocks.placement import Piece
 from platform.checkpoint.interchange import store_pieces
 from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import ConfigError, Model
+from platform.config.fields import Model
 from platform.weights.folder import Place, SavedModel
 from platform.weights.names import Stored, matched, stored_tensors
 from platform.weights.translate import family_of, model_keys
@@ -78,7 +79,7 @@ def _of(saved: SavedModel, error: ConfigError) -> ConfigError:
 
 
 def _misshapen(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iterator[str]:
-    """Yield one line for all tensors of another shape than the model's, and one for those that hold no floating-point
+    """Yield one line for all tensors of another shape than the model's, and one for tensors that hold no floating-point
     numbers."""
     shapes = [
         f"{name} is {list(there)}, not {list(stored.shape)}"

@@ -1,4 +1,4 @@
-"""Weights that a run starts from (train.init): those of a checkpoint, or of a model that transformers saved."""
+"""Weights that a run starts from (train.init): from a checkpoint, or from a model that transformers saved."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK, Piece
@@ -23,7 +24,7 @@ from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.read import stored_pieces
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.fields import Config, ConfigError, Model, violation
+from platform.config.fields import Config, Model
 from platform.weights.averages import with_averages
 from platform.weights.folder import CONFIG
 from platform.weights.importing import importable, source_keys
@@ -38,7 +39,7 @@ class InitialWeights:
     """Weights at `url`: the pieces that tile every parameter (`model.NAME`), and what fetches them. `format`: of the
     checkpoint, 1 where weights are turned; `notes`: lines on what the model here does otherwise.
 
-    Where the model here has a larger vocabulary, its new rows are made of those that are there (`_grown`)."""
+    Where the model here has a larger vocabulary, its new rows are made of the existing ones (`_grown`)."""
 
     url: str
     format: int
@@ -48,8 +49,8 @@ class InitialWeights:
 
 
 def initial_weights(config: Config) -> InitialWeights:
-    """Open the weights that a run starts from and check that they are those of its model. Raises ConfigError with a
-    line for each kind of mistake, all names in it: tensors that are missing, foreign or of another shape."""
+    """Open the weights that a run starts from and check that they fit its model. Raises ConfigError with a line for
+    each kind of mistake, all names in it: tensors that are missing, foreign or of another shape."""
     url = config.train.init
     if url.rstrip("/").endswith(".safetensors") or CONFIG in _listed(url):
         if config.train.init_averaged:
@@ -116,8 +117,8 @@ def _as_large(model: Model, there: Model) -> Model:
 
 
 def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
-    """Return weights of the model `there` as those of `model`, whose vocabulary may be larger: each new token's row is
-    the mean of the rows of its table, summed in the order of the files, so that it is the same under every plan."""
+    """Return weights of the model `there` as weights of `model`, whose vocabulary may be larger: each new token's row
+    is the mean of the rows of its table, summed in the order of the files, so that it is the same under every plan."""
     if model.vocab <= there.vocab:
         return found
     old: dict[str, list[Piece[Any]]] = defaultdict(list)

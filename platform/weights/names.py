@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
-from platform.config.fields import ConfigError, Model
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Model
 from platform.model import build_model
 from platform.plan.language.ops import Parameter
 from platform.weights.families.family import Family, TensorRow
@@ -87,15 +88,15 @@ def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
 @dataclass(frozen=True)
 class Matched:
     """Tensors of a checkpoint of transformers by the names under which a family has them. `there`: that name -> the
-    name in the files; `repeated`: (name in the files, name of the family) of those that must equal another."""
+    name in the files; `repeated`: (name in the files, name of the family) of tensors that must equal another."""
 
     there: dict[str, str]
     repeated: tuple[tuple[str, str], ...]
 
 
 def matched(names: Collection[str], wanted: Iterable[Stored], m: Model, family: Family) -> tuple[Matched, list[str]]:
-    """Match the names in the files of a checkpoint with the tensors `wanted` of a model; return what is found, and a
-    line for those that are missing and one for those that are foreign."""
+    """Match the names in the files of a checkpoint with the tensors `wanted` of a model; return the tensors found, and
+    a line for the missing and one for the foreign ones."""
     known = {tensor.name for tensor in wanted}
     own = {name: name for name in names}
     if family.prefix and not any(name.startswith(family.prefix) for name in names):  # saved without the class's head

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from platform.config.fields import Config, ConfigError, violation
+from platform.boundary.refusals import ConfigError, violation
+from platform.config.fields import Config
 from platform.data.tokenizers.tokenizer_files import has_tokenizer
 from platform.weights import FROM_HF
 from platform.weights.importing import source_keys
 
 
 def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
-    """Set the keys of the model in place from what its `model.source` says, but for those that the user typed, and
+    """Set the keys of the model in place from what its `model.source` says, except keys that the user typed, and
     train.init from it too; the configuration then says it all, without a source. Returns one line per mistake."""
     source, named = config.model.source, config.model.kind == FROM_HF
     config.model.kind = "decoder" if named else config.model.kind

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from platform.config.bounds import wrong_values
-from platform.config.checks import wrong_configuration
-from platform.config.fields import Config, ConfigError, Data, Model, closest, violation
+from platform.boundary.refusals import ConfigError, closest, in_words, violation
+from platform.config.bounds import violations_of_values
+from platform.config.checks import violations_of_configuration
+from platform.config.fields import Config, Data, Model
 from platform.weights.families.family import Family
 from platform.weights.families.keys import Found, Inexpressible, Rule, told
 from platform.weights.families.known import COMMON, FAMILIES
@@ -37,7 +38,7 @@ def family_of(found: Found) -> Family:
 
 def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
     """Return our model keys, without `model.`, that say what a config.json of transformers says. `names`: of the
-    tensors beside it, which tell whether a head of its own is there.
+    tensors beside it, which show whether a head of its own is there.
 
     Raises ConfigError with a line for each key that our words do not express, and for each value that our key refuses.
     """
@@ -63,8 +64,8 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
 def _impossible(m: Model) -> list[str]:
     """Return one refusal line for each key of a model that is illegal, by itself or beside others."""
     config = Config(model=m, data=Data(document_mask=m.within_documents))
-    lines = [line for key, lines in wrong_values(config).items() if key.startswith("model.") for line in lines]
-    return lines or [line for line in wrong_configuration(config) if line.startswith("model.")]
+    lines = [line for key, lines in violations_of_values(config).items() if key.startswith("model.") for line in lines]
+    return lines or [line for line in violations_of_configuration(config) if line.startswith("model.")]
 
 
 def stored_model(identity: Mapping[str, Any]) -> Model:
@@ -120,25 +121,27 @@ def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
     for key in wanted.keys() | again.keys():
         if (value := wanted.get(key, getattr(m, key))) != again.get(key):
             other = again.get(key)
-            yield violation(
-                f"model.{key}",
-                value,
-                f"{family.architecture} does not express it",
-                [other] if other is not None else [],
-            )
+            why = "does not express it" if other is None else f"has {in_words(other) or 'none'}"
+            yield violation(f"model.{key}", value, f"{family.architecture} {why}")
 
 
 def expressing(m: Model, name: str = "") -> Family:
     """Return the family of transformers that expresses a model: the one called `name`, if one is asked for, else the
-    first that does. Raises ConfigError with what the nearest family does not express."""
-    if name and name not in FAMILIES:
-        raise ConfigError(violation("--family", name, "unknown", closest(name, FAMILIES)))
-    tried: dict[str, list[str]] = {}
-    for family in [FAMILIES[name]] if name else FAMILIES.values():
-        try:
-            config_of(m, family)
-        except ConfigError as error:
-            tried[family.name] = error.violations
-        else:
-            return family
-    raise ConfigError(min(tried.values(), key=len))
+    first that does. Raises ConfigError with what it, or the nearest family, does not express, and which do."""
+    refused = {family.name: _refusals(m, family) for family in FAMILIES.values()}
+    fitting = [family for family, lines in refused.items() if not lines]
+    if name in fitting or (fitting and not name):
+        return FAMILIES[name or fitting[0]]
+    lines = refused.get(name) or ([] if fitting else min(refused.values(), key=len))
+    if name:
+        why = "does not express this model" if name in FAMILIES else "unknown"
+        lines = [violation("--family", name, why, closest(name, fitting)), *lines]
+    raise ConfigError(lines)
+
+
+def _refusals(m: Model, family: Family) -> list[str]:
+    try:
+        config_of(m, family)
+    except ConfigError as error:
+        return error.violations
+    return []

@@ -13,7 +13,7 @@ from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
-from platform.train.answers.generator import Generator
+from platform.train.generation.generator import Generator
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.step.trainer import Trainer
 from tests.harness import reference_transformer

@@ -8,10 +8,10 @@ from math import prod
 import pytest
 import torch
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.parallel.pass_ops import PassOps
 from platform.planning.make_plan import make_plan
-from platform.train.answers.batch import Batch
+from platform.train.generation.batch import Batch
 from platform.train.protocol.asked import Choice
 from tests.answers.cached import logits_seen, say, some_texts, uncached, whole_weights
 from tests.harness.oracle import MODELS, configure

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from platform.answers.trained import find_trained
 from platform.checkpoint.__main__ import main as checkpoint
+from platform.cluster.asking.trained import find_trained
 from platform.config.fields import Config
 from platform.data.corpus import corpus_of
 from platform.evaluate import main as evaluate

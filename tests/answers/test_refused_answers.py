@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from platform.answers import answer_memory, session
-from platform.answers.outputs import Lines, WholeFile
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.__main__ import main as verify
-from platform.config.fields import ConfigError
+from platform.cluster.asking import answer_memory, session
+from platform.cluster.asking.outputs import Lines, WholeFile
 from platform.evaluate import main as evaluate
 from platform.generate import main as generate
 from tests.harness.disks import small_disk
@@ -46,6 +46,11 @@ def test_a_prompt_that_is_no_text(refusal, text):
 def test_a_file_of_prompts_with_half_a_character(refusal, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a\\ud800"}')
     assert "p.jsonl:1: is no text: it has U+D800" in refusal(generate, "--prompts", str(tmp_path / "p.jsonl"))
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "a"}\n{"messages": [{"role": "user", "content": [{"text": "bc\\udfff"}]}]}\n'
+    )
+    line = refusal(generate, "--prompts", str(tmp_path / "p.jsonl"))
+    assert line.endswith("p.jsonl:2: is no text: it has U+DFFF, half a character, at place 2")
 
 
 def test_line_separators_inside_a_text_of_json(learned, tmp_path, capsys):

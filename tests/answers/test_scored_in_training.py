@@ -11,8 +11,8 @@ import torch
 from platform.cluster.asking.asked_model import AskedModel
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
-from platform.train.answerer import Answerer
-from platform.train.answers.batch import Batch
+from platform.train.generation.answerer import Answerer
+from platform.train.generation.batch import Batch
 from platform.train.protocol.asked import AskedTexts
 from platform.train.step.trainer import Trainer
 from tests.answers.cached import uncached

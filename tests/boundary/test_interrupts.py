@@ -22,7 +22,11 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 """
 IMPORTING = [(command, "platform.boundary.redaction") for command in COMMANDS]
-RUNNING = [("generate", "platform.composition.composer"), ("evaluate", "platform.answers.outputs"), ("plan", "hydra")]
+RUNNING = [
+    ("generate", "platform.composition.composer"),
+    ("evaluate", "platform.cluster.asking.outputs"),
+    ("plan", "hydra"),
+]
 
 
 @pytest.mark.parametrize("number", list(STATUS))

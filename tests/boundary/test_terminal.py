@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from platform.boundary import terminal
+from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import print_line, print_refusals
-from platform.config.fields import ConfigError
 
 
 def test_a_quick_exit_does_what_is_registered_and_frees_nothing():

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.signals import Stopped, StopSignals
-from platform.config.fields import ConfigError
 from platform.monitor import JsonLines, MetricsLog, MetricsRow
 from tests.doubles.fake_plan import fake_plan, run_fake
 from tests.harness.process_tree import descendants, gone
@@ -86,7 +87,7 @@ def test_a_failure_names_the_culprit_and_the_run_starts_over_where_it_is_told_to
     assert (failure["rank"], failure["coordinates"], failure["method"]) == (1, {"stage": 0, "data": 1}, "step(3)")
     assert "ValueError: boom" in failure["cause"]
     out = capsys.readouterr().out
-    assert "rank1[data1] failed in step(3): ValueError: boom" in out
+    assert f"rank1[data1] on {gethostname()} failed in step(3): ValueError: boom" in out
     assert f"its log: {config.run.dir}/logs/worker-1.log" in out
     assert "(failure 3 before step 3 was done)" in out
     assert "stopped after step 2: nothing was saved" in out
@@ -244,4 +245,7 @@ def test_torchrun_starts_the_same_run(config, tmp_path):
     config.run.dir += "-2"
     command[-1] = json.dumps(config.to_dict())
     failed = subprocess.run([*command, "FailsInStep3", "2"], capture_output=True, text=True)
-    assert failed.returncode == 1 and "rank1[data1] failed in step(3): ValueError: boom" in failed.stdout
+    assert (
+        failed.returncode == 1
+        and f"rank1[data1] on {gethostname()} failed in step(3): ValueError: boom" in failed.stdout
+    )

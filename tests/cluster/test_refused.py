@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from platform import launch
+from platform.boundary.refusals import ConfigError
 from platform.cluster.run import origin
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config
 
 SMALL = ["+experiment=gpt_quick", "model.layers=1", "model.length=8", "model.vocab=300", "parallel.data=1",
          "tensor=serial", "cluster=processes", "eval.every=0", "monitor.sample=0"]  # fmt: skip

@@ -1,6 +1,7 @@
 """A stage that fails in the middle of a step, at each kind of action: everybody stops, and the culprit is named."""
 
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
@@ -69,10 +70,11 @@ def stops(how, kind, tmp_path, monkeypatch, capsys):
     failure = next(e for e in JsonLines.read(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
     assert (failure["rank"], failure["coordinates"]["stage"], failure["method"]) == (1, 1, f"step({STEP})")
     assert [row["step"] for row in MetricsLog.read(Path(c.run.dir, "metrics.jsonl"))] == list(range(1, STEP))
+    who = f"rank1[stage1] on {gethostname()}"
     culprit = {
-        "exception": f"rank1[stage1] failed in step({STEP}): platform.parallel.pipeline.StageFailed: rank 1 (stage 1)"
+        "exception": f"{who} failed in step({STEP}): platform.parallel.pipeline.StageFailed: rank 1 (stage 1)"
         f" failed at {ACTIONS[kind]}: injected",
-        "kill": f"rank1[stage1] died in step({STEP}): the process was killed by SIGKILL",
+        "kill": f"{who} died in step({STEP}): the process was killed by SIGKILL",
     }
     assert culprit[how] in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,19 @@ def test_a_model_that_does_not_fit_leaves_no_folder(disk, text, capsys):
     assert weights(["export", "run/checkpoints", f"{disk.path}/a/model"]) == 2
     assert capsys.readouterr().err.startswith(f"weights: folder={disk.path}/a/model: cannot be written: No space left")
     assert os.listdir(disk.path) == []
-    assert checkpoint(["export", "run/checkpoints", f"{disk.path}/w.safetensors"]) == 1
-    assert "No space left" in capsys.readouterr().err
-    assert os.listdir(disk.path) == []
+    for form in ("safetensors", "dcp"):
+        assert checkpoint(["export", "run/checkpoints", f"{disk.path}/w", "--format", form]) == 2
+        full = f"checkpoint: target={disk.path}/w: cannot be written: No space left on device; nearest legal: another"
+        assert capsys.readouterr().err.startswith(full)
+        assert os.listdir(disk.path) == []
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_none(disk, text, capsys):
+    assert launch([*text, "data.cache=cache", "run.dir=run", "checkpoint.every=1"]) == 0
+    assert weights(["export", "run/checkpoints", "model"]) == 0
+    assert checkpoint(["export", "run/checkpoints", "w.safetensors"]) == 0
+    capsys.readouterr()
+    for name, command, source in (("weights", weights, "model"), ("checkpoint", checkpoint, "w.safetensors")):
+        assert command(["import", source, f"{disk.path}/made"]) == 2
+        assert capsys.readouterr().err.startswith(f"{name}: url={disk.path}/made: cannot be written: No space left")
+        assert [*Path(disk.path).rglob("*.*")] == []

@@ -176,3 +176,22 @@ def test_killed_at_any_moment(tmp_path, undisturbed):
         killed += 1
     assert run.life() == 0
     assert run.restored and equal(run.result(), undisturbed(200))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_workers_die_while_they_copy_snapshots_to_their_peers(tmp_path):
+    """It takes no launch more: what the survivor holds, and what the copies give, is gone on from."""
+    found, numbers = {}, (2, 5)
+    for name in ("undisturbed", "struck"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for place, number in enumerate(numbers if name == "struck" else ()):
+            killer.order(folder, place, f"worker{place}", "copies", number)
+        run = Run(folder, 8)
+        assert run.life() == 0
+        found[name] = run.result(), [e for e in run.journal() if e["event"] == "failure"]
+    (result, failures), (wanted, none) = found["struck"], found["undisturbed"]
+    assert failures and not none
+    assert len([*(tmp_path / "struck").glob(f"*{killer.DONE}")]) == len(numbers), "every order was obeyed"
+    assert equal(result, wanted)

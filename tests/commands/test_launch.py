@@ -8,8 +8,8 @@ from dataclasses import fields
 import pytest
 
 from platform import launch
+from platform.boundary.refusals import ConfigError
 from platform.composition.arguments import experiment_of
-from platform.config.fields import ConfigError
 from platform.config.groups.train_group import Eval
 from platform.launch import main
 from tests.harness.commands import QUICK, command

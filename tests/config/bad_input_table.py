@@ -67,7 +67,7 @@ train.stepz=5 | train.stepz=5: unknown key | train.steps
 modle.layers=5 | modle.layers=5: unknown key | model.layers
 Seed=5 | Seed=5: unknown key | seed
 optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
-tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor
+tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
 precision=fp8 | precision=fp8: unknown | fp64
 recompute=all | recompute=all: unknown | full
 model.norm=batch | model.norm=batch: unknown | layernorm
@@ -157,7 +157,7 @@ model.heads=3 model.d_model=1000003 | model.heads=3: must divide model.d_model=1
 model.kv_heads=3 | model.kv_heads=3: must divide model.heads=4 | 2, 4, 1
 model.positions=rope model.d_kv=17 | model.d_kv=17: | 16, 18
 model.positions=rope model.heads=128 | model.heads=128: | 64, 32, 16
-model.positions=relative model.distance=8 | model.distance=8: must be more than half
+model.positions=relative model.distance=8 | model.distance=8: must be more than half | 17
 model.source_length=8 | model.source_length=8: | 0
 model.kind=encoder | monitor.sample=64: model.kind=encoder generates no text | 0
 data.objective=masked | data.objective=masked: | causal
@@ -171,7 +171,7 @@ pipeline.chunks=2 | pipeline.chunks=2: pipeline=none has one | 1
 pipeline=gpipe pipeline.chunks=2 | pipeline.chunks=2: pipeline=gpipe has one chunk | interleaved
 pipeline=1f1b pipeline.chunks=1000 | pipeline.chunks=1000: pipeline=1f1b has one chunk | 1
 pipeline=file | pipeline.file=: 
-pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file
+pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file | pipeline=file, ''
 branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | 1, branch=NAME
 branch=dsp branch.axes.t=2 | branch.axes.t=2: tensor=1d has an axis t
 branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero are reserved
@@ -188,7 +188,10 @@ tensor=layout tensor.axes.a=2 tensor.layout={batch: 3} | tensor.layout=batch:3: 
 tensor=layout tensor.axes.a=2 tensor.layout={batch:[[a]]} | tensor.layout=batch:
 tensor=layout tensor.axes.a=2 tensor.layout=5 | tensor.layout=5: must be dim:axis
 tensor=layout tensor.axes.a=2 tensor.layout={batch:[a | tensor.layout={batch:[a: not YAML
-tensor.order=[a] | tensor.regions.attention.heads=t: no such axis in tensor.order
+tensor.order=[a] | tensor.order=[a]: lacks t, an axis of tensor.regions.attention.heads | [t]
+tensor.regions.mlp.d_ff=[q] | tensor.order=[t]: lacks q, an axis of tensor.regions.mlp.d_ff | d_ff=[t], [t,q]
+tensor=3d tensor.order=[z,x] | tensor.order=[z,x]: lacks y | [z,x,y]
+train.loss=huber | train.loss=huber: unknown | '', cross_entropy
 tensor.axes.t=3 | model.heads=4 is not divisible by tensor.axes.t=3 | tensor.axes.t=2 or 4
 tensor.axes.t=999983 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4
 tensor.axes.t=720720 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4
@@ -196,8 +199,9 @@ tensor.axes.t=1000 parallel.data=1001 | parallel.data=1001: | 1000
 parallel.data=1000000 | parallel.data=1000000: | 500000
 parallel.data=0 | parallel.data=0: must be >= 1 | 1, -1
 train.global_batch=100000000 train.microbatch=1 | train.global_batch=100000000: is 50000000 microbatches | 400000
-pipeline=interleaved pipeline.stages=1000 pipeline.chunks=1000 | train.global_batch=16: is 2 microbatches
-pipeline=1f1b pipeline.stages=7 | pipeline.stages x pipeline.chunks=7 is more than the 6 units | 6
+pipeline=interleaved pipeline.stages=1000 pipeline.chunks=1000 | pipeline.stages=1000: x pipeline.chunks | chunks=1
+pipeline=interleaved pipeline.stages=1000 | pipeline.stages=1000: x pipeline.chunks=2 is more than the 6 units | 3
+pipeline=1f1b pipeline.stages=7 | pipeline.stages=7: x pipeline.chunks=1 is more than the 6 units | 6
 elastic.faults=[3:burn:1] | elastic.faults=3:burn:1: must be STEP:KIND:RANK | 20:kill:3:backward
 elastic.faults=[-1:kill:1] | elastic.faults=-1:kill:1: must be STEP:KIND:RANK | 20:kill:3
 elastic.faults=["٣:kill:1"] | elastic.faults=٣:kill:1: must be STEP:KIND:RANK | 20:kill:3

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 
 from platform import launch
+from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import printable
 from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
 from platform.config import surroundings
 from platform.config.bounds import KEYS, LONGEST, flat_values
-from platform.config.fields import Config, ConfigError, Train
+from platform.config.fields import Config, Train
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 
@@ -184,15 +185,15 @@ def test_variables_that_nothing_reads_may_be_anything(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nosuch")
     monkeypatch.setenv("RAY_ADDRESS", "garbage")
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
-    assert surroundings.wrong_surroundings(Config()) == []
+    assert surroundings.violations_of_surroundings(Config()) == []
     deterministic = Config(train=Train(deterministic=True))
-    assert len(surroundings.wrong_surroundings(deterministic)) == 1
+    assert len(surroundings.violations_of_surroundings(deterministic)) == 1
     for algorithm in ("^nvlstree,NVLS", "Ring", "allreduce:tree;allgather:ring"):
         monkeypatch.setenv("NCCL_ALGO", algorithm)
-        assert surroundings.wrong_surroundings(deterministic) == []
+        assert surroundings.violations_of_surroundings(deterministic) == []
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     deterministic.cluster.device = "cpu"
-    assert surroundings.wrong_surroundings(deterministic) == []
+    assert surroundings.violations_of_surroundings(deterministic) == []
 
 
 # Tables of schedules.

@@ -2,7 +2,8 @@
 
 import pytest
 
-from platform.config.fields import Config, ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
 from platform.config.identity import identity
 from platform.launch import compose
 from tests.harness.commands import QUICK

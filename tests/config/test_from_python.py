@@ -16,7 +16,7 @@ import pytest
 from platform import api
 from platform.api import Config, ConfigError
 from platform.cluster import driver
-from platform.config.bounds import KEYS, wrong_types
+from platform.config.bounds import KEYS, violations_of_types
 from platform.config.fields import key_fields
 
 SMALL = ["data=synthetic", "model.layers=1", "model.d_model=16", "model.heads=2", "model.length=8", "model.vocab=32",
@@ -81,7 +81,7 @@ def test_a_value_of_any_kind_for_every_key(made, group, monkeypatch, tmp_path):
             config = deepcopy(made)
             place, _, name = key.rpartition(".")
             setattr(getattr(config, place) if place else config, name, value)
-            wrong = key in wrong_types(config)
+            wrong = key in violations_of_types(config)
             assert wrong or number >= len(STRANGE), key
             lines = refused(api.plan, config)
             if wrong:
@@ -108,7 +108,7 @@ def test_every_key_has_a_type_that_is_said():
         config = Config()
         group, _, name = key.rpartition(".")
         setattr(getattr(config, group) if group else config, name, Hostile())
-        assert list(wrong_types(config)) == [key], field
+        assert list(violations_of_types(config)) == [key], field
 
 
 @pytest.mark.parametrize("workers", ["x", -1, 0, 10**30, True, 1.0, Hostile()], ids=lambda value: type(value).__name__)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from platform.config.bounds import flat_values
-from platform.config.checks import wrong_configuration
+from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.config.identity import FREE, MAY_CHANGE, differences, identity, refusal
+from platform.config.identity import FREE, MAY_CHANGE, differences, identity, violations_of_identity
 
 
 def refused(allow, **changes):
@@ -17,7 +17,9 @@ def refused(allow, **changes):
         *group, name = key.split("__")
         setattr(getattr(here, group[0]) if group else here, name, value)
     here.resume.allow = allow
-    return refusal(json.loads(json.dumps(there)), here, "run.dir", "here", "is of another run")  # as it was stored
+    return violations_of_identity(
+        json.loads(json.dumps(there)), here, "run.dir", "here", "is of another run"
+    )  # as it was stored
 
 
 @pytest.mark.parametrize("allow", [["optimizer.lr", "optimizer.betas"], ["optimizer"]])
@@ -36,9 +38,9 @@ def test_a_key_that_an_earlier_version_did_not_have_had_its_default():
     for group, name in (("model", "label_smoothing"), ("data", "validation"), ("optimizer", "min_lr")):
         del there[group][name]
     here = Config()
-    assert refusal(there, here, "run.dir", "here", "is of another run") == []
+    assert violations_of_identity(there, here, "run.dir", "here", "is of another run") == []
     here.data.validation = 0.5
-    _, line = refusal(there, here, "run.dir", "here", "is of another run")
+    _, line = violations_of_identity(there, here, "run.dir", "here", "is of another run")
     assert line.startswith("data.validation: 0.05 there, 0.5 here")
 
 
@@ -66,26 +68,30 @@ def test_what_is_fixed_cannot_be_allowed(key):
 def test_what_cannot_be_allowed_is_refused_by_name(key, reason, legal):
     config = Config()
     config.resume.allow = ["optimizer", "model.dropout", key]
-    (line,) = wrong_configuration(config)
+    (line,) = violations_of_configuration(config)
     assert line.startswith(f"resume.allow={key}: ") and reason in line and f"; nearest legal: {legal}" in line
 
 
 def test_what_may_change_exists_and_is_of_the_identity():
     config = Config()
     config.data.sources = {"web": {"path": "x"}}
-    keys = {key.removesuffix(".web.path") for key in differences({}, identity(config))}
+    config.data.settings = config.train.loss_settings = {"x": 1}
+    config.optimizer.settings = config.optimizer.schedule_settings = {"x": 1}
+    keys = {key.removesuffix(".web.path").removesuffix(".x") for key in differences({}, identity(config))}
     assert {*FREE} < keys <= flat_values(config).keys()
     config.resume.allow, config.data.sources = [*FREE, *MAY_CHANGE], {}
-    assert wrong_configuration(config) == []
+    config.data.settings = config.train.loss_settings = {}  # of nothing that is registered
+    config.optimizer.settings = config.optimizer.schedule_settings = {}
+    assert violations_of_configuration(config) == []
 
 
 def test_sources_of_a_mixture_may_be_at_other_places():
     here, there = Config(), Config()
     here.data.sources, there.data.sources = {"web": {"path": "x", "weight": 1}}, {"web": {"path": "y", "weight": 1}}
-    first, line = refusal(identity(there), here, "run.dir", "d", "holds another run")
+    first, line = violations_of_identity(identity(there), here, "run.dir", "d", "holds another run")
     assert "resume.allow=[data.sources]" in first and line == "data.sources.web.path: y there, x here"
     here.resume.allow = ["data.sources"]
-    assert refusal(identity(there), here, "run.dir", "d", "holds another run") == []
+    assert violations_of_identity(identity(there), here, "run.dir", "d", "holds another run") == []
 
 
 def test_differences():

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.config.bounds import KEYS, flat_values
-from platform.config.checks import wrong_configuration
-from platform.config.fields import Branch, Config, ConfigError, Tensor
+from platform.config.checks import violations_of_configuration
+from platform.config.fields import Branch, Config, Tensor
 from platform.launch import compose
 from tests.conftest import ROOT
 from tests.harness.commands import QUICK, mistakes
@@ -163,7 +164,7 @@ def test_neutral_values_are_accepted():
 def test_every_key_declares_what_it_means_and_its_default_is_legal():
     assert list(KEYS) == list(flat_values(Config()))
     assert all(key.guidance and "\n" not in key.guidance for key in KEYS.values())
-    assert wrong_configuration(Config()) == []
+    assert violations_of_configuration(Config()) == []
 
 
 def test_the_page_of_all_keys_is_what_is_declared():
@@ -172,13 +173,13 @@ def test_the_page_of_all_keys_is_what_is_declared():
 
 
 def test_violations_knows_schemes_by_their_tables():
-    assert wrong_configuration(Config(tensor=Tensor(scheme="foo")))[0].startswith("tensor.scheme=foo: ")
-    assert wrong_configuration(Config(branch=Branch(kind="dsp_csub")))[0].startswith(
+    assert violations_of_configuration(Config(tensor=Tensor(scheme="foo")))[0].startswith("tensor.scheme=foo: ")
+    assert violations_of_configuration(Config(branch=Branch(kind="dsp_csub")))[0].startswith(
         "branch.kind=dsp_csub: a branch's name with"
     )
     mine = Tensor(scheme="foo", axes={"u": 2}, regions={"mlp": {"d_ff": ["u"]}})
-    assert wrong_configuration(Config(tensor=mine)) == []
+    assert violations_of_configuration(Config(tensor=mine)) == []
     mine.order = ["v"]
-    assert "tensor.regions.mlp.d_ff=u: no such axis in tensor.order; nearest legal: v" in wrong_configuration(
-        Config(tensor=mine)
-    )
+    assert violations_of_configuration(Config(tensor=mine))[-1:] == [
+        "tensor.order=[v]: lacks u, an axis of tensor.regions.mlp.d_ff; nearest legal: tensor.regions.mlp.d_ff=[v], [u]"
+    ]

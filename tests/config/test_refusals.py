@@ -5,8 +5,8 @@ from argparse import Namespace
 import pytest
 
 from platform import launch
+from platform.boundary.refusals import ConfigError
 from platform.cluster.run.phases import Phases
-from platform.config.fields import ConfigError
 
 FOUND = [
     ("elastic.faults=[[5:kill:1]]", "elastic.faults=[[5:kill:1]]: "),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.launch import CONF, compose
 
 TENSOR = {  # file -> what its refusal says: key, value, constraint and nearest legal
@@ -14,7 +14,7 @@ TENSOR = {  # file -> what its refusal says: key, value, constraint and nearest 
     "parameters: {all: {heds: [b]}}": ["tensor.parameters.all=heds: no such dim; nearest legal: heads"],
     "regions: {mlp: {d_ff: [b, b]}}": ["tensor.regions.mlp.d_ff=b: named twice", "nearest legal: b"],
     "order: [b, b]\nregions: {mlp: {d_ff: [b]}}": ["tensor.order=b: named twice"],
-    "order: [b]\nregions: {mlp: {d_ff: [c]}}": ["tensor.regions.mlp.d_ff=c: no such axis", "nearest legal: b"],
+    "order: [b]\nregions: {mlp: {d_ff: [c]}}": ["tensor.order=[b]: lacks c", "tensor.regions.mlp.d_ff=[b], [c]"],
     "regions: {mlp: {d_ff: [b]}}\nregions: {mlp: {d_ff: [b]}}": ["duplicate key regions"],
     "regions: {mlp: {d_ff: [b], d_ff: [c]}}": ["duplicate key d_ff"],
     "regions: {mlp: {d_ff: b}}": ["regions"],

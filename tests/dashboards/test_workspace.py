@@ -43,7 +43,7 @@ monitor.close(0)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a small run of our own Monitor, with every metric of design.md, section 7."""
+    """The file of a small run of our own Monitor, with every metric of docs/run-directory.md."""
     run_dir = tmp_path_factory.mktemp("run")
     env = os.environ | {"WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", WRITE_A_RUN, str(run_dir)], env=env, check=True, capture_output=True)

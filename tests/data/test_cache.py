@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.data.corpus import open_corpus
 from platform.data.tokens import cache, entry
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data import tokenizer
 from platform.data.corpus import open_corpus
-from platform.data.data_checks import check_data
-from platform.data.kinds.source_kind import held_out
+from platform.data.data_checks import violations_of_sources
+from platform.data.sources.source_kind import held_out
 from platform.data.vocabulary import own_files, vocabulary_of
 
 END_OF_TEXT = 0
@@ -212,7 +213,7 @@ def test_nothing_is_held_out_where_nobody_asks_for_it(data):
     corpus = open_corpus(replace(data, validation=0.0), length=LENGTH, vocab=VOCAB, seed=0)
     held = corpus.parts[0].streams["validation"]
     assert corpus.samples["validation"] == 0 and len(held) == 0 and corpus.samples["train"] > 50
-    assert check_data(replace(data, validation=0.0), vocab=VOCAB) == []
-    assert check_data(replace(data, validation=-0.1), vocab=VOCAB) and check_data(
+    assert violations_of_sources(replace(data, validation=0.0), vocab=VOCAB) == []
+    assert violations_of_sources(replace(data, validation=-0.1), vocab=VOCAB) and violations_of_sources(
         replace(data, validation=1.0), vocab=VOCAB
     )

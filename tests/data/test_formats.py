@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.corpus import open_corpus
-from platform.data.data_checks import check_data
-from platform.data.sources import data_files
+from platform.data.data_checks import violations_of_sources
+from platform.data.reading import data_files
 from platform.data.sources.texts import files_of, read_documents
 
 TEXTS = [f"document {i}: {i * i} sheep, Käfer 🪲\n" * (i % 7 + 1) for i in range(700)]
@@ -95,7 +96,7 @@ def test_a_folder_takes_all_of_them(tmp_path, text):
     for name, write in FORMATS.items():
         write(tmp_path / "folder" / name)
     data = text(tmp_path / "folder")
-    assert documents(data) == TEXTS * len(FORMATS) and check_data(data) == []
+    assert documents(data) == TEXTS * len(FORMATS) and violations_of_sources(data) == []
     assert open_corpus(data, length=32, vocab=400, seed=0).samples["train"] > 1000
 
 
@@ -125,7 +126,7 @@ def test_of_several_splits_one_is_named(tmp_path, text):
     for split in ("train", "test"):
         saved(tmp_path / "set" / split, shards=1)
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    [line] = check_data(text(tmp_path / "set"))
+    [line] = violations_of_sources(text(tmp_path / "set"))
     assert line.startswith(f"data.path={tmp_path}/set: holds several splits; nearest: ") and "set/train" in line
 
 
@@ -146,7 +147,7 @@ DATASETS = {
 @pytest.mark.parametrize("reason", DATASETS)
 def test_a_dataset_that_is_not_whole(tmp_path, text, reason):
     DATASETS[reason](saved(tmp_path / "set"))
-    [line] = check_data(text(tmp_path / "set"))
+    [line] = violations_of_sources(text(tmp_path / "set"))
     assert line.startswith(f"data.path={tmp_path}/set: ") and reason.rstrip(": 0") in line
 
 
@@ -177,10 +178,10 @@ def test_a_stream_that_was_cut_between_two_batches_is_torn(tmp_path, text):
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "stream.arrow"])
 def test_a_column_that_is_not_there(tmp_path, text, name):
     path = FORMATS[name](tmp_path / name)
-    assert check_data(replace(text(path), field="boody")) == [
+    assert violations_of_sources(replace(text(path), field="boody")) == [
         f"data.path={path}: data.field=boody: no such column; its columns: n, body"
     ]
-    [line] = check_data(replace(text(path), field="n"))
+    [line] = violations_of_sources(replace(text(path), field="n"))
     assert "data.field=n is not a string in row 1" in line
 
 
@@ -202,7 +203,7 @@ def test_without_pyarrow_the_line_says_what_installs_it(tmp_path, text, monkeypa
     (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
     for name, what in (("x.parquet", ".parquet"), ("x.jsonl.zst", ".zst")):
         path = tmp_path / name
-        assert check_data(text(path)) == [
+        assert violations_of_sources(text(path)) == [
             f"data.path={path}: {what} needs pyarrow: pip install 'elastic-platform[data]'"
         ]
 

@@ -8,8 +8,9 @@ import struct
 import pytest
 
 from platform.boundary import confined
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.config.fields import ConfigError, Data
+from platform.config.fields import Data
 from platform.data.sources import texts
 
 pa = pytest.importorskip("pyarrow")

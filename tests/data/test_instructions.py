@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from platform.config.fields import Config, ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config, Data
 from platform.config.identity import identity
 from platform.data.corpus import open_corpus
-from platform.data.data_checks import check_data
+from platform.data.data_checks import violations_of_sources
 
 TALKS = [
     [
@@ -126,10 +127,10 @@ def test_wrong_records_are_refused_with_their_line(talks, tmp_path, name):
 def test_what_shows_at_once(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     given = Data(kind="instructions", path=str(tmp_path / "a.txt"), field="messages")
-    assert "no file of records" in check_data(given)[0]
-    assert "needs a file of records" in check_data(replace(given, path=""))[0]
+    assert "no file of records" in violations_of_sources(given)[0]
+    assert "needs a file of records" in violations_of_sources(replace(given, path=""))[0]
     (tmp_path / "a.jsonl").write_text('{"a": 1}')
-    [line] = check_data(replace(given, path=str(tmp_path / "a.jsonl")))
+    [line] = violations_of_sources(replace(given, path=str(tmp_path / "a.jsonl")))
     assert "line 1 has no messages" in line and "its fields: a" in line
 
 
@@ -230,11 +231,11 @@ def test_an_input_that_nothing_reads_is_refused(tmp_path, ending):
 
         parquet.write_table(arrow.Table.from_pylist(ALPACA[1:]), tmp_path / "r.parquet")
         data = replace(data, path=str(tmp_path / "r.parquet"))
-    [line] = check_data(data, vocab=400)
+    [line] = violations_of_sources(data, vocab=400)
     assert "1 has text in field input too" in line
     assert line.endswith("nearest legal: data.input_field=input or, to leave it out, data.input_field=none")
     for value in ("input", "none"):
-        assert not check_data(replace(data, input_field=value), vocab=400)
+        assert not violations_of_sources(replace(data, input_field=value), vocab=400)
 
 
 def test_unread_input_is_the_same_run_as_before():

@@ -6,9 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.corpus import open_corpus
-from platform.data.data_checks import check_data
+from platform.data.data_checks import violations_of_sources
 from platform.data.sources import iterables, register_documents
 
 SHAPE = {"length": 16, "vocab": 300, "seed": 0}
@@ -64,7 +65,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_document_is_refused_at_once(registered, name):
     read, tokens, reason = WRONG[name]
-    [line] = check_data(registered(read, tokens))
+    [line] = violations_of_sources(registered(read, tokens))
     assert line.startswith("data.kind=own: ") and reason in line
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.config.fields import Config, ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config, Data
 from platform.data.corpus import Corpus, SourceTokens, open_corpus
-from platform.data.data_checks import check_data
+from platform.data.data_checks import violations_of_sources
 from platform.data.mixture import DataSource, paths_of, set_path, shares_of, sources_of, turns
 from platform.data.objectives import Causal
 
@@ -237,7 +238,7 @@ WRONG = {
     "no sources": ({}, "data.sources: data=mixture needs sources"),
     "a name with a dot": ({"a.b": {"path": "x"}}, "data.sources=a.b: the name of a source"),
     "a list": ({"a": ["x"]}, "data.sources.a=['x']: must be keys with values"),
-    "an unknown key": ({"a": {"pth": "x"}}, "data.sources.a.pth=x: unknown key; nearest legal: path"),
+    "an unknown key": ({"a": {"pth": "x"}}, "data.sources.a.pth=x: unknown key; nearest legal: data.sources.a.path"),
     "an unknown kind": ({"a": {"kind": "txt"}}, "data.sources.a.kind=txt: unknown; nearest legal: text"),
     "a mixture": ({"a": {"kind": "mixture"}}, "data.sources.a.kind=mixture: no source of a mixture"),
     "next to nothing": ({"a": {"path": "x", "epochs": 1e-300}}, "data.sources.a.epochs=1e-300: must be a number from"),
@@ -258,7 +259,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_mistakes_are_named_by_their_keys(what):
     given, expected = WRONG[what]
-    lines = check_data(Data(kind="mixture", sources=given))
+    lines = violations_of_sources(Data(kind="mixture", sources=given))
     assert any(line.startswith(expected) for line in lines), lines
     assert all(line.isprintable() for line in lines)
 

@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from platform.config.fields import Config, ConfigError, Data, Model
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config, Data, Model
 from platform.data.corpus import corpus_of, open_corpus
 from platform.data.objectives import OBJECTIVES, Causal, SpanDenoising
 
@@ -164,6 +165,33 @@ def test_rows_that_are_no_samples_are_refused(monkeypatch, wrong):
     corpus = open_corpus(Data(kind="synthetic"), length=16, vocab=300, seed=0, objective="strange")
     with pytest.raises(ConfigError, match="data.objective=strange: makes 'tokens' as .* for 2 samples: rows of"):
         corpus.batch("train", 0, 2)
+
+
+COUNTS = {  # what an objective says, by the samples that it is asked of
+    "one more": lambda index: len(index) * 16 + (index == 5).sum(),
+    "of another": lambda index: len(index) * 16 - (index == 5).sum() + (index == 9).sum(),
+    "not alone": lambda index: len(index) * 16 + (len(index) > 1),
+}
+
+
+@pytest.mark.parametrize("how", COUNTS)
+def test_labels_are_as_many_as_an_objective_says(monkeypatch, how):
+    kind = type("Own", (Causal,), {"predicted": lambda self, stream, index: int(COUNTS[how](index))})
+    monkeypatch.setitem(OBJECTIVES, "strange", lambda shape: kind(shape.length, shape.special))
+    corpus = open_corpus(Data(kind="synthetic"), length=16, vocab=300, seed=0, objective="strange")
+    stream, refused = corpus.parts[0].streams["train"], {}
+    for samples in ([4], [5], [9], [4, 5, 6], [1, 2]):
+        try:
+            corpus.objective.batch(stream, np.array(samples), np.zeros(len(samples), np.uint64))
+        except ConfigError as error:
+            refused[tuple(samples)] = str(error)
+    five = f"data.objective=strange: sample 5: 16 labels, and predicted says {17 if how == 'one more' else 15}; -1 is"
+    if how == "not alone":
+        assert refused[1, 2].startswith("data.objective=strange: samples 1 to 2: 32 labels, and predicted says 33; ")
+        assert refused.keys() == {(1, 2), (4, 5, 6)}
+    else:
+        assert refused.keys() == {(5,), (4, 5, 6)} | ({(9,)} if how == "of another" else set())
+        assert refused[5,].startswith(five) and refused[4, 5, 6].startswith(five)
 
 
 @pytest.mark.parametrize("count", ["x", -3, 1.5, None])

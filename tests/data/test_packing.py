@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.objectives import Causal
 from platform.data.tokenizers.specials import SpecialIds

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.corpus import open_corpus
-from platform.data.data_checks import check_data
+from platform.data.data_checks import violations_of_sources
 from platform.data.sources.texts import read_documents, stdlib_files, text_files
 
 
@@ -61,7 +62,7 @@ def test_the_standard_library_is_found_without_its_tests():
     names = {file.name for file in files}
     assert {"argparse.py", "typing.py"} <= names and len(files) > 200
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in files)
-    assert files == sorted(files) and check_data(Data()) == []
+    assert files == sorted(files) and violations_of_sources(Data()) == []
 
 
 JSONL = '{"content": "abc", "title": "t", "id": 7}\n'
@@ -88,7 +89,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name):
     (line,) = error.value.violations
     assert line.startswith("data.path=") and name in line and reason in line and "\n" not in line
     if name not in ("cut.txt", "torn.jsonl.gz"):  # their beginnings are whole
-        assert check_data(data) == [line]
+        assert violations_of_sources(data) == [line]
 
 
 def test_faults_deep_inside_are_found_while_preparing(tmp_path):
@@ -101,7 +102,7 @@ def test_faults_deep_inside_are_found_while_preparing(tmp_path):
         (lines, "data.field=text is not a string in line 1001; its fields with text: other"),
     ):
         data = Data(kind="text", path=str(path), cache=str(tmp_path / "cache"))
-        assert check_data(data) == []
+        assert violations_of_sources(data) == []
         with pytest.raises(ConfigError, match=reason):
             open_corpus(data, length=8, vocab=300, seed=0)
     assert not list((tmp_path / "cache").iterdir())  # nothing is left
@@ -110,20 +111,20 @@ def test_faults_deep_inside_are_found_while_preparing(tmp_path):
 def test_paths_are_refused_with_what_is_near(tmp_path):
     (tmp_path / "shakespeare.txt").write_text("to be")
     (tmp_path / "photo.jpg").write_text("x")
-    (missing,) = check_data(Data(kind="text", path=str(tmp_path / "shakespear.txt")))
+    (missing,) = violations_of_sources(Data(kind="text", path=str(tmp_path / "shakespear.txt")))
     assert "nearest:" in missing and missing.endswith("shakespeare.txt")
-    (photos,) = check_data(Data(kind="text", path=str(tmp_path / "photos" / "*.txt")))
+    (photos,) = violations_of_sources(Data(kind="text", path=str(tmp_path / "photos" / "*.txt")))
     assert "no file matches" in photos
     (tmp_path / "shakespeare.txt").unlink()
-    (folder,) = check_data(Data(kind="text", path=str(tmp_path)))
+    (folder,) = violations_of_sources(Data(kind="text", path=str(tmp_path)))
     assert ".txt .md" in folder and ".jsonl" in folder
 
 
 def test_every_mistake_is_named_at_once(data):
-    assert check_data(data) == []
-    (unknown,) = check_data(replace(data, kind="txet"))  # another test may have registered more
+    assert violations_of_sources(data) == []
+    (unknown,) = violations_of_sources(replace(data, kind="txet"))  # another test may have registered more
     assert all(kind in unknown for kind in ("stdlib", "text", "pairs", "synthetic"))
-    assert "needs a file" in check_data(replace(data, path=""))[0]
-    several = check_data(Data(kind="stdlib", path="x", validation=1.5), vocab=256)
+    assert "needs a file" in violations_of_sources(replace(data, path=""))[0]
+    several = violations_of_sources(Data(kind="stdlib", path="x", validation=1.5), vocab=256)
     assert [line.split("=")[0] for line in several] == ["data.validation", "data.path", "model.vocab"]
     assert "257" in several[2] and "data=text" in several[1]

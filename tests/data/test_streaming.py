@@ -10,10 +10,11 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data import corpus as corpus_module
 from platform.data.corpus import open_corpus
-from platform.data.data_checks import check_data
+from platform.data.data_checks import violations_of_sources
 from platform.data.sources import iterables, register_documents
 from platform.data.tokens import streamed
 
@@ -244,7 +245,7 @@ def test_wrong_keys(source, name, tmp_path, monkeypatch):
     (tmp_path / "tokens").mkdir()
     np.arange(100, dtype="<u2").tofile(tmp_path / "tokens" / "a.bin")
     keys, line = WRONG[name]
-    assert line in check_data(replace(source, **keys))
+    assert line in violations_of_sources(replace(source, **keys))
 
 
 def test_a_block_without_a_sample(source):

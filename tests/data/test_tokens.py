@@ -1,18 +1,22 @@
 """Tokens that somebody else made: read where they lie, written as others read them, and refused where they are torn."""
 
 import json
+import os
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.corpus import open_corpus
-from platform.data.data_checks import check_data
+from platform.data.data_checks import violations_of_sources
+from platform.data.sources import token_files
 from platform.data.sources.token_files import WRITERS, locate
 from platform.data.tokens.streams import DocumentStream, JoinedTokens, beginnings, documents
 
@@ -65,7 +69,7 @@ def whole(corpus) -> np.ndarray:
 )
 def test_every_format_holds_the_same_tokens(tmp_path, tokens, write, dtype):
     data = replace(tokens(write(tmp_path / "x.bin")), dtype=dtype)
-    assert check_data(data, vocab=400) == []
+    assert violations_of_sources(data, vocab=400) == []
     corpus = open_corpus(data, **SIZES)
     assert np.array_equal(whole(corpus), ALL)
     batch = corpus.batch("train", 0, 7)
@@ -121,10 +125,66 @@ def test_what_is_written_reads_back(tmp_path, name, vocab):
     found = [*DOCUMENTS, np.array([vocab - 1])]
     WRITERS[name](tmp_path / "x", iter(found), vocab)
     back = locate(tmp_path / "x.bin", Data(kind="tokens"))
-    assert np.array_equal(back.tokens(), np.concatenate(found)) and back.largest() == vocab - 1
+    assert np.array_equal(back.tokens(), np.concatenate(found))
+    back.check(vocab, whole=True)
+    most, where = vocab - 1, np.concatenate(found).argmax()
+    with pytest.raises(ConfigError, match=f"token {where} is {most}, and the model has {most};"):
+        back.check(vocab - 1, whole=True)
     assert (back.starts is None) == (name == "nanogpt")
     if name == "megatron":
         assert np.array_equal(back.starts, np.cumsum([0, *map(len, found)])[:-1])
+
+
+def test_a_file_too_long_to_be_read_before_starts_at_once(tmp_path, tokens):
+    """A sparse one of a terabyte, of which reading every byte takes minutes."""
+    path = tmp_path / "x.bin"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    corpus = open_corpus(tokens(path), **SIZES)
+    assert sum(map(len, corpus.parts[0].streams.values())) == 1 << 39
+    assert not corpus.batch("train", 5, 9)["tokens"].any()
+    with path.open("r+b") as file:
+        file.seek(2 * ((1 << 38) + 5))  # between the parts that are looked at before
+        file.write(b"\xff\xff")
+    stream = open_corpus(tokens(path), **SIZES).parts[0].streams["train"]
+    with pytest.raises(ConfigError, match=f"data.path={path}: token {(1 << 38) + 5} is 65535, and the model has 400; "):
+        stream[np.arange(1 << 38, (1 << 38) + 17)]
+
+
+@given(st.integers(0, 499), st.sampled_from([400, 65_535]), st.booleans(), st.booleans())
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_token_beyond_the_vocabulary_is_trained_on(tmp_path, tokens, place, value, several, indexed):
+    """Wherever it stands in a file that is not read as a whole before: it is refused by its place, there or in the step
+    that reads it, and no other step is."""
+    wrong, cut = ALL[:500].copy(), 100
+    wrong[place] = value
+    folder = tmp_path / "f"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write = megatron if indexed else raw
+    parts = [wrong[:cut], wrong[cut:]] if several else [wrong]
+    for i, part in enumerate(parts):
+        write(folder / f"{i}.bin", [part[j : j + 9] for j in range(0, len(part), 9)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files.TokenFile, "check", lambda *_: None)
+        corpus = open_corpus(replace(tokens(folder), validation=0.0), **SIZES)
+    samples, refused = corpus.samples["train"], []
+    for i in range(samples):
+        try:
+            corpus.batch("train", i, i + 1)
+        except ConfigError as error:
+            refused += error.violations
+    file, at = (1, place - cut) if several and place >= cut else (0, place)
+    read = place <= samples * SIZES["length"]
+    assert len(set(refused)) == read and (len(refused) <= 2)  # the label of one sample is read by the next one
+    assert not read or refused[0].startswith(f"data.path={folder}/{file}.bin: token {at} is {value}, and the model ")
+
+
+def test_an_index_that_fills_the_memory_is_refused(tmp_path, tokens):
+    path = megatron(tmp_path / "x.bin")
+    os.truncate(path.with_suffix(".idx"), 1 << 40)
+    with pytest.raises(ConfigError, match="1099511627776 bytes of an index, and at most"):
+        locate(path, tokens(path))
 
 
 def test_documents_by_a_separator():
@@ -149,7 +209,7 @@ def written(path: Path, dtype="<i8") -> Path:
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
 def test_records_of_tokens_are_documents(tmp_path, tokens, name):
     data = replace(tokens(written(tmp_path / name)), field="input_ids")
-    assert check_data(data) == []
+    assert violations_of_sources(data) == []
     corpus = open_corpus(data, **SIZES)
     found = [d.tolist() for s in ("train", "validation") for d in documents(corpus.parts[0].streams[s], -1)]
     assert sorted(found) == sorted(ids.tolist() for ids in DOCUMENTS)
@@ -192,7 +252,7 @@ def test_a_wrong_index_is_refused(tmp_path, tokens, what):
     path = megatron(tmp_path / "x.bin")
     change, reason = INDICES[what]
     change(path)
-    [line] = check_data(tokens(path))
+    [line] = violations_of_sources(tokens(path))
     assert line.startswith(f"data.path={tmp_path}/x.idx: ") and reason.removeprefix("x.idx: ") in line
     with pytest.raises(ConfigError):
         open_corpus(tokens(path), **SIZES)
@@ -201,11 +261,13 @@ def test_a_wrong_index_is_refused(tmp_path, tokens, what):
 
 def test_torn_bins_are_refused(tmp_path, tokens):
     cut(1)(raw(tmp_path / "half.bin"))
-    assert "are no whole number of tokens of data.dtype=uint16" in check_data(tokens(tmp_path / "half.bin"))[0]
+    assert (
+        "are no whole number of tokens of data.dtype=uint16" in violations_of_sources(tokens(tmp_path / "half.bin"))[0]
+    )
     cut(2)(llm_c(tmp_path / "c.bin"))
-    assert "tokens of llm.c's format take" in check_data(tokens(tmp_path / "c.bin"))[0]
+    assert "tokens of llm.c's format take" in violations_of_sources(tokens(tmp_path / "c.bin"))[0]
     llm_c(tmp_path / "v.bin", version=3)
-    assert "version 3 of llm.c's format is not known" in check_data(tokens(tmp_path / "v.bin"))[0]
+    assert "version 3 of llm.c's format is not known" in violations_of_sources(tokens(tmp_path / "v.bin"))[0]
 
 
 RECORDS = {
@@ -227,7 +289,7 @@ def test_tokens_that_the_model_does_not_have(tmp_path, tokens):
     with pytest.raises(ConfigError) as caught:
         open_corpus(tokens(path), **{**SIZES, "vocab": 399})
     [line] = caught.value.violations
-    assert line == f"data.path={path}: has token 399, and the model 399; nearest legal: model.vocab=400"
+    assert line == f"data.path={path}: token 2619 is 399, and the model has 399; nearest legal: model.vocab=400"
     raw(path, [ids - 3 for ids in DOCUMENTS], "<i4")
     with pytest.raises(ConfigError, match="data.dtype says of which type|another type"):
         open_corpus(replace(tokens(path), dtype="int32"), **SIZES)

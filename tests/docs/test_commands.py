@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from platform import doctor, launch
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.__main__ import main as inspect_checkpoint
 from platform.cluster import driver
 from platform.cluster.run import resources
 from platform.cluster.run.devices import device_of
-from platform.config.fields import ConfigError
 from platform.data.__main__ import main as prepare_data
 from platform.evaluate import main as measure
 from platform.generate import main as write_answers
@@ -306,7 +306,7 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"sbatch (.*)": submits,
     r"kubectl apply (-[fk] .*)": applies,
     r"docker build -t elastic-platform:0\.1\.0 (.*)\.": builds,
-    r"(kubectl (?:get|delete) rayjob \w+|kubectl logs -f job/\w+)": is_trusted,
+    r"(kubectl (?:get|delete) (?:ray)?job \w+|kubectl logs -f (?:job/\w+|-l [\w./=,-]+))": is_trusted,
     r"(kind create cluster|kind load docker-image elastic-platform:0\.1\.0)": is_trusted,
     r"(helm install kuberay-operator kuberay-operator --repo \S+ --version 1\.6\.2)": is_trusted,
     r"python -m pytest (.*)": names_files,

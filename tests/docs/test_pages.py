@@ -11,6 +11,12 @@ import yaml
 
 from tests.docs.pages import FOLDERS, PAGES, README, ROOT, blocks, prose
 
+MOST_WORDS = 1800  # that are read in one sitting, blocks of code not counted
+SHORT = [
+    *("design.md", "numerics.md", "runtime.md", "recovery.md", "contract.md"),  # how the platform is built
+    *("clusters.md", "slurm.md", "kubernetes.md", "doctor.md"),  # where a run runs
+]
+
 OPTIONS = {  # Hydra group -> the page whose table has a row for each of its options
     "tensor": "layouts.md",
     "branch": "layouts.md",
@@ -58,6 +64,20 @@ def test_every_page_can_be_reached():
             reached.add(page)
             ahead += links(page)
     assert set(PAGES) <= reached
+
+
+def words(text: str) -> int:
+    """Return the number of words: signs that stand alone, such as the bars of tables, are none."""
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_page_is_read_in_one_sitting(name: str):
+    assert 300 < words(prose(ROOT / "docs" / name)) <= MOST_WORDS
+
+
+def test_words_are_counted():
+    assert words("| `a b` | - |\n|---|---|\n| c, d |") == 4
 
 
 def test_the_readme_is_short():

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.launch import compose
 from platform.model import build_model
 from platform.plan.reports.explain import explain

@@ -1,16 +1,70 @@
-"""The walks of docs/design.md: every hop names a file that is there and something that it defines."""
+"""The walks of docs/design.md: the page shows the files through which a traced run hands a value on, in order."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from platform.data.tokenizer import train_tokenizer
+from platform.generate import main as generate
+from platform.launch import main as launch
 from tests.conftest import ROOT
+from tests.data.tokenizers.texts import sources
+from tests.house import trace
+from tests.weights.written import written
 
-WALKS = (ROOT / "docs" / "design.md").read_text().partition("### Four walks")[2].partition("**How `plan/`")[0]
-LONGEST = 6  # hops: more cannot be remembered
+SECTION = (ROOT / "docs" / "design.md").read_text().partition("### Six walks")[2].partition("**An operation is")[0]
+LONGEST = 12  # files
+LONGER = {  # walks that are longer still, and may only become shorter
+    "A layout, from YAML to the collective": 23,
+    "A sample, from file to metrics": 13,
+    "A prompt, to the first token": 15,
+    "`model=from_hf`, to weights on ranks": 14,
+}
+TYPED = "platform/composition/composer.py:Composer.load"
+POINTS = {  # walk -> the calls that it leads through
+    "A layout, from YAML to the collective": [
+        TYPED,
+        "platform/plan/communication/rule.py:contract",
+        "platform/parallel/communicator/torch_distributed.py:ProcessGroups._start",
+    ],
+    "A sample, from file to metrics": [
+        "platform/data/objectives.py:Causal.batch",
+        "platform/train/step/step_report.py:Combiner.together",
+        "platform/cluster/control/metrics_row.py:metrics_row",
+        "platform/monitor/records/metrics.py:MetricsLog.write",
+    ],
+    "A failure, from SIGKILL to the next step": [
+        "platform/cluster/crew/base/failures.py:WorkerFailed.__init__",
+        "platform/train/recovery/source.py:find_source",
+        "platform/train/worker.py:Worker.recover",
+        "platform/train/step/trainer.py:Trainer.step",
+    ],
+    "A typed key, to the update": [TYPED, "platform/optimizer/learning_rate.py:learning_rate"],
+    "A prompt, to the first token": [
+        "platform/cluster/asking/prompts.py:Reader.ids",
+        "platform/parallel/pass_ops.py:PassOps.remember",
+        "platform/train/generation/choosing.py:choose",
+    ],
+    "`model=from_hf`, to weights on ranks": [
+        "platform/weights/source_model.py:complete_model",
+        "platform/weights/importing.py:importable",
+        "platform/weights/folder.py:SavedModel.fetch",
+    ],
+}
+
+
+def pages_walks() -> dict[str, list[tuple[str, str]]]:
+    """Return the walks of the page: title -> (file, a name in it, "" for none) per hop."""
+    parts = re.split(r"^\*\*(.+?)\.\*\*.*$", SECTION, flags=re.M)[1:]
+    hop = re.compile(r"^\d+\. `(platform/[\w/]+\.py)`(?: `([\w.]+)`)?", re.M)
+    return {title: hop.findall(text) for title, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def defined(path: str) -> set[str]:
@@ -24,23 +78,56 @@ def defined(path: str) -> set[str]:
     return names
 
 
-def hops() -> list[tuple[str, str]]:
-    """Return (file, name) for every name that a walk gives right after its file; the name is "" where there is none."""
-    return re.findall(r"`(platform/[\w/]+\.py|conf/[\w/]+\.yaml)`(?: `([\w.]+)`)?", WALKS)
+def model_in(folder: Path) -> Path:
+    """Write a small Llama with its tokenizer, as transformers does."""
+    written(folder, "llama", ours={"vocab": 320})
+    made = Tokenizer.from_str(train_tokenizer(sources(0, 2), 318).to_str())
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    ends = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    return folder
 
 
-@pytest.mark.parametrize(("path", "name"), hops())
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory) -> list[trace.Moment]:
+    """The moments of a run of two workers, of which one is killed in step 2, and of a prompt that is continued."""
+    folder = tmp_path_factory.mktemp("walks")
+    model, notes, text = model_in(folder / "hf"), folder / "notes", folder / "text.txt"
+    notes.mkdir()
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    points = {trace.CREW, *(point for walk in POINTS.values() for point in walk)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(trace.POINTS, " ".join(points))
+        patch.setenv(trace.FOLDER, str(notes))
+        with trace.Tracer(points, notes):
+            assert launch([
+                "+experiment=gpt_quick", "extend=[tests.house.trace]", "model=from_hf", f"model.source={model}",
+                "cluster=processes", "cluster.device=cpu", "tensor=1d", "tensor.axes.t=2", "parallel.data=1",
+                "data=text", f"data.path={text}", f"data.cache={folder}/cache", "train.steps=3", "train.global_batch=2",
+                "train.microbatch=2", "eval.every=0", "monitor.sample=0", "elastic.faults=[2:kill:1]",
+                "elastic.min_workers=1", "elastic.spares=0", f"run.dir={folder}/run",
+            ]) == 0  # fmt: skip
+            assert generate([str(model), "the quick", "--tokens", "1"]) == 0
+    return trace.moments_in(notes)
+
+
+@pytest.mark.full  # it starts a run, which takes 20 seconds
+@pytest.mark.parametrize("walk", POINTS)
+def test_the_page_shows_the_walk_that_a_run_takes(walk, moments):
+    found = trace.hops(POINTS[walk], moments)
+    print(f"{walk}: {len(found)} files\n  " + "\n  ".join(found), file=sys.stderr)
+    assert [file for file, _ in pages_walks()[walk]] == found
+
+
+def test_the_page_has_these_walks_and_none_becomes_longer():
+    walks = pages_walks()
+    assert list(walks) == list(POINTS)
+    assert {title for title, walk in walks.items() if len(walk) > LONGER.get(title, LONGEST)} == set()
+    assert all(len(walks[title]) == count > LONGEST for title, count in LONGER.items())
+
+
+@pytest.mark.parametrize(("path", "name"), sorted({hop for walk in pages_walks().values() for hop in walk}))
 def test_a_hop_is_there(path, name):
     assert (ROOT / path).exists()
     assert not name or name in defined(path)
-
-
-def test_the_walks_are_short():
-    walks = re.split(r"^\*\*.*\*\*$", WALKS, flags=re.M)[1:]
-    assert len(walks) == 4
-    assert all(1 < len(re.findall(r"^\d\. ", walk, re.M)) <= LONGEST for walk in walks)
-
-
-def test_a_stale_hop_is_seen():
-    assert "Controller.run" in defined("platform/cluster/control/controller.py")
-    assert "Controller.walk" not in defined("platform/cluster/control/controller.py")

@@ -6,10 +6,12 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 
+from platform.boundary.refusals import refusal_in
 from platform.checkpoint.storage.report import FileReport
 from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.train.protocol.answers import (
+from platform.train.protocol.asked import Scored
+from platform.train.protocol.replies import (
     Built,
     Copied,
     Differences,
@@ -19,7 +21,6 @@ from platform.train.protocol.answers import (
     StepReport,
     Unrestored,
 )
-from platform.train.protocol.asked import Scored
 from platform.train.recovery.proof import proof
 
 
@@ -214,7 +215,8 @@ class FakeCrew(Crew):
             self.lose(number)
         cause = "Killed" if error is Dead else "no sign of life" if error is Hung else repr(error)
         at = self.job.coordinates[rank]
-        return Failure(Member(number, "n", 1), kind, name, cause, rank, self.job.name(rank), at)
+        refusal = refusal_in(error) if isinstance(error, BaseException) else ""
+        return Failure(Member(number, "n", 1), kind, name, cause, rank, self.job.name(rank), at, refusal=refusal)
 
     def lose(self, *numbers):
         for number in numbers:

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 from platform.checkpoint.storage.report import FileReport
 from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
-from platform.train.protocol.answers import Built, Copied, Joined, StepReport, Taken
+from platform.train.protocol.replies import Built, Copied, Joined, StepReport, Taken
 
 
 def faults_again():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from platform.parallel.communicator.progress import PROGRESS
-from platform.train.protocol.answers import Joined
+from platform.train.protocol.replies import Joined
 
 
 class GlooWorker:

@@ -1,9 +1,9 @@
-"""An extension that kills its process at chosen moments of saving: `extend=[tests.doubles.killer]`, with a folder of
-orders in the environment variable KILLER.
+"""An extension that kills its process at chosen moments of saving, of copying a snapshot to a peer, or of answering:
+`extend=[tests.doubles.killer]`, with a folder of orders in the environment variable KILLER.
 
-An order is a JSON file {"who": "driver" | "worker0" | ..., "moment": regular expression, "number": n}: the n-th such
-moment in that process is its last. Orders are obeyed one after the other, in the order of their names; one that was
-obeyed is renamed, so that nobody obeys it again.
+An order is a JSON file {"who": "driver" | "worker0" | ..., "moment": ..., "number": n}, the first two of them regular
+expressions: the n-th such moment in such a process is its last. Orders are obeyed one after the other, in the order of
+their names; one that was obeyed is renamed, so that nobody obeys it again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from platform.checkpoint.in_memory import snapshots
 from platform.checkpoint.storage import storage
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.storage import Local
+from platform.train.generation.answerer import Answerer
+from platform.train.generation.rank_pass import RankPass
+from platform.train.worker import Worker
 
 FOLDER, DONE = "KILLER", ".done"
 OPERATIONS = ("open", "write", "fsync", "close", "replace", "unlink", "rmdir", "mkdir")
@@ -43,7 +48,7 @@ def moment(name: str, last_words: Callable[[], Any] = lambda: None) -> None:
         if not found:
             return
         what = json.loads(found[0].read_text())
-        if what["who"] != _who() or not re.fullmatch(what["moment"], name):
+        if not re.fullmatch(what["who"], _who()) or not re.fullmatch(what["moment"], name):
             return
         key = found[0].name, os.getpid()
         _seen[key] = _seen.get(key, 0) + 1
@@ -76,10 +81,10 @@ class _Os:
 def _told(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
     """The method of a storage, known by VERB NAME to the operations in it, and its end a moment too."""
 
-    def call(self, path, *args):
+    def call(self, path, *args, **more):
         before, _doing.what = getattr(_doing, "what", ""), f"{verb} {path.rpartition('/')[2]}"
         try:
-            out = method(self, path, *args)
+            out = method(self, path, *args, **more)
             moment(f"{_doing.what} done")
             return out
         finally:
@@ -88,11 +93,15 @@ def _told(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
     return call
 
 
-def _snapshot(fill: Callable[..., None]) -> Callable[..., None]:
-    def call(self, blocks):
-        moment("snapshot")
-        fill(self, blocks)
-        moment("snapshot done")
+def _around(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function, whose beginning and end are moments."""
+
+    @wraps(function)  # whose types a worker's call is read by
+    def call(*args, **more):
+        moment(name)
+        out = function(*args, **more)
+        moment(f"{name} done")
+        return out
 
     return call
 
@@ -100,4 +109,9 @@ def _snapshot(fill: Callable[..., None]) -> Callable[..., None]:
 if FOLDER in os.environ:
     storage.os = _Os()  # type: ignore[attr-defined]
     Local.write, Local.delete = _told(Local.write, "write"), _told(Local.delete, "delete")  # type: ignore[method-assign]
-    Image.fill = _snapshot(Image.fill)  # type: ignore[method-assign]
+    Image.fill = _around(Image.fill, "snapshot")  # type: ignore[method-assign]
+    snapshots._transfer = _around(snapshots._transfer, "copies")
+    Worker.sample = _around(Worker.sample, "sample")  # type: ignore[method-assign]
+    Answerer.score_texts = _around(Answerer.score_texts, "score")  # type: ignore[method-assign]
+    Answerer.continue_texts = _around(Answerer.continue_texts, "continue")  # type: ignore[method-assign]
+    RankPass.run = _around(RankPass.run, "pass")  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from platform.cluster.crew.launchers.host import serve
 from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
 from platform.plan.language.mesh import Mesh
-from platform.train.protocol.answers import Built, Findings, Joined, StepReport, Taken
+from platform.train.protocol.replies import Built, Findings, Joined, StepReport, Taken
 from platform.train.recovery.proof import proof
 from platform.train.recovery.source import Source
 from platform.train.step.faults import Fault, strike

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.catalogue import find, verify
@@ -19,7 +20,7 @@ from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run import traces
 from platform.cluster.run.directory import RunDirectory
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config
 from platform.monitor import Journal, MetricsLog, cost_line, goodput
 from platform.monitor.records.records import JOURNAL, METRICS
 from tests.fuzz import mutations

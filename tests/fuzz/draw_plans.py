@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, replace
 from math import lcm, prod
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 
 from platform.config.checks import slices_heads
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
-from platform.model import build_model
-from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.plan.schedule.csv_file import to_csv
 from platform.planning.choose_schedule import count_microbatches
+from tests.fuzz.draw_data import draw_data
+from tests.fuzz.draw_training import draw_optimizer, draw_training
 from tests.fuzz.tables import draw_table, spoil
 from tests.harness.oracle import read
 
@@ -49,12 +48,6 @@ SIZES: dict[int, Sequence[tuple[int, ...]]] = {  # ranks of the scheme -> sizes 
     6: ((2, 3), (3, 2), (6,)),
     8: ((2, 2, 2), (2, 4), (4, 2)),
 }
-OWN_LOSSES: dict[str, Any] = {
-    "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
-    "calm": lambda of: 0.01 * of.log_sum_exp**2 - 0.9 * of.log_probability - 0.1 * of.mean_log_probability,
-}
-WEIGHED = "weighed"  # an objective whose labels have weights
-RUN_WIDE = ("ema", "freeze", "ramp_from", "ramp_by", "ramp_samples", "loss")  # keys of train that a run keeps
 FACTORS: dict[int, Sequence[int]] = {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}
 
 
@@ -173,7 +166,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool)
         return need.get(dim, 1) * r.choice(factors)
 
     kinds = ("decoder", "decoder", "decoder", "encoder", "encoder_decoder") + ("two_layer",) * (chunks == 1)
-    m = Model(r.choice(kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
+    m = Model(kind=r.choice(kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
     if m.kind == "encoder_decoder":
         m.layers = max(1, -(-(chunks - 3) // 2))
     length = lcm(need.get("length", 1), need.get("memory_length", 1))
@@ -192,7 +185,22 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool)
     m.activation = r.choice(("gelu", "relu", "swiglu", "geglu"))
     m.bias, m.tied = r.random() < 0.75, r.random() < 0.6
     m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
+    if m.kind != "two_layer" and r.random() < 0.4:
+        draw_parts(r, m)
     return m
+
+
+def draw_parts(r: Random, m: Model) -> None:
+    """Draw the parts of a model that most do without."""
+    m.query_key_norm, m.head_bias, m.embedding_norm = (r.random() < 0.4 for _ in range(3))
+    m.head_transform = m.activation in ("gelu", "relu") and r.random() < 0.4
+    m.attention_bias = r.choice(("", "all", "qkv", "none"))
+    m.attention_scale, m.logit_scale = r.choice((0.0, 0.0, 1.0)), r.choice((1.0, 1.0, 0.25))
+    if m.kind == "encoder":
+        m.segments = r.choice((0, 2, 3))
+    if m.kind == "decoder":
+        m.window = r.choice((0, 1, 2, 3))
+        m.window_layers = [] if not m.window else r.choice(([], [0], [m.layers - 1]))
 
 
 def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:
@@ -208,32 +216,6 @@ def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:
         batch = max(1, batch - r.randint(1, whole - 1))
     for c in configs:
         c.train.global_batch = batch
-
-
-def draw_training(r: Random, configs: Sequence[Config]) -> None:
-    """Draw what shapes a run's weights beside the plan, alike for all plans: which are trained, averages, a batch that
-    grows, the loss and what labels count."""
-    train, batch, model = configs[0].train, configs[0].train.global_batch, configs[0].model
-    train.ema = r.choice((0.0, 0.0, 0.5))
-    if r.random() < 0.25:
-        train.freeze = [_pattern(r, p.name) for p in r.sample(build_model(model).parameters(), r.choice((1, 1, 2)))]
-    if r.random() < 0.3 and batch > 1 and all(c.pipeline.kind != "file" for c in configs):
-        train.ramp_from = r.randint(1, batch - 1)
-        train.ramp_by = r.choice(divisors(batch - train.ramp_from))
-        train.ramp_samples = r.randint(1, 3 * batch)
-    if model.kind != "two_layer" and not model.label_smoothing:
-        train.loss = r.choice(("", "", "", *OWN_LOSSES))
-        configs[0].data.objective = r.choice(("", "", WEIGHED))
-    for c in configs[1:]:
-        c.data.objective = configs[0].data.objective
-        for name in RUN_WIDE:
-            setattr(c.train, name, getattr(train, name))
-
-
-def _pattern(r: Random, name: str) -> str:
-    """Draw a pattern that matches the parameter `name`, and maybe others."""
-    layer, _, rest = name.rpartition(".")
-    return r.choice((name, name, f"{layer}.*" if layer else name, f"*{rest}"))
 
 
 def draw_table_of(r: Random, c: Config, folder: Path, name: str, broken: bool = False) -> None:
@@ -260,23 +242,10 @@ def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -
         c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update
         if c.pipeline.kind == "file":
             draw_table_of(r, c, folder, str(i))
+    draw_data(r, configs, folder)
+    draw_optimizer(r, configs)
     draw_training(r, configs)
-    draw_optimizer(copy(r), configs)  # what is drawn next is what it was before
     return configs
-
-
-def draw_optimizer(r: Random, configs: Sequence[Config]) -> None:
-    """Draw the optimizer that the plans of a run have in common, with factors for some parameters."""
-    m = configs[0].model
-    muon = {"kind": "muon", "momentum": 0.95}
-    if 1 in (m.length, m.source_length):  # gradients of attention are rounding, which must not become an update
-        muon = {}
-    drawn: dict[str, Any] = r.choice(({}, {}, {"kind": "sgd", "nesterov": True}, muon))
-    if r.random() < 0.3:
-        drawn = {**drawn, "groups": [{"match": ".*(gain|up|bias)", "lr": 0.5, "weight_decay": 2.0}]}
-    for c in configs:
-        for name, value in drawn.items():
-            setattr(c.optimizer, name, value)
 
 
 def changed(r: Random, configs: list[Config], folder: Path) -> list[Config]:

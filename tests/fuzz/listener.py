@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from platform.cluster.wire import secret, switchboard
-from platform.cluster.wire.channel import encode
+from platform.cluster.wire.channel import Unframer, encode
 from platform.cluster.wire.messages import Answer, Hello
 from platform.cluster.wire.switchboard import Switchboard
 
@@ -44,14 +44,14 @@ def verdict(data: bytes) -> str:
     return HELD if length <= LIMIT and len(data) - 4 < length else CUT
 
 
-# What strangers send. Each takes the draw and the switchboard.
+# What strangers send. Each takes the draw, and the connection that it is for.
 
 
-def of_bytes(draw: random.Random, board: Switchboard) -> bytes:
+def of_bytes(draw: random.Random, to: Target) -> bytes:
     return draw.randbytes(draw.choice((1, 3, 4, 5, 64, 3000)))
 
 
-def of_protocols(draw: random.Random, board: Switchboard) -> bytes:
+def of_protocols(draw: random.Random, to: Target) -> bytes:
     lines = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"SSH-2.0-x\r\n",
@@ -84,79 +84,94 @@ def value(draw: random.Random, depth: int = 3) -> Any:
     return {draw.choice(keys): value(draw, depth - 1) for _ in range(draw.randint(0, 4))}
 
 
-def of_json(draw: random.Random, board: Switchboard) -> bytes:
+def of_json(draw: random.Random, to: Target) -> bytes:
     return framed(json.dumps(value(draw)).encode()[:LIMIT])
 
 
-def greeting(board: Switchboard, claimed: int, token: str, **changes: Any) -> bytes:
+class Target(NamedTuple):
+    """A connection to the listener, as who is to say something on it knows it."""
+
+    board: Switchboard
+    challenge: str
+
+    @property
+    def session(self) -> str:
+        return self.board.session
+
+    def token(self, number: int) -> str:
+        return self.board.token(number)
+
+
+def greeting(to: Target, claimed: int, token: str, **changes: Any) -> bytes:
     nonce = secret.new()
     fields = {"number": claimed, "node": "here", "pid": os.getpid(), "nonce": nonce}
-    fields["proof"] = secret.proof(token, secret.MEMBER, nonce)
+    fields["proof"] = secret.proof(token, secret.MEMBER, to.challenge, nonce)
     return framed(json.dumps({"hello": fields | changes}).encode())
 
 
-def of_fields(draw: random.Random, board: Switchboard) -> bytes:
+def of_fields(draw: random.Random, to: Target) -> bytes:
     """A true greeting but for one field, which no member has so."""
     claimed = draw.choice(EXPECTED)
     field = draw.choice(("nonce", "proof", "pid", "node", "number", "more"))
     wrong = {"node": [value(draw)], "pid": -draw.randint(0, 9)}.get(field, value(draw))
-    return greeting(board, claimed, board.token(claimed), **{field: wrong})
+    return greeting(to, claimed, to.token(claimed), **{field: wrong})
 
 
-def of_surrogates(draw: random.Random, board: Switchboard) -> bytes:
+def of_surrogates(draw: random.Random, to: Target) -> bytes:
     claimed, lone = draw.choice(EXPECTED), draw.choice(("\ud800", "\udc00\ud800", "a\udfff"))
     if draw.random() < 0.3:  # as bytes that are no UTF-8
         return framed(json.dumps({"hello": {"token": lone}}, ensure_ascii=False).encode("utf-8", "surrogatepass"))
     if draw.random() < 0.3:
         return framed(json.dumps({"hello": {"token": lone, "number": claimed}}).encode())
     field = draw.choice(("nonce", "proof", "node", "number", lone))
-    return greeting(board, claimed, board.token(claimed), **{field: lone})
+    return greeting(to, claimed, to.token(claimed), **{field: lone})
 
 
-def of_numbers(draw: random.Random, board: Switchboard) -> bytes:
-    return greeting(board, 0, board.token(1), number=number(draw))
+def of_numbers(draw: random.Random, to: Target) -> bytes:
+    return greeting(to, 0, to.token(1), number=number(draw))
 
 
-def of_depth(draw: random.Random, board: Switchboard) -> bytes:
+def of_depth(draw: random.Random, to: Target) -> bytes:
     deep = draw.randint(50, 800)
     payload = draw.choice((b"[" * 4000, b'{"hello":' * 400, b'{"hello":' + b"[" * deep + b"]" * deep + b"}"))
     return framed(payload)
 
 
-def of_size(draw: random.Random, board: Switchboard) -> bytes:
+def of_size(draw: random.Random, to: Target) -> bytes:
     length = draw.choice((LIMIT + 1, 1 << 16, 1 << 28, (1 << 28) + 1, 0xFFFFFFFF, draw.randint(LIMIT + 1, 2**32 - 1)))
     return struct.pack("!I", length) + draw.randbytes(draw.choice((0, 1, 1000)))
 
 
-def of_emptiness(draw: random.Random, board: Switchboard) -> bytes:
+def of_emptiness(draw: random.Random, to: Target) -> bytes:
     return framed(draw.choice((b"", b" ", b"\0", b"{}", b"[]", b"null"))) * draw.randint(1, 3)
 
 
-def of_parts(draw: random.Random, board: Switchboard) -> bytes:
+def of_parts(draw: random.Random, to: Target) -> bytes:
     """The beginning of a true greeting: the rest never comes."""
     claimed = draw.choice(EXPECTED)
-    whole = greeting(board, claimed, board.token(claimed))
+    whole = greeting(to, claimed, to.token(claimed))
     return whole[: draw.randint(1, len(whole) - 1)]
 
 
-def of_claims(draw: random.Random, board: Switchboard) -> bytes:
+def of_claims(draw: random.Random, to: Target) -> bytes:
     """One member's token for another's number."""
     own, other = draw.sample(EXPECTED, 2)
-    return greeting(board, other, board.token(own))
+    return greeting(to, other, to.token(own))
 
 
-def of_nobody(draw: random.Random, board: Switchboard) -> bytes:
+def of_nobody(draw: random.Random, to: Target) -> bytes:
     """The true token of who is not expected: not yet, or not any more."""
     claimed = draw.choice((MEMBER, draw.randint(100, 10**6)))
-    return greeting(board, claimed, board.token(claimed))
+    return greeting(to, claimed, to.token(claimed))
 
 
-def of_guesses(draw: random.Random, board: Switchboard) -> bytes:
-    other = secret.token(board.session, board.session, 1)
-    return greeting(board, draw.choice(EXPECTED), draw.choice((secret.new(), "", other)))
+def of_guesses(draw: random.Random, to: Target) -> bytes:
+    other = secret.token(to.session, to.session, 1)
+    return greeting(to, draw.choice(EXPECTED), draw.choice((secret.new(), "", other)))
 
 
-CLAIMS: dict[str, Callable[[random.Random, Switchboard], bytes]] = {
+Claim = Callable[[random.Random, Target], bytes]
+CLAIMS: dict[str, Claim] = {
     "bytes": of_bytes,
     "other protocols": of_protocols,
     "any JSON": of_json,
@@ -190,8 +205,8 @@ class Listener:
         self.board, self.count, self.size, self.late = board, 0, 0, 1000
         self.silent: deque[socket.socket] = deque()
         board.expect([MEMBER])
-        self.member = self.connect()
-        self.member.sendall(greeting(board, MEMBER, board.token(MEMBER)))
+        self.member, to = self.knock()
+        self.member.sendall(greeting(to, MEMBER, to.token(MEMBER)))
         assert self.events(1)[0][0] == MEMBER
         board.expect(EXPECTED)
         self.files = len(os.listdir("/proc/self/fd"))
@@ -202,6 +217,18 @@ class Listener:
         connection.settimeout(PATIENCE)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # pieces leave at once
         return connection
+
+    def knock(self) -> tuple[socket.socket, Target]:
+        """A connection whose challenge has been read."""
+        connection, frames, deadline = self.connect(), Unframer(), monotonic() + PATIENCE
+        connection.setblocking(False)
+        while monotonic() < deadline:
+            assert self.board.poll(0) == []
+            with suppress(BlockingIOError):
+                for said in frames.feed(connection.recv(LIMIT)):
+                    connection.settimeout(PATIENCE)
+                    return connection, Target(self.board, said["challenge"])
+        raise AssertionError("no challenge")
 
     def events(self, count: int) -> list[Any]:
         found, deadline = [], monotonic() + PATIENCE
@@ -214,7 +241,7 @@ class Listener:
         draw = random.Random(seed)
         name = draw.choices(CLASSES, WEIGHTS)[0]
         if name in CLAIMS:
-            self.stranger(CLAIMS[name](draw, self.board), pieces=draw.choice((1, 1, 1, 2, 3)), draw=draw)
+            self.stranger(CLAIMS[name], draw, pieces=draw.choice((1, 1, 1, 2, 3)))
         else:
             OTHERS[name](self, draw)
         self.count += 1
@@ -228,8 +255,10 @@ class Listener:
         self.member.sendall(encode(said))
         assert self.events(1) == [(MEMBER, said)]
 
-    def stranger(self, data: bytes, pieces: int, draw: random.Random) -> None:
-        with self.connect() as connection:
+    def stranger(self, claim: Claim, draw: random.Random, pieces: int) -> None:
+        connection, to = self.knock()
+        with connection:
+            data, before = claim(draw, to), self.board.refused
             cuts = sorted(draw.randint(0, len(data)) for _ in range(pieces - 1))
             with suppress(ConnectionError):  # the driver has heard enough
                 for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
@@ -237,6 +266,7 @@ class Listener:
                     assert self.board.poll(0) == []
             if verdict(data) == CUT:
                 self.is_cut_off(connection)
+                assert self.board.refused == before + 1
             else:
                 assert self.board.poll(0) == [] and not ended(connection), "hung up on before the message was whole"
 
@@ -261,8 +291,7 @@ class Listener:
     # classes in which more happens than that one stranger sends something
 
     def drip(self, draw: random.Random) -> None:
-        data = of_fields(draw, self.board)[:60]
-        self.stranger(data, pieces=len(data), draw=draw)
+        self.stranger(lambda draw, to: of_fields(draw, to)[:60], draw, pieces=60)
 
     def silence(self, draw: random.Random) -> None:
         """Connects, and says nothing for as long as others are quicker."""
@@ -273,7 +302,7 @@ class Listener:
 
     def reset(self, draw: random.Random) -> None:
         connection = self.connect()
-        connection.sendall(of_bytes(draw, self.board)[:3])
+        connection.sendall(draw.randbytes(draw.choice((1, 3))))
         if draw.random() < 0.5:
             self.board.poll(0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -283,7 +312,7 @@ class Listener:
         """More at once than there may be; the member is served in their midst."""
         crowd = [self.connect() for _ in range(STRANGERS + draw.randint(1, 40))]
         for connection in draw.sample(crowd, 20):
-            connection.sendall(draw.choice(list(CLAIMS.values()))(draw, self.board)[:LIMIT])
+            connection.sendall(draw.choice(list(CLAIMS.values()))(draw, Target(self.board, secret.new()))[:LIMIT])
         self.serve()
         assert len(self.board._strangers) <= STRANGERS
         for connection in [*crowd, *self.silent]:
@@ -294,6 +323,19 @@ class Listener:
         """A member that comes late and by bytes, and has said something before it is welcome."""
         connection, own = self.admitted(draw, draw.randint(1, 40), encode({"answer": 0, "value": "é"}))
         connection.close()
+        assert self.events(1) == [(own, None)]
+
+    def replay(self, draw: random.Random) -> None:
+        """A true greeting, which somebody has overheard and sends first, and once more."""
+        self.late += 1
+        own, (connection, to) = self.late, self.knock()
+        self.board.expect([own])
+        data = greeting(to, own, to.token(own))
+        with connection:
+            self.stranger(lambda draw, other: data, draw, pieces=1)
+            connection.sendall(data)
+            assert [number for number, _ in self.events(1)] == [own]
+            self.stranger(lambda draw, other: data, draw, pieces=1)
         assert self.events(1) == [(own, None)]
 
     def nonsense(self, draw: random.Random) -> None:
@@ -308,7 +350,8 @@ class Listener:
         self.late += 1
         own, board = self.late, self.board
         board.expect([own])
-        connection, data = self.connect(), greeting(board, own, board.token(own)) + more
+        connection, to = self.knock()
+        data = greeting(to, own, to.token(own)) + more
         cuts, heard = sorted(draw.randint(0, len(data)) for _ in range(pieces - 1)), []
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             connection.sendall(data[start:end])
@@ -324,6 +367,7 @@ OTHERS = {
     "silence": Listener.silence,
     "reset": Listener.reset,
     "flood": Listener.flood,
+    "overheard": Listener.replay,
     "a true member in pieces": Listener.true_in_pieces,
     "a member's nonsense": Listener.nonsense,
 }

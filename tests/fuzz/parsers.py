@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.sources import texts
 from platform.data.tokenizers import chat, confined_tokenizer
 from platform.data.tokenizers.chat import CHATML, ChatTemplate

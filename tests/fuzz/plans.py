@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import Storage, open_storage
-from platform.config.checks import wrong_configuration
-from platform.config.fields import Config, ConfigError
+from platform.config.checks import violations_of_configuration
+from platform.config.fields import Config
 from platform.config.groups.batch_ramp import batch_of, samples_of
-from platform.data.objectives import Causal, register_objective
+from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
@@ -33,9 +34,11 @@ from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
-from tests.fuzz.draw_plans import OWN_LOSSES, RANKS, SCHEDULES, SCHEMES, WEIGHED, changed, draw_case
+from tests.fuzz.draw_data import KINDS, WEIGHED, open_data, weighed, write_files
+from tests.fuzz.draw_plans import RANKS, SCHEDULES, SCHEMES, changed, draw_case
+from tests.fuzz.draw_training import OWN_LOSSES
 from tests.harness.held import check_held, check_stages
-from tests.harness.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
+from tests.harness.oracle import Result, assemble, compare, configure, counted, trainer_of
 from tests.harness.registries import as_before
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
@@ -43,7 +46,6 @@ from tests.harness.threads import run_threads
 FOCUSED = ("one token", "uneven replicas", "partial batch", "resume")
 CLASSES = (*(f"{scheme}, {schedule}" for scheme in SCHEMES for schedule in SCHEDULES), *FOCUSED, "changed", "refused")
 OFTEN = ("resume", "one token", "regions, zb_h1", "regions, table", "changed", "changed")  # many, or often refused
-KINDS = ("decoder", "encoder", "encoder_decoder")
 TRIES = 20  # draws until one is legal
 ENDS = {1: ((1,), (2,)), 2: ((1, 2), (1, 3), (2, 3))}  # plans of a run -> the last steps of each
 
@@ -55,10 +57,11 @@ def opened() -> Iterator[Callable[[int], str]]:
     """Yield `attempt`, which keeps its tables in a folder of its own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with TemporaryDirectory() as folder, as_before():
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, as_before():  # a stream may be reading ahead
+        write_files(Path(folder))
         for name, loss in OWN_LOSSES.items():
             register_loss(name, loss)
-        register_objective(WEIGHED, lambda shape: Causal(shape.length), KINDS, weighted=True)
+        register_objective(WEIGHED, weighed, KINDS, weighted=True)
         yield lambda seed: attempt(seed, Path(folder))
     torch.set_num_threads(threads)
 
@@ -95,8 +98,9 @@ def planned(configs: Sequence[Config]) -> list[Plan]:
     """Plan every configuration; [] where one is refused. Any other exception than ConfigError passes."""
     try:
         for c in configs:
-            if lines := wrong_configuration(c):
+            if lines := violations_of_configuration(c):
                 raise ConfigError(lines)
+        open_data(configs[0])
         return [make_plan(c) for c in configs]
     except ConfigError as error:
         assert error.violations and all(error.violations), "a refusal says why"
@@ -104,10 +108,22 @@ def planned(configs: Sequence[Config]) -> list[Plan]:
 
 
 def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
-    """Say whether a case is small enough to be tried, and has a label to predict in every step."""
+    """Say whether a case is small enough to be tried, has a label to predict in every step, and none whose updates
+    rounding decides."""
     c = configs[0]
-    predicts = all(Tokens(c).predicted("train", *samples_of(c.train, k + 1)) for k in range(c.train.steps))
-    return predicts and all(plan.mesh.size <= RANKS for plan in plans)
+    batches = (open_data(c).batch("train", *samples_of(c.train, k + 1)) for k in range(c.train.steps))
+    counts = all(((rows["labels"] >= 0) * rows.get("label_weights", 1)).any() for rows in batches)
+    return bool(counts and all(plan.mesh.size <= RANKS for plan in plans) and not of_rounding(c))
+
+
+def of_rounding(c: Config) -> bool:
+    """Say whether an update looks at a gradient's direction alone, and a gradient of the first step is zero but for
+    rounding, as a query's is where all tokens that it sees are equal."""
+    if c.optimizer.kind not in ("lion", "muon"):
+        return False
+    sizes = {name: float(g.abs().max()) for name, g in alone(c, [range(1, 2)])[0].gradients.items()}
+    directed = make_plan(c).matrices if c.optimizer.kind == "muon" else sizes
+    return any(sizes[name] <= 1e-13 * max(sizes.values()) for name in directed)
 
 
 def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
@@ -162,9 +178,9 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0) -> list[Result]:
     one = configure(global_batch=batch, microbatch=batch)
     one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
     one.train = replace(c.train, microbatch=batch)
-    one.data.objective = c.data.objective
+    one.data = c.data
     plan = make_plan(one)
-    trainer = trainer_of(one, plan, SingleRank(plan.mesh))
+    trainer = trainer_of(one, plan, SingleRank(plan.mesh), open_data(one))
     generator = torch.Generator().manual_seed(0)
     for weight in trainer.weights.master.values():  # which in fp64 are those that it computes with
         weight.data.mul_(1 + nudge * torch.randint(-1, 2, weight.shape, generator=generator, dtype=weight.dtype))
@@ -176,10 +192,10 @@ def run_phase(
 ) -> tuple[list[Result], str]:
     """Compute steps on all ranks of a plan, from a checkpoint if `start` names one; return the results and the name of
     the checkpoint written at the end, "" where none is wanted."""
-    end = begin(storage, steps[-1]) if save else ""
+    end, corpus = begin(storage, steps[-1]) if save else "", open_data(c)
 
     def work(communicator: Communicator) -> tuple[Result, Any]:
-        trainer = trainer_of(c, plan, communicator)
+        trainer = trainer_of(c, plan, communicator, corpus)
         if start:
             State(trainer).restore(storage, start, load_manifest(storage, start))
         found = steps_of(trainer, communicator, steps)

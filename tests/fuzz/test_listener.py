@@ -32,18 +32,23 @@ class Credulous(Switchboard):
             self._events.append((connection.number or 0, message))
 
 
-hear = Switchboard._hear
+hear, proof = Switchboard._hear, secret.proof
 CARELESS = {
-    "every member has the same token": ("token", lambda self, number: secret.token(self._key, self.session, 0)),
-    "a flood is let in": ("_make_room", lambda self: False),
-    "members may say anything": ("_hear", Credulous._hear),
-    "who is gone is kept": ("_lose", lambda self, connection: None),
+    "every member has the same token": (
+        Switchboard,
+        "token",
+        lambda self, number: secret.token(self._key, self.session, 0),
+    ),
+    "a flood is let in": (Switchboard, "_make_room", lambda self: False),
+    "members may say anything": (Switchboard, "_hear", Credulous._hear),
+    "who is gone is kept": (Switchboard, "_lose", lambda self, connection: None),
+    "a greeting opens any connection": (secret, "proof", lambda own, who, challenge, nonce: proof(own, who, "", nonce)),
 }
 
 
 @pytest.mark.parametrize("how", CARELESS)
 def test_a_listener_that_is_not_careful_is_found(monkeypatch, how):
-    monkeypatch.setattr(Switchboard, *CARELESS[how])
+    monkeypatch.setattr(*CARELESS[how])
     monkeypatch.setattr(listener, "PATIENCE", 0.5)
     with pytest.raises(AssertionError):
         run(listener, 0, 3000)

@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import pytest
 
+from platform.config.fields import Config, objective_of
+from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.sharding.flat import FlatBucket
 from platform.train.step import trainer
-from platform.train.step.weights import Weights
+from platform.train.step.rank_parameters import Weights
 from tests.fuzz import plans
+from tests.fuzz.draw_data import SOURCES, TEXTUAL
+from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS
 from tests.fuzz.runner import run
 
 SEED, COUNT, HALF = 0, 130, 65
 PARTS, EACH = 20, 250  # one part stays within the time limit of a test
+
+
+def features(c: Config) -> set[str]:
+    """What of data and training a configuration has."""
+    data, train, o = c.data, c.train, c.optimizer
+    has = {
+        "document mask": data.document_mask,
+        "packing": data.packing == "best_fit",
+        "stream": data.streaming,
+        "stream in a mixture": any(source.get("streaming") for source in data.sources.values()),
+        "ema": train.ema,
+        "ramp": train.ramp_from,
+        "freeze": train.freeze,
+        "groups": o.groups,
+        "sgd without momentum": o.kind == "sgd" and not o.momentum,
+        "dropout": c.model.dropout,
+        "window": c.model.window,
+    }
+    named = {f"data={data.kind}", f"model={c.model.kind}", f"objective={objective_of(c)}", f"loss={train.loss}"}
+    return named | {f"optimizer={o.kind}"} | {name for name, there in has.items() if there}
+
+
+def test_draws_all_features_of_data_and_training(tmp_path):
+    found: Counter[str] = Counter()
+    with plans.opened():
+        for seed in range(300):
+            r = Random(seed)
+            for c in plans.draw(r, r.choice(plans.CLASSES[:-1]), tmp_path)[:1]:
+                found.update(features(c))
+    wanted = {f"optimizer={kind}" for kind in (*OPTIMIZERS, *SETTINGS)} | {f"loss={name}" for name in OWN_LOSSES}
+    wanted |= {f"data={name}" for name in (*SOURCES, *TEXTUAL) if name not in ("invented", "stream")}
+    wanted |= {f"model={kind}" for kind in ("decoder", "encoder", "encoder_decoder", "two_layer")}
+    wanted |= {f"objective={name}" for name in ("causal", "masked", "span_denoising", "pairs", plans.WEIGHED)}
+    wanted |= {"document mask", "packing", "stream", "stream in a mixture", "ema", "ramp", "freeze", "groups"}
+    wanted |= {"sgd without momentum", "dropout", "window"}
+    rare = {name: found[name] for name in wanted if found[name] < 3}
+    assert not rare, f"cases of 300 that have it: {rare}"
 
 
 @pytest.mark.parametrize("seed", [SEED, *(pytest.param(s, marks=pytest.mark.full) for s in range(HALF, COUNT, HALF))])

@@ -23,6 +23,6 @@ def test_twenty_thousand():
 
 def test_a_check_that_lets_something_through_is_found(monkeypatch):
     """The negative control: without the bounds of single values the fuzz fails."""
-    monkeypatch.setattr(values.launch, "wrong_configuration", lambda config: [])
-    monkeypatch.setattr(values.launch, "wrong_values", lambda config: {})
+    monkeypatch.setattr(values.launch, "violations_of_configuration", lambda config: [])
+    monkeypatch.setattr(values.launch, "violations_of_values", lambda config: {})
     assert any(run(values, seed=seed, count=15, keep_going=True).failures for seed in range(2235, 2535, 15))

@@ -15,10 +15,11 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.checkpoint.interchange import import_safetensors
 from platform.checkpoint.storage.manifest import Refused
-from platform.config.fields import ConfigError, Data
+from platform.config.fields import Data
 from platform.data.sources import pairs, texts
 from platform.data.tokens import cache
 from platform.data.tokens.entry import read_entry

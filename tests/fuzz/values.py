@@ -18,11 +18,12 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from unittest import mock
 
 from platform import launch
+from platform.boundary.refusals import ConfigError
 from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
 from platform.config import bounds
 from platform.config.bounds import flat_values
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config
 from platform.config.key import Key
 
 SECONDS = 3.0  # of this thread's CPU, beside those of a plan

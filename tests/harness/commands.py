@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.launch import compose, main
 
 QUICK = "+experiment=gpt_quick"

@@ -1,11 +1,12 @@
 """A member in this process: `dial` waits for its welcome, so the switchboard is polled meanwhile."""
 
 import json
+import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
 from platform.cluster.wire import secret
-from platform.cluster.wire.channel import dial
+from platform.cluster.wire.channel import Unframer, dial
 
 
 def frame(payload):
@@ -21,9 +22,23 @@ def dialled(board, number, node=""):
         return line.result(), heard
 
 
-def greeting(token, number, **changes):
-    """The frame with which who has this token says that it is this member; `changes`: to what it says."""
+def knocked(board, **how):
+    """A stranger's connection, and the challenge that it got; `how`: of the connecting."""
+    connection, frames = socket.create_connection(board.address, **how), Unframer()
+    connection.setblocking(False)
+    while True:
+        assert board.poll(0.001) == []
+        try:
+            [said] = frames.feed(connection.recv(4096))
+        except BlockingIOError:
+            continue
+        connection.settimeout(20)
+        return connection, said["challenge"]
+
+
+def greeting(token, number, challenge, **changes):
+    """The frame with which who has this token answers a challenge as this member; `changes`: to what it says."""
     nonce = secret.new()
     fields = {"number": number, "node": "here", "pid": 9, "nonce": nonce}
-    fields |= {"proof": secret.proof(token, secret.MEMBER, nonce)}
+    fields |= {"proof": secret.proof(token, secret.MEMBER, challenge, nonce)}
     return frame(json.dumps({"hello": fields | changes}).encode())

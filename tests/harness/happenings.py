@@ -15,7 +15,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "refused": {"reasons": ["checkpoint.resume=x: no"]},
     "changed": {"keys": {"seed": [0, 1], "mesh.t": [None, 2]}},
     "checkpoint_refused": {"directory": "step-00000002-000001-50e40f", "reason": "corrupt"},
-    "waiting": {"alive": 1, "reason": "1 workers are there of 2"},
+    "waiting": {"alive": 1, "reason": "1 of 2 workers there"},
     "hiring": {"count": 1},
     "not_started": {"number": 5, "cause": "no room"},
     "forming": {"world_size": 4, "mesh": {"stage": 1, "data": 2, "t": 2}, "plan": "ab", "reason": "", "alive": 4},

@@ -63,6 +63,7 @@ class Language:
         x = add(x, self.three_operands(ops, x, tokens))
         x = add(x, self.gated(ops, x))
         x = add(x, self.attention(ops, x))
+        x = add(x, ops.recurrence("decayed", ops.pointwise("sigmoid", x), x, STREAM))
         total = ops.reduce("total", "sum", x, STREAM, SUM)
         x = ops.einsum("scaled", x, STREAM, total, SUM, STREAM)
         single = ops.lookup("single", self.single, tokens, TOKENS)
@@ -122,6 +123,10 @@ def reference(w: dict[str, Any], tokens: torch.Tensor, labels: torch.Tensor) -> 
     q = torch.stack([f(part) for f, part in zip(functions, q.unbind(2), strict=True)], 2).softmax(2)
     p = torch.einsum("lbtw,mbtw->btlm", q, q).softmax(-1)
     x = x + torch.einsum("btlm,mbtw->lbtw", p, q).flatten(2)
+    h, gates, decayed = torch.zeros_like(x[0]), x.sigmoid(), []
+    for gate, step in zip(gates, x, strict=True):
+        decayed.append(h := gate * h + step)
+    x = x + torch.stack(decayed)
     x = x * x.sum(-1, keepdim=True) * w["single"][tokens].unsqueeze(-1)
     logits = x @ w["embedding"].t()
     logits = logits + logits.softmax(-1) * (logits.mean(-1, keepdim=True) + logits.amax(-1, keepdim=True))

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +20,12 @@ from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.sharding.flat import FlatBucket
 from platform.plan.core.plan import Plan
+from platform.train.generation.generator import Generator
+from platform.train.protocol.asked import AskedTexts, Choice
 from tests.harness.oracle import trainer_of
 from tests.harness.threads import run_threads
+
+T = TypeVar("T")
 
 
 class Live(TorchDispatchMode):
@@ -135,6 +139,36 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
     gc.collect()
     gc.disable()
     try:
-        return [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+        return _on_each_rank(plan, work)
     finally:
         gc.enable()
+
+
+def count_answering(c: Config, plan: Plan) -> int:
+    """The most bytes that live on a rank while it scores texts of the model's length, and reads as many to continue
+    them, after a step."""
+    m, n = c.model, plan.sizes["batch"]
+    ids = [i % m.vocab for i in range(m.length)]
+    sources = [ids[: m.source_length or m.length]] * n if m.kind == "encoder_decoder" else []
+    texts, read = (AskedTexts([some] * n, sources) for some in (ids, ids[1:]))
+
+    def work(communicator: Communicator) -> int:
+        torch.set_num_threads(1)
+        with Live() as live:
+            live.without_transport(communicator)
+            trainer = trainer_of(c, plan, communicator)
+            for bucket in trainer.weights.buckets if plan.storage else ():
+                live.follow(bucket)
+            trainer.step(1)
+            live.peak = live.now
+            with torch.no_grad():
+                generator = Generator(c, plan, communicator, trainer.weights)
+                generator.score(texts, [1] * n)
+                generator.write(read, 1, Choice(m.vocab))
+            return live.peak
+
+    return max(_on_each_rank(plan, work))
+
+
+def _on_each_rank(plan: Plan, work: Callable[[Communicator], T]) -> list[T]:
+    return [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)

@@ -1,4 +1,4 @@
-"""Rows as the driver writes them (design.md, section 7), invented."""
+"""Rows as the driver writes them (docs/run-directory.md), invented."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The oracle: one process, no sharding, fp64 (DESIGN section 5). What ranks computed must equal it, gradients too."""
+"""The oracle: one process, no sharding, fp64 (docs/numerics.md). What ranks computed must equal it, gradients too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
-from platform.train.protocol.answers import Differences
+from platform.train.protocol.replies import Differences
 from platform.train.step.trainer import Trainer
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
@@ -237,7 +237,7 @@ def assemble(
 
 
 def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) -> None:
-    """Tolerances of DESIGN section 5, for every rank. Raises AssertionError naming the tensor."""
+    """Tolerances of docs/numerics.md, for every rank. Raises AssertionError naming the tensor."""
     lr = c.optimizer.lr
     largest = max(g.abs().max() for g in expected.gradients.values())
     parts = {

@@ -7,17 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from platform.config import bounds
+from platform.config.extending.own_settings import OWN_SETTINGS
 from platform.config.fields import LOSS_OF, OBJECTIVES, WEIGHTED
 from platform.data import objectives
 from platform.model.losses import LOSSES
+from platform.optimizer.learning_rate import SCHEDULES
+from platform.optimizer.optimizers import OPTIMIZERS
+from platform.optimizer.whole import NEEDS
 
-TABLES = (LOSSES, LOSS_OF, OBJECTIVES, objectives.OBJECTIVES, bounds.KEYS)
+TABLES = (
+    *(LOSSES, LOSS_OF, OBJECTIVES, objectives.OBJECTIVES, bounds.KEYS),
+    *(OWN_SETTINGS, SCHEDULES, OPTIMIZERS, NEEDS),
+)
 
 
 @contextmanager
 def as_before(*modules: str) -> Iterator[None]:
-    """Take back what is registered of objectives and losses within the context; forget `modules` of the user's, before
-    it too, as other tests import some of the same names."""
+    """Take back what is registered of objectives, losses, optimizers and their settings within the context; forget
+    `modules` of the user's, before it too, as other tests import some of the same names."""
     before, weighted = [dict(table) for table in TABLES], set(WEIGHTED)
     for name in modules:
         sys.modules.pop(name, None)

@@ -33,14 +33,17 @@ tasks = [
     subprocess.Popen(words, env={{**given, "SLURMD_NODENAME": host, "SLURM_NODEID": str(hosts.index(host))}})
     for host in chosen
 ]
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
 with open(os.environ["STATE"] + "/tasks", "a") as file:
     file.writelines(f"{{task.pid}} {{host}}\\n" for task, host in zip(tasks, chosen))
 sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = """#!/bin/bash
-case $1 in
-  show) if [[ $2 == config ]]; then echo "KillWait = 30 sec"; else tr , '\\n' <<<"$3"; fi ;;
-  requeue) touch "$STATE/requeue" ;;
+case "$1 $2" in
+  "show config") echo "KillWait = 30 sec" ;;
+  "show job") echo "JobId=$4 JobState=RUNNING PreemptTime=None" ;;
+  "show hostnames") tr , '\\n' <<<"$3" ;;
+  requeue*) touch "$STATE/requeue" ;;
 esac
 """
 SQUEUE = """#!/bin/bash
@@ -75,15 +78,20 @@ class SlurmJob:
         }
 
     @contextmanager
-    def started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """One life of the job, from its start, or a requeue, to the end of its batch script; then Slurm ends what is
-        left of its steps."""
+    def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """One life of the job, from its start, or a requeue, to the end of its batch script, with `arguments` after its
+        name; then Slurm ends what is left of its steps."""
         (self.state / "requeue").unlink(missing_ok=True)
         (self.state / "left").write_text(" ".join(self.hosts))
         environment = {**self.environment, "SLURM_RESTART_COUNT": str(self.restarts)}
         with (self.folder / "out").open("ab") as out:
             process = subprocess.Popen(
-                ["bash", "job.sbatch"], cwd=self.folder, env=environment, stdout=out, stderr=out, start_new_session=True
+                ["bash", "job.sbatch", *arguments],
+                cwd=self.folder,
+                env=environment,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         try:
             yield process

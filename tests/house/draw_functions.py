@@ -20,17 +20,20 @@ Function = tuple[str, str, str]  # place, signature, docstring
 
 
 def functions(path: Path) -> list[Function]:
-    """Return the functions and methods of a file that have a docstring."""
+    """Return the functions and methods of a file, also inside of others, with "" for a missing docstring."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        for item in [node, *getattr(node, "body", [])] if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(item, ast.FunctionDef) and (docstring := ast.get_docstring(item)):
-                owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-                returns = f" -> {ast.unparse(item.returns)}" if item.returns else ""
-                place = f"{path.relative_to(PACKAGE.parent)}:{item.lineno}"
-                found.append((place, f"{owner}{item.name}({ast.unparse(item.args)}){returns}", docstring))
-    methods = {place for place, signature, _ in found if "." in signature.partition("(")[0]}
-    return [f for f in found if f[0] not in methods or "." in f[1].partition("(")[0]]
+
+    def visit(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                returns = f" -> {ast.unparse(child.returns)}" if child.returns else ""
+                place = f"{path.relative_to(PACKAGE.parent)}:{child.lineno}"
+                signature = f"{owner}{child.name}({ast.unparse(child.args)}){returns}"
+                found.append((place, signature, ast.get_docstring(child) or ""))
+            visit(child, f"{child.name}." if isinstance(child, ast.ClassDef) else owner)
+
+    visit(ast.parse(path.read_text()), "")
+    return found
 
 
 def main(seed: int, count: int = 30) -> None:
@@ -41,7 +44,7 @@ def main(seed: int, count: int = 30) -> None:
     every = [f for path in sorted(PACKAGE.rglob("*.py")) for f in functions(path)]
     drawn = Random(seed).sample(every, count)
     for number, (_, signature, docstring) in enumerate(drawn, 1):
-        print(f"\n{number}. {signature}\n    {docstring}")
+        print(f"\n{number}. {signature}\n    {docstring or '(no docstring)'}")
     print("\n" + "-" * 80)
     for number, (place, signature, _) in enumerate(drawn, 1):
         print(f"{number}. {place} {signature.partition('(')[0]}")

@@ -16,13 +16,18 @@ WIDTH = 118
 
 def rooms(folder: Path = PACKAGE) -> list[Path]:
     """Return the package's folder, and every folder in it, each before those inside it."""
-    inside = sorted(path.parent for path in folder.glob("*/__init__.py"))
-    return [folder, *(room for child in inside for room in rooms(child))]
+    return [folder, *(room for child in inside(folder) for room in rooms(child))]
+
+
+def inside(room: Path) -> list[Path]:
+    """Return the rooms directly inside a room: folders that hold Python anywhere, with or without an `__init__`."""
+    return sorted(path for path in room.iterdir() if any(path.rglob("*.py")))
 
 
 def says(room: Path) -> str:
-    """Return the docstring of a room's `__init__`."""
-    return ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    """Return the docstring of a room's `__init__`; "" if it has none."""
+    path = room / "__init__.py"
+    return ast.get_docstring(ast.parse(path.read_text())) or "" if path.exists() else ""
 
 
 def files(room: Path) -> list[str]:

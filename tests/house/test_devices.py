@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PLATFORM = Path(__file__).parents[2] / "platform"
-ROOMS = ("parallel", "train/step")
+ROOMS = ("parallel", "train")
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select", "is_nonzero", "equal", "unique"}
 FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randint", "tensor", "zeros"}
 
@@ -21,8 +21,19 @@ MAY_WAIT = {
     "parallel/communicator/torch_distributed.py:announce": "host memory",
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
     "parallel/compiled.py:_lacking": "tries the compiler, before a generation forms",
+    "train/generation/beams.py:step": "beams are chosen on the host",
+    "train/generation/generator.py:_told": "answers are sent to the driver",
+    "train/generation/generator.py:_written": "tokens are sent to the driver",
+    "train/generation/generator.py:score": "answers are sent to the driver",
+    "train/health/link.py:measure_link": "a measurement, outside of any step",
+    "train/health/measure.py:_seconds": "a measurement, outside of any step",
+    "train/health/measure.py:count_wrong": "a measurement, outside of any step",
+    "train/recovery/verify.py:_same": "replicas are compared between steps",
+    "train/recovery/verify.py:differing": "replicas are compared between steps",
     "train/step/step_report.py:together": "host memory",
     "train/step/step_report.py:_slower": "host memory",
+    "train/worker.py:_settled": "while a generation forms",
+    "train/worker.py:leave": "a worker that leaves waits for its device",
     "train/step/trainer.py:sample": "text is read token by token, not in a step",
     "train/step/training_state.py:tell_all": "host memory",
 }
@@ -30,6 +41,13 @@ MAY_MAKE = {
     "parallel/communicator/base.py:<module>": "the processor's vector mathematics, before threads exist",
     "parallel/communicator/torch_distributed.py:announce": "host memory",
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
+    "train/generation/batch.py:__init__": "rows of tokens, placed later",
+    "train/generation/batch.py:_source": "rows of tokens, placed later",
+    "train/generation/batch.py:data": "rows of tokens, placed later",
+    "train/generation/beams.py:step": "beams are chosen on the host",
+    "train/generation/generator.py:_search": "beams are chosen on the host",
+    "train/generation/generator.py:score": "rows of tokens, placed later",
+    "train/generation/generator.py:write": "rows of tokens, placed later",
     "train/step/step_report.py:__init__": "host memory",
     "train/step/step_report.py:together": "host memory",
     "train/step/inputs.py:one_document": "rows beside those, placed with them",

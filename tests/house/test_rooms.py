@@ -7,9 +7,12 @@ from collections import Counter
 
 import pytest
 
-from tests.house.rooms import PACKAGE, ROOT, files, rooms, says, tree
+from tests.house.rooms import PACKAGE, ROOT, files, inside, rooms, says, tree
 
-MOST = 11  # files of a room
+MOST = 11  # files of a room, and files and rooms of it together
+LARGE = {"data": 15, "config": 13, "jobs": 12}  # rooms that hold more; these may only shrink
+ROOMS = 16  # at the root, with at most ROOT_FILES beside them
+ROOT_FILES = 7
 LONGEST = 60  # lines of a function
 TWICE = {"__main__.py"}  # names that say the same thing in every room
 
@@ -19,6 +22,19 @@ def test_a_room_is_small_and_says_what_lives_there(room):
     assert len(files(room)) <= MOST
     first = says(room).split("\n\n")[0]
     assert 0 < len(first.splitlines()) <= 3
+    assert len(files(room)) + len(inside(room)) <= LARGE.get(str(room.relative_to(PACKAGE)), MOST)
+
+
+def test_the_root_is_small():
+    assert len(inside(PACKAGE)) <= ROOMS and len(files(PACKAGE)) <= ROOT_FILES
+
+
+def test_every_folder_with_code_is_a_room(tmp_path):
+    code = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert code == set(rooms()) and [room for room in rooms() if not (room / "__init__.py").exists()] == []
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent" / "a.py").touch()  # without an __init__, which import-linter does not see either
+    assert rooms(tmp_path) == [tmp_path, tmp_path / "silent"] and says(tmp_path / "silent") == ""
 
 
 def test_no_name_stands_for_two_files():

@@ -18,6 +18,7 @@ POD = " job.image=elastic-platform:0.1.0 job.claim=shared"
 ONE = "+experiment=one_gpu "
 NODE = "+experiment=one_gpu job.name=one-node model=gpt3_1_3b train.microbatch=2 parallel.data=8 parallel.zero=1"
 NODE += " cluster.gpu=H100 "
+TWO = NODE.replace("one-node", "no-ray").replace("data=8", "data=16") + "job.launcher=torchrun "
 GPT = "+experiment=gpt175b elastic.spares=8 "
 CHECK = "+experiment=cluster_check job.nodes=2 job.workers=1 job.name=check checkpoint.url=/shared/checkpoints/check"
 EXAMPLES = {  # file -> arguments of `python -m platform.jobs kubernetes|slurm`
@@ -25,6 +26,7 @@ EXAMPLES = {  # file -> arguments of `python -m platform.jobs kubernetes|slurm`
     "kubernetes/one_node/job.yaml": f"{NODE}{DATA}one-node{POD}",
     "kubernetes/gpt175b/job.yaml": f"{GPT}{DATA}gpt175b{POD} job.storage=50Ti",
     "kubernetes/kind/job.yaml": f"{CHECK}{POD}",
+    "kubernetes/torchrun/job.yaml": f"{TWO}{DATA}no-ray{POD}",
     "slurm/one_gpu.sbatch": f"{ONE}{DATA}one-gpu job.shared=true job.time=12:00:00",
     "slurm/one_node.sbatch": f"{NODE}{DATA}one-node job.time=24:00:00",
     "slurm/gpt175b.sbatch": f"{GPT}{DATA}gpt175b job.time=48:00:00",

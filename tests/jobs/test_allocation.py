@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.jobs import allocation
 from platform.jobs.allocation import addresses, cpus_here, endpoint, free_port, gpus_here, interface_with, own_address
 

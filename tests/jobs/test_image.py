@@ -1,6 +1,8 @@
-"""The image's file: read by hadolint, and built where a Docker daemon is."""
+"""The image's file: read by hadolint, and built where buildah or a Docker daemon is."""
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,6 +42,67 @@ def test_it_runs_as_the_user_of_the_jobs_and_leaves_the_checkout_s_dirt_out():
     assert not {name.strip('" ') for name in needed.split(",")} & {*ignored}
 
 
+BASE = "localhost/elastic-platform-base:bookworm"
+MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
+PACKAGES = "python3,python3-pip,python3-dev,python-is-python3,ca-certificates"
+RUN = "python -m platform.launch +experiment=two_layer --cfg job"
+
+
+def needs(*tools):
+    """Skip the test, saying why, unless all of these tools are here and this is root."""
+    lacking = [name for name in tools if not shutil.which(name)]
+    if lacking or os.geteuid():
+        pytest.skip(f"needs {', '.join(lacking) or 'root'}; Debian has {' and '.join(tools)}")
+
+
+def buildah(*words, limit=3000):
+    return subprocess.run(["buildah", "--storage-driver", "vfs", *words], capture_output=True, text=True, timeout=limit)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A Debian with Python and pip, made here: no registry of images is asked."""
+    needs("buildah", "debootstrap")
+    if buildah("inspect", "--type", "image", BASE).returncode:
+        folder = tmp_path_factory.mktemp("base") / "root"
+        command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(folder), MIRROR]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+        if done.returncode:
+            pytest.skip(f"no Debian from {MIRROR}: {done.stdout[-200:]}")
+        next(folder.glob("usr/lib/python3.*/EXTERNALLY-MANAGED")).unlink()  # as in the official image of Python
+        container = buildah("from", "scratch").stdout.strip()
+        for words in (["copy", container, str(folder), "/"], ["commit", "--rm", container, BASE]):
+            done = buildah(*words)
+            assert done.returncode == 0, done.stderr
+        shutil.rmtree(folder)
+    return BASE
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_buildah_builds_it_in_the_oci_format(base):
+    """For CPUs; IMAGE_OPTIONS has more words for buildah, such as indices of packages that are reached from here."""
+    name = "localhost/elastic-platform-test:cpu"
+    own = "\n".join(path.read_text() for path in sorted(Path("/usr/local/share/ca-certificates").glob("*.crt")))
+    options = ["--format", "oci", "--isolation", "chroot", "--build-arg", f"BASE={base}", "--build-arg", f"CA={own}"]
+    more = shlex.split(os.environ.get("IMAGE_OPTIONS", ""))
+    done = buildah("build", *options, "--build-arg", "DEVICE=cpu", *more, "--tag", name, str(ROOT))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "not supported for OCI" not in done.stderr  # of an instruction that only Docker's format has
+    container = buildah("from", "--pull-never", name).stdout.strip()
+    try:
+        ran = buildah("run", "--isolation", "chroot", container, "--", "sh", "-c", f"id -u; {RUN}", limit=300)
+    finally:
+        buildah("rm", container)
+    assert ran.returncode == 0 and ran.stdout.startswith("1000\n") and "two_layer" in ran.stdout, ran.stderr
+
+
+def test_every_instruction_is_one_of_the_oci_format():
+    """SHELL, HEALTHCHECK and ONBUILD are Docker's alone: buildah leaves them out, with a warning."""
+    found = {match for match in re.findall(r"^([A-Z]+) ", TEXT, re.M)}
+    assert found <= {"ARG", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -48,6 +111,6 @@ def test_it_builds(device):
         pytest.skip("needs a Docker daemon")
     name = f"elastic-platform-test:{device}"
     subprocess.run(["docker", "build", "-t", name, "--build-arg", f"DEVICE={device}", str(ROOT)], check=True)
-    command = f"docker run --rm {name} python -m platform.launch +experiment=two_layer --cfg job".split()
+    command = f"docker run --rm {name} {RUN}".split()
     assert "two_layer" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     subprocess.run(["docker", "rmi", name], check=True)

@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.jobs.__main__ import main
 from platform.jobs.kubernetes import kubernetes_job
 from platform.launch import compose
@@ -23,10 +24,11 @@ SCHEMA = yaml.safe_load((Path(__file__).parent / "kubernetes.schema.yaml").read_
 CHECK = jsonschema.Draft202012Validator(SCHEMA)
 RELEASES = [  # of KubeRay: RayJob as its own CRD has it
     jsonschema.Draft202012Validator(json.loads(gzip.decompress(path.read_bytes())))
-    for path in sorted((Path(__file__).parent / "crds").glob("*.json.gz"))
+    for path in sorted((Path(__file__).parent / "crds").glob("kuberay-*.json.gz"))
 ]
 JOB_OWNER = {"apiVersion": "ray.io/v1", "kind": "RayJob", "name": "one-gpu"}
-MANIFESTS = [name for name in EXAMPLES if name.startswith("kubernetes/")]
+WITHOUT_RAY = "kubernetes/torchrun/job.yaml"  # tests/jobs/test_indexed_job.py has more on it
+MANIFESTS = [name for name in EXAMPLES if name.startswith("kubernetes/") and name != WITHOUT_RAY]
 OVERLAYS = sorted(path.parent for path in (JOBS / "kubernetes").rglob("kustomization.yaml"))
 POD = "+experiment=one_gpu data=text data.path=/shared/a checkpoint.url=/shared/b job.image=i job.claim=c".split()
 
@@ -65,7 +67,7 @@ def arguments(job):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * ("gpt175b" in name)) for name in MANIFESTS]
+    "name", [pytest.param(name, marks=[pytest.mark.full] * ("gpt175b" in name)) for name in [*MANIFESTS, WITHOUT_RAY]]
 )
 def test_the_examples_are_what_their_commands_write(name):
     assert (JOBS / name).read_text() == written(name), "python -m tests.jobs.examples writes them"
@@ -234,7 +236,8 @@ def test_every_container_is_confined():
     confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert cluster_of(job)[0]["autoscalerOptions"]["securityContext"] == confined
     for pod in [*pods(job), job["spec"]["submitterPodTemplate"]["spec"]]:
-        assert [container["securityContext"] for container in pod["containers"]] == [confined]
+        found = [*pod["containers"], *pod.get("initContainers", [])]
+        assert all(container["securityContext"] == confined for container in found)
 
 
 def test_who_asks_kubernetes_is_the_autoscaler_alone():
@@ -270,6 +273,28 @@ def test_where_pods_go_and_who_they_are():
     assert wish["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
     for release in RELEASES:
         release.validate(job)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_ray_s_logs_are_kept_when_a_pod_ends(name):
+    """Beside Ray in every pod of it, until Ray has ended: what copies the end of its logs to the run directory."""
+    job = job_of(name)
+    run_dir = compose(arguments(job)[1]).run.dir
+    for pod in pods(job):
+        [keeper] = pod["initContainers"]
+        assert keeper["restartPolicy"] == "Always"  # of Kubernetes 1.29: it ends when the others have
+        assert keeper["command"] == ["python", "-m", "platform.jobs", "keep", run_dir]
+        mounts = [{m["name"]: m["mountPath"] for m in c["volumeMounts"]} for c in (keeper, *pod["containers"])]
+        assert all(m["ray"] == "/tmp/ray" and run_dir.startswith(m["shared"]) for m in mounts)
+        assert {"name": "ray", "emptyDir": {}} in pod["volumes"]
+        assert keeper["resources"]["requests"] == keeper["resources"]["limits"]
+
+
+def test_what_is_typed_for_one_job_s_pods_names_the_job():
+    """A role alone selects the pods of every job in the namespace."""
+    pages = [*(JOBS.parent / "docs").glob("*.md"), *JOBS.parent.glob("*.md"), *JOBS.rglob("*.*")]
+    selectors = [s for page in pages for s in re.findall(r"(?:-l|--selector)[ =](\S+?/\S+)", page.read_text())]
+    assert selectors and all("elastic-platform/job=" in selector for selector in selectors)
 
 
 @pytest.mark.parametrize("release", range(2))

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -53,7 +55,7 @@ def test_lives_state_step_and_the_last_failure(tmp_path):
     text = "\n".join(status_lines(run))
     assert f"state: running, as it has no end: process {os.getpid()} on {socket.gethostname()}" in text
     assert "step: 7; newest checkpoint: 6 (step-6)" in text and "lives: 2" in text
-    assert "to step 7  no end, 2 nodes, 1 failures" in text and "other code: ba9876543210" in text
+    assert "to step 7  no end, 2 nodes, 1 failure" in text and "other code: ba9876543210" in text
     assert "last failure: worker 1 on n1" in text and "Died: out of memory; w.log" in text
     assert "retries spent since the job was last closed: 2" in text
     assert [life.step for life in lives_of(LIVES)] == [7, 7]
@@ -128,3 +130,20 @@ def test_what_ray_wrote_on_a_node_outlives_it(tmp_path):
     text = (tmp_path / "run" / "logs" / f"node-{socket.gethostname()}.log").read_text()
     assert text.count(f"Ray has ended on {socket.gethostname()}") == 2 and "first" in text and "second" in text
     assert "gcs: out of disk" in text and "line 999" in text and "line 800\n" not in text
+
+
+def test_ray_s_logs_are_kept_when_a_pod_is_told_to_end(tmp_path):
+    logs = tmp_path / "tmp" / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    code = "from pathlib import Path; from platform.jobs.look import logs; import sys;"
+    code += " logs._RAY_PARENT = sys.argv[1]; print('there', flush=True); logs.keep_at_the_end(Path(sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "tmp"), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout.readline() == "there\n"
+        (logs / "raylet.err").write_text("out of memory\n")
+        time.sleep(0.2)
+        assert not list((tmp_path / "run").rglob("*.log"))
+        keeper.terminate()
+        assert keeper.wait(20) == 0
+    [kept] = (tmp_path / "run" / "logs").glob("node-*.log")
+    assert "Ray has ended" in kept.read_text() and "out of memory" in kept.read_text()

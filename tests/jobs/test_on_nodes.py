@@ -20,12 +20,11 @@ import yaml
 
 from platform.jobs.kubernetes import kubernetes_job
 from platform.jobs.slurm import slurm_job
-from platform.monitor import JsonLines, MetricsLog, goodput
-from platform.monitor.records import events
 from tests.harness.commands import QUICK, SMALL, command
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import private_cluster
 from tests.harness.slurm import SlurmJob, until
+from tests.harness.watched import Watched
 
 pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(3600)]
 
@@ -36,31 +35,6 @@ RUN = [
 LIMIT = 900  # seconds: only bounds a failing test, on a machine that may be busy
 TWO = ["tensor=serial", "parallel.data=2", "job.workers=1", "extend=[tests.doubles.slow_steps]"]
 SLOW = {"STEP_SECONDS": "0.3", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.environ["PYTHONPATH"]}
-
-
-class Watched:
-    """The run directory of a job."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def rows(self) -> list[dict]:
-        path = self.path / "metrics.jsonl"
-        return MetricsLog.read(path) if path.exists() else []
-
-    @property
-    def step(self) -> int:
-        rows = self.rows()
-        return rows[-1]["step"] if rows else 0
-
-    def numbers(self) -> list[tuple]:
-        return [(row["step"], row["samples"], row["loss"], row["grad_norm"]) for row in self.rows()]
-
-    def ends(self) -> list[int]:
-        return [line["status"] for line in JsonLines.read(self.path / "drivers.jsonl") if line["event"] == "ended"]
-
-    def cost(self) -> events.Goodput:
-        return goodput(events.read(self.path / "journal.jsonl"))
 
 
 def alike(found: list[tuple], folder: Path) -> bool:
@@ -112,10 +86,9 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
         os.kill(head, signal.SIGKILL)
         steps(8, process)
         assert "it is started again" in job.out()
-        [other] = [pid for pid, node in job.tasks().items() if node == "node2"]
+        [other] = [pid for pid in of(process, b"platform.jobs") if job.tasks().get(pid) == "node2"]
         os.kill(other, signal.SIGTERM)
-        steps(3, process)
-        assert run.rows()[-1]["world_size"] == 1
+        until(lambda: run.rows()[-1]["world_size"] == 1, process, job.out)
         inside = descendants(process.pid)
         job.lose_first_node(process)  # nobody had time for anything
         deadline = time.monotonic() + LIMIT

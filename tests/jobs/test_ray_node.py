@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.launchers import leftovers
-from platform.config.fields import ConfigError
 from platform.jobs import ray_node
-from platform.jobs.ray_node import HEAD, NodeOptions, RayNode, ray_command, ray_environment, run_head
+from platform.jobs.ray_node import HEAD, NodeOptions, RayNode, drain_command, ray_command, ray_environment, run_head
 from platform.jobs.supervisor import Supervision
 from tests.harness.process_tree import gone, parents
 
@@ -30,7 +30,7 @@ with open(os.environ["CALLS"], "a") as file:
     print(json.dumps([options, os.environ.get("NCCL_SOCKET_IFNAME"), os.getpid()]), file=file)
 if os.environ.get("FAILS"):
     sys.exit("no head today")
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"--node_id={os.getpid():08x}"])
 if "head" in options:
     listener = socket.create_server((options["node-ip-address"], int(options["port"])))
 time.sleep(600)
@@ -70,14 +70,15 @@ def test_ray_s_own_command_takes_it(monkeypatch):
     for head in ("", "127.0.0.1:7001"):
         command = ray_command("127.0.0.1", NodeOptions(Path("shared")), "/tmp/ray-x", head, 7001, 0)
         scripts.cli.commands["start"].make_context("start", command[4:])
+    scripts.cli.commands["drain-node"].make_context("drain-node", drain_command("127.0.0.1:7001", "ab", 60)[4:])
 
 
 def test_collectives_use_the_interface_of_the_address_unless_told_otherwise():
-    found = ray_environment("127.0.0.1", "/tmp/ray-x", 90, {"PATH": "/bin"})
+    found = ray_environment("127.0.0.1", "/tmp/ray-x", {"PATH": "/bin"})
     assert found["NCCL_SOCKET_IFNAME"] == found["GLOO_SOCKET_IFNAME"] == "lo" and found["PATH"] == "/bin"
-    assert found["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "90" and found[leftovers.MARK] == "/tmp/ray-x"
-    assert ray_environment("127.0.0.1", "d", 90, {"NCCL_SOCKET_IFNAME": "ib0"})["NCCL_SOCKET_IFNAME"] == "ib0"
-    assert "NCCL_SOCKET_IFNAME" not in ray_environment("203.0.113.7", "d", 90, {})
+    assert found[leftovers.MARK] == "/tmp/ray-x"
+    assert ray_environment("127.0.0.1", "d", {"NCCL_SOCKET_IFNAME": "ib0"})["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert "NCCL_SOCKET_IFNAME" not in ray_environment("203.0.113.7", "d", {})
 
 
 def test_all_of_ray_ends_with_the_node_and_its_files(node, tmp_path):
@@ -90,6 +91,21 @@ def test_all_of_ray_ends_with_the_node_and_its_files(node, tmp_path):
         processes, directory = leftovers.marked(there.directory), Path(there.directory)
         assert there.runs and len(processes) == 2 and directory.stat().st_mode & 0o777 == 0o700
     assert gone(processes) and not directory.exists()
+
+
+def test_ray_outlives_a_signal_to_every_process(node):
+    """As Slurm may send it: without Ray, nothing could be saved."""
+    with RayNode(node) as there:
+        there.start(port=ray_node.free_port("127.0.0.1"))
+        deadline = time.monotonic() + 30
+        while len(leftovers.marked(there.directory)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        processes = leftovers.marked(there.directory)
+        for process in processes:
+            os.kill(process, signal.SIGTERM)
+        time.sleep(0.2)
+        assert leftovers.marked(there.directory) == processes and there.runs
+    assert gone(processes)
 
 
 def test_a_head_that_never_starts_ends_the_job(node, tmp_path, monkeypatch, capfd):
@@ -130,12 +146,26 @@ from platform.jobs import ray_node
 known = ray_node.ray_command
 ray_node.ray_command = lambda *a: [sys.executable, {ray!r}, *known(*a)[3:]]
 ray_node._AGAIN_SECONDS = 0.1
+ray_node.drain_command = lambda *what: [sys.executable, "-c", {drain!r}, *map(str, what)]
 sys.exit(ray_node.run_follower(ray_node.NodeOptions(Path({shared!r}), interface="lo")))
 """
 
 
+# Stands in for `ray drain-node`: Ray ends on the node that it names, here by the number of its process.
+DRAIN = """
+import json, os, signal, sys
+json.dump(sys.argv[1:], open("{told}", "w"))
+os.kill(int(sys.argv[2], 16), signal.SIGKILL)
+"""
+
+
+def follower(node, tmp_path):
+    drain = DRAIN.format(told=tmp_path / "drained")
+    return FOLLOWER.format(root=str(ROOT), ray=str(tmp_path / "ray.py"), shared=str(node.shared), drain=drain)
+
+
 def test_a_node_joins_the_head_follows_it_to_another_address_and_goes_when_told(node, tmp_path):
-    code = FOLLOWER.format(root=str(ROOT), ray=str(tmp_path / "ray.py"), shared=str(node.shared))
+    code = follower(node, tmp_path)
     node.shared.mkdir()
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         try:
@@ -151,6 +181,7 @@ def test_a_node_joins_the_head_follows_it_to_another_address_and_goes_when_told(
             process.send_signal(signal.SIGUSR1)  # is for the head
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0 and gone([second])
+            assert json.loads((tmp_path / "drained").read_text()) == ["127.0.0.1:7002", f"{second:08x}", "60"]
         finally:
             process.kill()
 
@@ -158,7 +189,7 @@ def test_a_node_joins_the_head_follows_it_to_another_address_and_goes_when_told(
 @pytest.mark.parametrize("how", ["a file", "no directory"])
 def test_a_node_hears_that_the_job_is_over(node, tmp_path, how):
     """Else Slurm kills it in the end: its Ray's files stay, and its log reads like a failure."""
-    code = FOLLOWER.format(root=str(ROOT), ray=str(tmp_path / "ray.py"), shared=str(node.shared))
+    code = follower(node, tmp_path)
     node.shared.mkdir()
     (node.shared / HEAD).write_text(json.dumps({"address": "127.0.0.1:7001"}))
     with subprocess.Popen([sys.executable, "-c", code]) as process:

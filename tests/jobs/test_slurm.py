@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.jobs.slurm import slurm_job
 from platform.launch import compose
 from tests.jobs.examples import EXAMPLES, JOBS, written
@@ -233,6 +233,21 @@ def test_only_what_goes_on_is_requeued(job, status, requeued):
     assert (["scontrol", "requeue", "4711"] in called) == requeued
 
 
+@pytest.mark.parametrize(
+    "state, requeued",
+    [
+        ("JobState=RUNNING PreemptTime=2026-01-02T03:04:05", True),  # within the grace: Slurm leaves it to the job
+        ("JobState=RUNNING PreemptEligibleTime=2026-01-02T03:04:05 PreemptTime=None", False),
+        ("JobState=COMPLETING PreemptTime=2026-01-02T03:04:05", False),  # Slurm requeues it
+    ],
+)
+def test_who_has_saved_before_the_end_of_a_preemption_asks_for_a_requeue(job, state, requeued):
+    tool = Path(job["FOLDER"], "bin", "scontrol")
+    tool.write_text(tool.read_text().replace("esac", f'"show job") echo "JobId=4711 {state} StartTime=x" ;; esac'))
+    returned, called = run(job | {"RUN": "exit 143"}, script())
+    assert returned == 143 and (["scontrol", "requeue", "4711"] in called) == requeued
+
+
 def test_each_task_of_an_array_has_directories_of_its_own(job):
     """Also where a path wants quotes; what is typed still wins."""
     _, called = run(job | {"SLURM_ARRAY_TASK_ID": "7"}, script("checkpoint.url=/data/my points"), "seed=7")
@@ -250,7 +265,7 @@ def test_a_job_outside_of_slurm_says_what_it_lacks(job):
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
 def test_near_its_limit_a_job_asks_the_run_to_stop_and_waits(job, sent):
     """USR1 leaves a file, which the run's node looks for; USR2 does, and keeps the job from being requeued; TERM comes
-    to all steps anyway."""
+    to all steps anyway, and what is cancelled while it starts, and ends with 75, stays cancelled."""
     shared = "runs/one-gpu.job-4711"
     wait = f'while [[ ! -e {shared}/stop && ! -e "$FOLDER/told" ]]; do sleep 0.02; done'
     process = start(job | {"RUN": f'touch "$FOLDER/ready"; {wait}; sleep 0.2; exit 75'}, script())
@@ -264,7 +279,23 @@ def test_near_its_limit_a_job_asks_the_run_to_stop_and_waits(job, sent):
         assert process.poll() is None and not os.path.exists(f"{job['FOLDER']}/{shared}/stop")
         Path(job["FOLDER"], "told").touch()
     assert process.wait(60) == 75
-    assert (["scontrol", "requeue", "4711"] in calls(job)) == (sent != signal.SIGUSR2)
+    assert (["scontrol", "requeue", "4711"] in calls(job)) == (sent == signal.SIGUSR1)
+
+
+def test_a_job_at_its_limit_is_requeued_though_slurm_ends_it(job):
+    """TERM follows USR1, while the run still saves."""
+    stop = "runs/one-gpu.job-4711/stop"
+    wait = f'touch "$FOLDER/ready"; while [[ ! -e {stop} || ! -e "$FOLDER/told" ]]; do sleep 0.02; done'
+    process = start(job | {"RUN": f"{wait}; exit 75"}, script())
+    for number, seen in ((signal.SIGUSR1, "ready"), (signal.SIGTERM, stop)):
+        deadline = time.monotonic() + 60
+        while not Path(job["FOLDER"], seen).exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+    time.sleep(0.2)
+    Path(job["FOLDER"], "told").touch()
+    assert process.wait(60) == 75 and ["scontrol", "requeue", "4711"] in calls(job)
 
 
 @pytest.mark.parametrize("kill_wait, warned", [(30, True), (600, False), ("", False)])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.run.traces import NOTICE
-from platform.config.fields import ConfigError
 from platform.jobs import supervisor
 from platform.jobs.__main__ import main
 from platform.jobs.retries import DRIVERS
@@ -21,6 +21,7 @@ from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job, ray_j
 # Stands in for `python -m platform.launch`: the n-th one does the n-th thing of LIVES, after doing a step or not.
 DRIVER = """
 import json, os, signal, sys, time
+from platform.cluster.crew.base.signals import stop_reason
 here, lives = os.getcwd(), json.loads(os.environ["LIVES"])
 with open("started", "a") as file:
     print(json.dumps([sys.argv[1:], os.environ.get("RAY_ADDRESS")]), file=file)
@@ -42,7 +43,9 @@ if what == "waits":
     open("waiting", "w").close()
     while not stopped:
         time.sleep(0.01)
+    time.sleep(0.3)  # as a save does
     print(*stopped, file=open("stopped", "w"))
+    print(stop_reason(signal.SIGUSR1), file=open("said", "w"))
     sys.exit(75)
 if isinstance(what, int) and what < 0:
     os.kill(os.getpid(), -what)
@@ -104,16 +107,37 @@ def test_steps_make_a_stop_free_and_their_lack_costs(job):
     assert len(started()) == 6 + 3
 
 
-@pytest.mark.parametrize("number, told, status", [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGUSR1, "SIGUSR1", 75)])
-def test_a_signal_reaches_the_driver_and_ends_the_job(job, number, told, status):
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+def test_a_signal_reaches_the_driver_once_and_ends_the_job(job, number, status):
+    """A second one would end it before it has saved: Slurm's preemption sends two."""
+
     def send():
         while not Path("waiting").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), number)
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
 
     threading.Thread(target=send).start()
     assert job(("waits", 4), (0, 9)) == status
-    assert Path("stopped").read_text().split() == [told] and len(started()) == 1
+    assert Path("stopped").read_text().split() == ["SIGUSR1"] and len(started()) == 1
+    assert Path("said").read_text() == f"{number.name} to its job\n"
+
+
+def test_a_signal_to_every_process_reaches_the_driver_through_the_supervisor_alone(job):
+    """As some schedulers send it; the driver does not hear theirs, which may be the second one."""
+
+    def send():
+        while not Path("waiting").exists():
+            time.sleep(0.01)
+        os.kill(job.made._driver.pid, signal.SIGTERM)
+        time.sleep(0.1)
+        assert job.made._driver.poll() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    assert job(("waits", 4), (0, 9)) == 143
+    assert Path("stopped").read_text().split() == ["SIGUSR1"]
 
 
 def test_a_signal_between_two_drivers_ends_the_job(job):

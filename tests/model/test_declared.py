@@ -14,7 +14,7 @@ from platform.model.blocks import STD
 from platform.model.ends import embedding_table
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.layout import DIMS
-from platform.plan.language.recorder import Recorder
+from platform.plan.operations.recorder import Recorder
 from platform.planning.make_plan import make_plan
 from tests.conftest import ROOT
 from tests.harness.oracle import MODELS, configure

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from platform.config.checks import wrong_configuration
-from platform.config.fields import ConfigError, loss_of
+from platform.boundary.refusals import ConfigError
+from platform.config.checks import violations_of_configuration
+from platform.config.fields import loss_of
 from platform.data.objectives import Causal, register_objective
 from platform.model.losses import register_loss
 from platform.planning.make_plan import make_plan
@@ -24,7 +25,7 @@ def taken_back() -> Iterator[None]:
 
 def refused(c) -> str:
     """All lines with which a configuration is refused, by itself or for its plan."""
-    lines = wrong_configuration(c)
+    lines = violations_of_configuration(c)
     if not lines:
         with pytest.raises(ConfigError) as caught:
             make_plan(c)
@@ -55,10 +56,11 @@ def test_what_is_no_loss(reason):
 def test_a_name_that_nobody_registers():
     c = configure()
     c.train.loss = "mine"
-    assert refused(c) == "train.loss=mine: unknown; nearest legal: , cross_entropy"
+    assert refused(c) == "train.loss=mine: unknown; nearest legal: '', cross_entropy"
     c.train.loss, c.data.objective = "", "own"
     register_objective("own", lambda shape: Causal(shape.length), loss="theirs")
-    expected = "data.objective=own: comes with the loss theirs, which nothing registers; nearest legal: register_loss"
+    expected = "data.objective=own: comes with the loss theirs, which nothing registers; nearest legal: a name that"
+    expected += " register_loss has"
     assert refused(c) == expected
 
 

@@ -26,7 +26,7 @@ def test_the_last_driver_is_told():
         "what happened (seconds since the start)",
         "     3.00  generation 2: 4 workers, data 2 x t 2",
         "     4.25  step 1 is done",
-        "    10.00  rank 3 died in step(9): by SIGKILL",
+        "    10.00  rank 3 on n died in step(9): by SIGKILL",
         "    10.12  3 workers left, free after 0.12 s",
         "    10.50  generation 3: 1 worker, 1",
         "    11.00  goes on after step 8, from memory in 0.25 s",

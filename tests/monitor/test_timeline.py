@@ -16,7 +16,7 @@ from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import COMPUTE, RECEIVES
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
-from platform.train.protocol.answers import RankTimeline
+from platform.train.protocol.replies import RankTimeline
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 

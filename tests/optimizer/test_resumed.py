@@ -17,7 +17,9 @@ SPLIT = "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=2 parallel.ze
 STAGES = "cluster=processes tensor=serial parallel.data=1 pipeline=1f1b pipeline.stages=2".split()
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("sgd", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.full) for name in ("sgd", "adafactor"))]
+)
 def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
     for where, more in (
         (ONE, ["run.dir=whole"]),
@@ -36,6 +38,8 @@ def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
     assert names["halves"] == names["whole"]
     if optimizer == "muon":
         assert "exp_avg.layers.0.mlp.up" in names["whole"] and "exp_avg_sq.layers.0.mlp.up" not in names["whole"]
+    if optimizer == "adafactor":
+        assert "row_var.layers.0.mlp.up" in names["whole"] and "variance.layers.0.mlp.up" not in names["whole"]
     for name in names["whole"]:
         have, want = (read_tensor(storage, at.directory, at.manifest, name) for storage, at in saved.values())
         torch.testing.assert_close(have, want, rtol=1e-8, atol=1e-11)

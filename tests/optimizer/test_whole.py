@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from platform.boundary.refusals import ConfigError
 from platform.config.bounds import KEYS
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config
 from platform.optimizer import optimizers, whole
 from platform.optimizer.optimizers import register_optimizer
 from platform.planning.make_plan import make_plan

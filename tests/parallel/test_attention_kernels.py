@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from platform.config.fields import Config, ConfigError
-from platform.config.identity import default_directory, identity, refusal
-from platform.parallel.attention import in_kernel, lacking
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
+from platform.config.identity import default_directory, identity, violations_of_identity
 from platform.parallel.communicator.base import SingleRank
+from platform.parallel.sdpa import in_kernel, lacking
 from platform.plan.core.fused import fused_attentions, settled, traits_of
 from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, AttentionTraits, chosen, reason_against
@@ -103,7 +104,7 @@ def test_the_plan_is_data_of_it_too():
 
 def test_another_kernel_is_the_same_run():
     a, b = configured("flash"), configured("math")
-    assert identity(a) == identity(b) and refusal(identity(a), b, "run.dir", "x", "another run") == []
+    assert identity(a) == identity(b) and violations_of_identity(identity(a), b, "run.dir", "x", "another run") == []
     assert default_directory(a, "x") != default_directory(b, "x")  # as of every key that is typed
 
 

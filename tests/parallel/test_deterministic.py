@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils import deterministic as settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from platform.config.fields import Config, ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
 from platform.launch import compose
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.point_to_point import Messages

@@ -2,7 +2,8 @@
 
 import pytest
 
-from platform.config.fields import Config, ConfigError, Pipeline, Train
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config, Pipeline, Train
 from platform.plan.schedule.csv_file import to_csv
 from platform.plan.schedule.generators import SCHEDULES, generate
 from platform.plan.schedule.table import ScheduleError, table
@@ -29,6 +30,13 @@ def test_without_a_pipeline_each_backward_pass_follows_its_forward_pass():
 
 def test_too_few_microbatches_are_filled_up():
     assert schedule_of(config(batch=12, kind="zb_h1", stages=4, chunks=2), data=2) == generate("zb_h1", 4, 2, 4)
+
+
+def test_a_schedule_that_is_too_long_is_refused_before_it_is_made():
+    """Stages ask for microbatches of their own: 501 of them, with two chunks each, for 501, whatever the batch."""
+    [line] = refused(kind="interleaved", stages=501, chunks=2)
+    assert line.startswith("pipeline.stages=501: with pipeline.chunks=2, 502002 passes at least, of which")
+    assert line.endswith("; nearest legal: 316")
 
 
 def test_several_chunks_where_there_is_one():
@@ -58,7 +66,7 @@ def test_a_schedule_in_a_file(tmp_path):
 
 def test_a_registered_schedule(monkeypatch):
     monkeypatch.setattr("platform.planning.choose_schedule.SCHEDULES", SCHEDULES)
-    monkeypatch.setattr("platform.planning.choose_schedule.allow", lambda *_: None)
+    monkeypatch.setattr("platform.planning.choose_schedule.admit", lambda *_: None)
 
     def pairs(stages, chunks, microbatches):
         if microbatches % 2:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.run.demonstration import demonstration
-from platform.config.fields import ConfigError
 from platform.launch import CONF, compose, main
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan

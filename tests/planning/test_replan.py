@@ -12,8 +12,8 @@ from math import inf, prod
 
 import pytest
 
-from platform.config.checks import wrong_configuration
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.checks import violations_of_configuration
 from platform.config.identity import identity
 from platform.launch import compose
 from platform.plan.core.step_collectives import communication
@@ -50,7 +50,7 @@ def test_a_cube_of_tensor_stage_and_data_loses_its_workers(workers, mesh, reason
     found = replan(configure(**CUBE), workers)
     assert sizes(found) == mesh and found.reason == reason
     assert make_plan(found.config) == found.plan and identity(found.config) == identity(configure(**CUBE))
-    assert wrong_configuration(found.config) == []
+    assert violations_of_configuration(found.config) == []
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_there_is_a_legal_plan_for_any_number(name):
     for workers, (config, plan, _) in shrinking(c):  # the number of workers where the plan changes
         assert workers == last - 1
         last = plan.mesh.size
-        assert last <= workers and wrong_configuration(config) == []
+        assert last <= workers and violations_of_configuration(config) == []
         assert make_plan(config) == plan and identity(config) == identity(c) and config.train == c.train
         assert replan(c, last).config == config
     assert last == 1
@@ -179,7 +179,7 @@ def test_a_table_of_the_user_s_own_is_for_its_own_numbers(tmp_path):
     assert replan(c, 8).config == c
     found = replan(c, 4)  # with one replica the table would need twice its microbatches
     assert found.plan.mesh.size == 4 and found.config.pipeline.file == ""
-    assert make_plan(found.config) == found.plan and wrong_configuration(found.config) == []
+    assert make_plan(found.config) == found.plan and violations_of_configuration(found.config) == []
 
 
 SCRIPT = """

@@ -25,7 +25,8 @@ ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 SPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid_for_children"}  # option of nsenter -> in /proc/PID/ns
 NODE = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 HUB = ("--net",)
-IDLE = "echo; exec sleep infinity"  # ignores SIGCHLD: then the kernel itself reaps what a node's processes leave behind
+# Ignores SIGCHLD: then the kernel itself reaps what a node's processes leave behind, as init does. A shell resets it.
+IDLE = "echo; exec env --ignore-signal=CHLD sleep infinity"
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MTU = 9000  # bytes: frames of 1500 would cost this machine more CPU than what ranks compute
 HEADER = 64  # bytes, and more than a frame has beside its packet
@@ -247,7 +248,7 @@ def _at_once(rate: str | None) -> int:
 
 def _held(options: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a process in namespaces of its own that says a line and then does nothing."""
-    command = [*ENDS_WITH_US, "unshare", *options, "--", "env", "--ignore-signal=CHLD", "sh", "-c", IDLE]
+    command = [*ENDS_WITH_US, "unshare", *options, "--", "sh", "-c", IDLE]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

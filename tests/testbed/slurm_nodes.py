@@ -26,6 +26,7 @@ PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
 # linuxproc signals all processes below a task, as proctrack/cgroup does with SignalChildrenProcesses; pgid those of its
 # process group, which is what other sites' Slurm comes to where Ray has sessions of its own.
 TREE, TASKS = "proctrack/linuxproc", "proctrack/pgid"
+GRACE = 15  # seconds that a preempted job of the partition `grace` has before Slurm ends it
 CONFIG = """
 ClusterName=testbed
 SlurmctldHost=node0({controller})
@@ -57,6 +58,7 @@ PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
 NodeName=node[1-{nodes}] CPUs=4 RealMemory=16000 State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=grace Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -86,7 +88,7 @@ class SlurmNodes:
             self.work.mkdir()
             (self.home / "state").mkdir()
             self._links.__enter__()
-            values = {"controller": self._links.address(0), "home": self.home, "nodes": self._nodes}
+            values = {"controller": self._links.address(0), "home": self.home, "nodes": self._nodes, "grace": GRACE}
             text = CONFIG.format(**values, tracking=self._tracking, kill_wait=self._kill_wait)
             (self.home / "slurm.conf").write_text(text)
             self._start_munge()

@@ -1,5 +1,5 @@
 """Jobs in a real Slurm: what its script does where Slurm decides. Nodes run a stand-in for `platform.jobs node`, which
-is quick to start; the last tests have the real one, with Ray and a run."""
+is quick to start; `test_slurm_runs.py` has the real one, with Ray and a run."""
 
 from __future__ import annotations
 
@@ -84,8 +84,18 @@ class Job:
         self.slurm.typed(f"scancel {self.id}")
 
 
-def test_a_job_ends_without_a_killed_node(slurm):
-    job = Job(slurm).until_started()
+@pytest.mark.parametrize(
+    "options, environment",
+    [
+        ("", {"SBATCH_EXPORT": "NONE"}),
+        pytest.param("--export=NONE", {}, marks=pytest.mark.full),
+        pytest.param("", {}, marks=pytest.mark.full),
+    ],
+)
+def test_a_job_ends_without_a_killed_node(slurm, options, environment):
+    """Its steps have the script's environment: PATH, and the token without which anybody could tell Ray what to run."""
+    job = Job(slurm, options, **environment).until_started()
+    assert sorted(line[:3] for line in job.started()) == [[f"node{i}", "token", "64"] for i in (1, 2)]
     assert len(slurm.left_in_tmp()) == 2
     began = time.monotonic()
     job.finish()
@@ -95,15 +105,7 @@ def test_a_job_ends_without_a_killed_node(slurm):
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("options, environment", [("--export=NONE", {}), ("", {"SBATCH_EXPORT": "NONE"})])
-def test_steps_have_the_script_s_environment(slurm, options, environment):
-    """Its PATH, and the token without which anybody could tell Ray what to run."""
-    job = Job(slurm, options, **environment).until_started()
-    assert sorted(line[:3] for line in job.started()) == [[f"node{i}", "token", "64"] for i in (1, 2)]
-    job.finish()
-    job.until_it_is("COMPLETED")
-
-
+@pytest.mark.full
 def test_a_stop_by_hand_saves_and_is_not_requeued(slurm):
     job = Job(slurm).until_started()
     assert f"'scancel --batch --signal=USR2 {job.id}' saves and ends" in job.out()  # KillWait is less than a save takes
@@ -112,9 +114,8 @@ def test_a_stop_by_hand_saves_and_is_not_requeued(slurm):
     assert (job.shown("ExitCode"), job.shown("Restarts")) == ("75:0", "0") and not slurm.left_in_tmp()
 
 
-@pytest.mark.parametrize(
-    "limit", [False, pytest.param(True, marks=pytest.mark.full)], ids=["by hand", "near its limit"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("limit", [False, True], ids=["by hand", "near its limit"])
 def test_usr1_requeues(slurm, limit):
     job = Job(slurm, "--time=1 --signal=B:USR1@10" if limit else "").until_started()
     if not limit:
@@ -132,6 +133,7 @@ def test_scancel_reaches_the_run(slurm):
     assert (slurm.work / f"told.{job.id}").read_text().startswith("TERM") and "Killed" not in job.out()
 
 
+@pytest.mark.full
 def test_a_preempted_job_is_requeued_by_slurm(slurm):
     job = Job(slurm).until_started()
     other = Job(slurm, "--partition=high").until_started()
@@ -143,6 +145,7 @@ def test_a_preempted_job_is_requeued_by_slurm(slurm):
     other.until_it_is("COMPLETED")
 
 
+@pytest.mark.full
 def test_each_task_of_an_array_is_a_run_of_its_own(slurm):
     before = {*slurm.work.glob("started.*")}
     Job(slurm, "--array=3-4")
@@ -178,7 +181,7 @@ def test_the_first_node_is_lost(slurm):
 def test_another_node_is_lost_and_never_given_back(slurm):
     job = Job(slurm).until_started()
     slurm.lose(2)
-    until(lambda: "1 nodes are left, and the run wants 2" in job.out(), slurm.log, 240)
+    until(lambda: "nodes left: 1, and the run wants 2" in job.out(), slurm.log, 240)
     slurm.come_back(2)
     assert (job.shown("NodeList"), job.shown("Restarts"), job.shown("JobState")) == ("node1", "0", "RUNNING")
     slurm.typed(f"scancel --batch --signal=USR1 {job.id}")

@@ -17,9 +17,9 @@ from platform.checkpoint.storage.storage import Local
 from platform.config.fields import Config
 from platform.model.ends import LOGITS
 from platform.parallel.communicator.base import SingleRank
-from platform.parallel.loss_ops import PassPosition
+from platform.parallel.parallel_ops import PassPosition
 from platform.planning.make_plan import make_plan
-from platform.train.protocol.answers import Differences
+from platform.train.protocol.replies import Differences
 from platform.train.step.training_state import State
 from platform.weights.exporting import export_model, exportable
 from platform.weights.importing import import_model, importable

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from platform.config.fields import ConfigError, Model
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Model
 from platform.weights.__main__ import main
 from platform.weights.families.keys import Free
 from platform.weights.families.known import COMMON, FAMILIES

@@ -92,7 +92,7 @@ def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     """Return what keeps `boxes` from tiling a tensor of `shape`, one line per fault; [] if they cover it exactly once.
 
     The number of boxes that cover an element is the sum of the signs of all corners at or before it along every dim. So
-    the boxes tile the tensor if at every corner their signs sum to those of the whole, and the first hole or overlap
+    the boxes tile the tensor if at every corner their signs sum to the whole tensor's, and the first hole or overlap
     begins at the first corner where they do not. Memory grows with the corners, not with the grid that edges span.
     """
     whole = Box.whole(shape)

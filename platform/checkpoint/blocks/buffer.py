@@ -72,7 +72,7 @@ class Buffer:
     def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
         """Start copying every part of this buffer out of `blocks`, which must not change before the returned function
         has been called: it waits until all is copied. Out of tensors on a GPU the copies run in a stream of their own,
-        after what is queued by now and beside what is queued later."""
+        after all work queued by now and beside later work."""
         if not self._pinned:
             self._copy(blocks)
             return lambda: None

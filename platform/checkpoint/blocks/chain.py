@@ -47,9 +47,8 @@ class Chain:
     def parts(
         self, first: int, last: int, names: Collection[str] | None = None, most: int | None = None
     ) -> list[Share]:
-        """Return the blocks and parts of blocks in [first, last), both starts of rows, in order; if `names` are given,
-        those of these tensors alone. What is larger than `most` bytes is cut at the rows nearest to the multiples of
-        that in its block."""
+        """Return the blocks and parts of blocks in [first, last), both starts of rows, in order, of the tensors `names`
+        or of all. A block larger than `most` bytes is cut at the rows nearest to the multiples of `most`."""
         out: list[Share] = []
         for number in range(bisect_right(self.ends, first), len(self.ends)):
             block, end = self.blocks[number], self.ends[number]

@@ -49,8 +49,8 @@ class HeldTensor:
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> HeldTensor:
         """Describe a global tensor by the (rank, block) pairs of all ranks, in rank order: ranks of the same block
-        become its replicas. `shape`: without padding; blocks are cut down to it, and those that lie wholly in the
-        padding are left out."""
+        become its replicas. `shape`: without padding; blocks are cut down to it, and a block wholly in the padding is
+        left out."""
         whole, holders = Box.whole(shape), defaultdict(list)
         for rank, box in blocks:
             if real := box.overlap(whole):
@@ -86,8 +86,8 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTenso
 
 def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
     """Return the tensors that one rank has of a kind of training state, as views: its blocks of the `planned_tensors`
-    of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for all of which the
-    rank has something, or those of them that are trained; `coordinates`: the rank's place in the mesh."""
+    of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for all parameters of
+    which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh."""
     out = []
     for p in plan.parameters:
         if p.name not in tensors:

@@ -15,8 +15,8 @@ class MemoryMap:
 
     Where the ranks of a node share memory, the node is the `homes` of all of them: each can read what any of them has
     written, also after that one is dead. Else every rank is a home of its own. If `divided`, ranks of one home that
-    hold the same blocks write an equal part of them each; else each writes all that it holds. What only one failure
-    domain has is copied to others (`copies`); domains are the nodes or, where there is one node, the homes.
+    hold the same blocks write an equal part of them each; else each writes all that it holds. A part that only one
+    failure domain has is copied to others (`copies`); domains are the nodes or, where there is one node, the homes.
     """
 
     def __init__(self, state: Sequence[HeldTensor], nodes: Sequence[Hashable], shared: bool, divided: bool = True):
@@ -46,13 +46,13 @@ class MemoryMap:
 
     def kept_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes of host memory that the two snapshots of `rank` take: {"own": of parts of its blocks,
-        "copies": of those that it keeps for others}."""
+        "copies": of parts kept for other ranks}."""
         kept = (copy.nbytes for copy in self.copies if copy.receiver == rank)
         return {"own": 2 * sum(part.nbytes for part in self.own(rank)), "copies": 2 * sum(kept)}
 
     def readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
-        """Map each rank to those that can read its memory, as ranks of another generation: `seats` gives them by their
-        rank in this one. Nobody reads that of the `distrusted`."""
+        """Map each rank to its readers: the ranks of another generation that can read its memory. `seats`: rank there
+        by rank here. Memory of `distrusted` ranks is never read."""
         assert not (distrusted and self._divided), "who may be distrusted keeps all that it holds"
         living: dict[Hashable, list[int]] = defaultdict(list)
         for old, new in seats.items():

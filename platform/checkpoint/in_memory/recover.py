@@ -19,11 +19,11 @@ Read = Callable[[Share, Tensor], None]
 
 
 def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]) -> list[Chain]:
-    """Return what is left in memory after a failure, as chains of the ranks that can read it; a chain that nobody can
+    """Return what is left in memory after a failure, as chains of the ranks that can read it; a chain that no rank can
     read is replaced by the copies of its parts.
 
-    `chains`: who held what before, by old rank; `kept`: the copies of it; `readers`: old rank -> ranks in the result
-    that can read its memory.
+    `chains`: blocks held before, by old rank; `kept`: their copies; `readers`: old rank -> ranks in the result that can
+    read its memory.
     """
     by: dict[int, list[Copy]] = defaultdict(list)
     for copy in kept:
@@ -51,7 +51,7 @@ def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
 
 def lost_to(held: MemoryMap, alive: Collection[int], distrusted: Collection[int] = ()) -> list[str]:
     """Return the names of the tensors that the ranks `alive` cannot recover whole from memory: from their homes, in
-    which nobody reads the memory of the `distrusted`."""
+    which the memory of `distrusted` ranks is never read."""
     readers = held.readers({rank: rank for rank in alive}, distrusted)
     return lost(held.state, surviving(held.chains, held.copies, readers))
 
@@ -61,7 +61,7 @@ Keepers = dict[frozenset[object], set[object]]
 
 def keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
     """Map each set of homes that hold the same parts of the state to the homes that keep copies of these parts; the
-    empty set if nobody does. Computed once, it lets `is_recoverable` answer for many sets of ranks whether `lost_to`
+    empty set if no home does. Computed once, it lets `is_recoverable` answer for many sets of ranks whether `lost_to`
     would find nothing lost."""
     homes = [None if rank in distrusted else home for rank, home in enumerate(held.homes)]
     having = {id(chain): frozenset(homes[rank] for rank in chain.holders) for chain in held.chains}
@@ -96,7 +96,7 @@ def recover(
     budget: int = BUDGET,
 ) -> None:
     """Fill this rank's `blocks` from the training state that survivors of a failure can read in memory; all ranks call
-    it together. What a block has beyond the global tensor becomes zero.
+    it together. Padding, beyond the global tensor, becomes zero.
 
     `survived`: which ranks can read what (a result of `surviving`, nothing lost); `state`: who holds which blocks under
     the new plan; both equal on all ranks. `budget`: bytes that a rank receives per `exchange`, on average. A rank takes
@@ -134,8 +134,7 @@ def _turns(
     survived: Sequence[Chain], names: Collection[str], rank: int, world_size: int, count: int
 ) -> Iterator[list[list[Piece[Share]]]]:
     """Yield `count` turns: the pieces that every rank passes on in each, about an equal part of all that it has to.
-    Those of other ranks than `rank` are left out if they are of other tensors than `names`, of which it gets
-    nothing."""
+    Pieces of other ranks than `rank` are left out if they belong to none of the tensors `names`."""
     given: list[list[tuple[Chain, int, int]]] = [[] for _ in range(world_size)]
     having = {id(chain): frozenset(chain.holders) for chain in survived}
     wanted = {id(chain): any(tensor.name in names for tensor, _ in chain.blocks) for chain in survived}

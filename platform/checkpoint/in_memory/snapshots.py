@@ -28,8 +28,8 @@ HEADER = 16 * PAGE  # bytes of a snapshot before its tensors: 1 + the step, or 0
 
 class Snapshot:
     """Training state at one step in the memory of one rank: its `own` parts, the `copies` of parts that it keeps for
-    ranks of other domains, and what is no tensor (`values`, plain data). All of it, and how much of it is there, is in
-    the shared memory: what a process leaves behind that dies while it writes has no `step`.
+    ranks of other domains, and plain data (`values`). All of it lies in the shared memory, with a mark of completeness:
+    a process that dies while it writes leaves no `step`.
 
     `pinned`: `own` is in page-locked memory, for copies from a GPU.
     """
@@ -97,7 +97,7 @@ class Snapshot:
 
 class HomeSnapshot:
     """Training state at one step in the memory of a home, as one of its ranks reads it, also of ranks that have died.
-    `values`: what is no tensor."""
+    `values`: plain data."""
 
     def __init__(self, buffers: Sequence[Buffer], values: Any):
         self.values = values
@@ -170,7 +170,7 @@ class RankSnapshots:
         return next(snapshot for snapshot in self._places.values() if snapshot.step == step)
 
     def keep_only(self, step: int) -> None:
-        """Free every snapshot of this rank but that of `step`."""
+        """Free every snapshot of this rank except the one of `step`."""
         for place in self._order:
             if self._places[place].step != step:
                 self._outgoing.pop(place)
@@ -178,8 +178,8 @@ class RankSnapshots:
         self._order = list(self._places)
 
     def of_home(self, step: int, distrusted: Collection[int] = ()) -> HomeSnapshot:
-        """Return the state after `step` in the memory of this rank's home, as far as it is not that of ranks that are
-        `distrusted`. Raises RuntimeError if one of the others has not completed it."""
+        """Return the state after `step` in the memory of this rank's home, without the memory of `distrusted` ranks.
+        Raises RuntimeError if one of the others has not completed it."""
         mates = sorted(self._mates.keys() - set(distrusted), key=lambda mate: mate != self._rank)  # its own first
         found = {mate: next((one for one in self._of(mate) if one.step == step), None) for mate in mates}
         if lacking := [mate for mate, snapshot in found.items() if snapshot is None]:

@@ -44,8 +44,8 @@ def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
 
 
 def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
-    """Set those of this rank's `blocks` to zero that reach beyond their global tensor (a padded vocab), before they are
-    filled: padding is never stored. `state`: gives every tensor's shape without padding."""
+    """Set to 0 the blocks of this rank that reach beyond their global tensor (a padded vocab), before they are filled:
+    padding is never stored. `state`: gives every tensor's shape without padding."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
         if box.overlap(Box.whole(shapes[name])) != box:
@@ -89,9 +89,9 @@ class _Region(NamedTuple):
 def _messages(
     pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, mine: Blocks, rank: int, world_size: int
 ) -> list[Tensor]:
-    """Fetch `pieces`, fill this rank's blocks (`mine`) with what is its own, and return one message (uint8) per
-    receiving rank: the parts that lie in that rank's blocks, or why `fetch` failed, as a rank that raised here would
-    leave its peers waiting for its message.
+    """Fetch `pieces`, fill this rank's blocks (`mine`) with its own parts, and return one message (uint8) per receiving
+    rank: the parts that lie in that rank's blocks, or why `fetch` failed, as a rank that raised here would leave its
+    peers waiting for its message.
 
     A piece is fetched at once to where it belongs, a block of this rank or a message that takes it whole, and is copied
     from there to wherever else it belongs.
@@ -126,8 +126,8 @@ def _messages(
 def _empty_messages(
     pieces: Sequence[Piece[S]], holders: Holders, rank: int, world_size: int
 ) -> tuple[list[Tensor], list[_Region]]:
-    """Allocate one message per receiving rank, and return the places of all parts in them; that of this rank to itself
-    has none. Replicas get the same message."""
+    """Allocate one message per receiving rank, and return the places of all parts in them; this rank sends itself no
+    message. Replicas get the same message."""
     parts: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
     for number, piece in enumerate(pieces):
         for held, ranks in holders.get(piece.name, ()):

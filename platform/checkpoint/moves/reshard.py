@@ -2,8 +2,8 @@
 that hold a part of it.
 
 All ranks compute alike who reads what: the stored blocks, in the order of the files, are divided into n equal
-stretches. So reads are long, contiguous and of whole blocks, which is what a SHA-256 covers; how the tensors were
-split when they were saved, and how they are now, changes only what is sent between ranks.
+stretches. So reads are long, contiguous and of whole blocks, each covered by a SHA-256; how the tensors were split when
+they were saved, and how they are now, changes only what is sent between ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def restore(
     exchange: Exchange = exchange_alone,
     budget: int = BUDGET,
 ) -> None:
-    """Fill this rank's `blocks` from a checkpoint that any plan saved; all ranks call it together. What a block has
-    beyond the global tensor becomes zero.
+    """Fill this rank's `blocks` from a checkpoint that any plan saved; all ranks call it together. Padding, beyond the
+    global tensor, becomes zero.
 
     `state`: every tensor to restore and who holds its blocks now, equal on all ranks; values are converted if the
     checkpoint has another element type. `budget`: bytes that a rank receives per `exchange`, on average. Raises, on

@@ -1,7 +1,7 @@
-"""Files that a checkpoint carries beside its tensors: what belongs to its model, such as the tokenizer.
+"""Files that a checkpoint carries beside its tensors, such as the tokenizer of its model.
 
 They lie in its directory, and its manifest has their hashes among the values that are no tensors. A run goes on without
-them, so that damage to them does not make a checkpoint corrupt; whoever reads them is told.
+them, so that damage to them does not make a checkpoint corrupt; a reader of them gets Refused.
 """
 
 from __future__ import annotations

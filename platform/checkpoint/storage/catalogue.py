@@ -24,7 +24,7 @@ BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by 
 
 class Attempt(NamedTuple):
     """Directory `step-STEP-NUMBER-TOKEN` of one attempt at a checkpoint. Numbers only grow, so they order attempts
-    whatever clocks say and whichever step a run resumed from; the token tells two writers at once apart."""
+    whatever clocks say and whichever step a run resumed from; the token distinguishes two writers at once."""
 
     number: int
     step: int
@@ -106,7 +106,7 @@ def load_manifest(storage: Storage, directory: str) -> Manifest:
     without reading its blocks.
 
     Raises Refused if it cannot be used, and its subclass Corrupt only if it was not being deleted meanwhile; OSError if
-    the storage fails or cannot tell.
+    the storage fails.
     """
     names = storage.list(directory)
     if BAD in names:
@@ -212,7 +212,7 @@ def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Att
 def dispensable(
     complete: Sequence[Attempt], last: int, every: int, losses: Mapping[int, float] | None = None
 ) -> list[Attempt]:
-    """Return the complete checkpoints (newest first) that nobody needs: all but the `last` newest (at least one), the
+    """Return the complete checkpoints (newest first) that may be deleted: all but the `last` newest (at least one), the
     newest of every step that `every` divides (0: none), and the one that is the `lowest` by `losses`."""
     keep = {*complete[: max(1, last)], *lowest(complete, losses or {})}
     if every:

@@ -2,8 +2,8 @@
 
 A driver that starts writes `lease-EPOCH-TOKEN`, with an epoch above all that it finds there. The highest name holds the
 lease, at any moment and for everybody who looks, so neither clocks nor renaming are needed. An older driver notices
-when it is about to commit, and stops. What it may still write at that moment is an attempt directory of its own, which
-harms no other: see `platform.checkpoint.storage.catalogue`.
+when it is about to commit, and stops. At that moment it may still write an attempt directory of its own, which harms no
+other: see `platform.checkpoint.storage.catalogue`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Lease:
 
     @classmethod
     def take(cls, storage: Storage, owner: str) -> Lease:
-        """Take the lease on a storage of checkpoints, superseding whoever holds it. `owner`: text that tells people
-        which driver this is. Raises OSError."""
+        """Take the lease on a storage of checkpoints, superseding its holder. `owner`: text for people that names this
+        driver. Raises OSError."""
         older = _found(storage)
         epoch = max((int(match[1]) for match in older), default=0) + 1
         lease = cls(storage, f"lease-{epoch:06d}-{secrets.token_hex(4)}", epoch, owner)
@@ -45,7 +45,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise Superseded if another driver holds the lease on the storage now, OSError if the storage does not say.
-        If nobody holds it, because its file was removed, take it again."""
+        If its file was removed, take it again."""
         if not _found(self._storage):
             write_note(self._storage, self._name, self._owner)
         newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)

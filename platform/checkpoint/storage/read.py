@@ -77,8 +77,8 @@ def _read(storage: Storage, directory: str, run: Sequence[Piece[StoredBlock]], i
 
 
 def _take(source: Reader, size: int, memory: memoryview | None, spare: memoryview) -> str:
-    """Read the next `size` bytes of a file into `memory`, or through `spare` if that is None, and return their SHA-256;
-    that of fewer bytes if the file ends before. Reading and hashing take turns, AT_ONCE bytes each."""
+    """Read the next `size` bytes of a file into `memory`, or through `spare` if that is None, and return their SHA-256,
+    of fewer bytes if the file ends before. Reading and hashing take turns, AT_ONCE bytes each."""
     digest, at = hashlib.sha256(), 0
     while at < size:
         part = (spare if memory is None else memory[at:])[: min(AT_ONCE, size - at)]

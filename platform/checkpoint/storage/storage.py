@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +15,8 @@ import fsspec
 
 from platform.boundary import documents
 from platform.boundary.redaction import bare_url, register_url_secrets
-from platform.config.fields import ConfigError, violation
-from platform.config.surroundings import wrong_protocol
+from platform.boundary.refusals import ConfigError, violation
+from platform.config.surroundings import violation_of_protocol
 
 _NOTE = 4096  # bytes of a note that are read
 Reader = io.FileIO | io.BytesIO  # a file of a storage, open at the first byte to be read
@@ -63,7 +64,7 @@ def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
     """Open the storage at a path or fsspec URL. Raises ConfigError if it cannot be used, naming `key`, the
     configuration key that the URL comes from."""
     register_url_secrets(url)  # its secrets are then redacted from whatever its client reports
-    if reason := wrong_protocol(url, key == "checkpoint.url"):
+    if reason := violation_of_protocol(url, key == "checkpoint.url"):
         raise ConfigError(violation(key, bare_url(url), reason, ["a path"]))
     protocol, separator, path = url.partition("://")
     if not separator or protocol in ("file", "local"):
@@ -73,6 +74,53 @@ def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
     except Exception as error:  # a client library may raise anything
         extra = " (pip install 'elastic-platform[s3]')" if isinstance(error, ImportError) and protocol == "s3" else ""
         raise ConfigError(violation(key, bare_url(url), f"cannot be used: {error}{extra}", ["a path"])) from None
+
+
+@contextmanager
+def all_or_nothing(folder: Storage, names: Sequence[str]) -> Iterator[Storage]:
+    """Give the storage to which the files `names` are written so that they appear in `folder` together, the one that
+    seals them last. A failure leaves none of them; a kill leaves none in a folder that was not there before, and else
+    none that is sealed, beside a hidden draft."""
+    if isinstance(folder, Local):
+        with _drafted(folder.root.absolute(), names) as draft:
+            yield Local(draft)
+        return
+    try:
+        yield folder
+    except BaseException:
+        _delete(folder, names)
+        raise
+
+
+@contextmanager
+def _drafted(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Give a new directory, which becomes `folder` after the block, or whose files `names` move into it if it is there
+    already. On the same file system, so that nothing is copied."""
+    there, name = folder.is_dir(), f".draft-{secrets.token_hex(4)}"
+    draft = folder / name if there else folder.with_name(f".{folder.name}{name}")
+    try:
+        yield draft
+        if not there:
+            os.rename(draft, folder)  # fails if somebody else has made it meanwhile
+            return _synchronise(folder.parent)
+        try:
+            for name in names:
+                os.replace(draft / name, folder / name)
+        except BaseException:
+            _delete(Local(folder), names)
+            raise
+        os.rmdir(draft)
+        _synchronise(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _delete(folder: Storage, names: Iterable[str]) -> None:
+    """Delete files of a folder, as far as the storage allows."""
+    for name in names:
+        with suppress(OSError):
+            folder.delete(name)
 
 
 class Local:

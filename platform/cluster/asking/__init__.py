@@ -1,1 +1,2 @@
-"""Model that the driver asks: from texts as token ids to what the workers say of them; tasks of lm-eval as texts."""
+"""Trained model that the driver asks: which it is, prompts and texts as token ids, what workers say of them, and what
+that means: text, losses, scores of tasks."""

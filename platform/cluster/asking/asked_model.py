@@ -15,7 +15,7 @@ Ask = Callable[..., list[Any]]  # `Crew.call` of a crew of answerers, or what st
 
 class AskedModel:
     """Model, with its `vocabulary` if it has one, whose workers answer what `ask` calls on them
-    (`platform.train.answerer`). `batch`: texts at a time."""
+    (`platform.train.generation.answerer`). `batch`: texts at a time."""
 
     def __init__(self, ask: Ask, model: Model, vocabulary: Vocabulary | None, batch: int = 16):
         self._ask, self._batch, self.model, self.vocabulary = ask, batch, model, vocabulary

@@ -14,8 +14,9 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from platform.boundary import documents
+from platform.boundary.refusals import ConfigError, closest, violation
 from platform.cluster.asking.asked_model import AskedModel
-from platform.config.fields import ConfigError, closest, violation
+from platform.data.reading.data_files import encodable
 from platform.train.protocol.asked import Choice
 
 WRITTEN = 256  # tokens of an answer, where a task does not say
@@ -51,7 +52,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text, behind what begins a document unless `add_special_tokens` is False."""
         begins = add_special_tokens is not False and not self._asked.pairs
-        return [*([self._asked.begin] if begins else []), *self._vocabulary.encode(string)]
+        return [*([self._asked.begin] if begins else []), *self._vocabulary.encode(encodable(string))]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation of a context, and whether its tokens are the likeliest."""

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from platform.boundary import documents
+from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.asking.asked_model import Ask, AskedModel
 from platform.cluster.crew.base.failures import WorkerFailed
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config
 from platform.data.vocabulary import Vocabulary
 from platform.plan.core.passes import rows_at_once
 from platform.plan.core.plan import Plan
@@ -43,9 +44,9 @@ def open_tasks(config: Config) -> RunTasks | None:
         return None
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's progress bars would run into the console's lines
     from platform.cluster.asking.harness_tasks import HarnessTasks
-    from platform.train.answers.rank_pass import answering_model
+    from platform.train.generation.rank_pass import check_can_generate
 
-    answering_model(config)
+    check_can_generate(config)
     return RunTasks(config, HarnessTasks(config.eval.tasks, config.eval.task_folder, key=KEY))
 
 

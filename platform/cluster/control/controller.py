@@ -25,8 +25,9 @@ from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
 from platform.monitor.patience import learned_out
 from platform.monitor.records import events
+from platform.plan.language.numbers import count_of
 from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
-from platform.train.protocol.answers import StepReport
+from platform.train.protocol.replies import StepReport
 from platform.train.step.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
@@ -101,7 +102,7 @@ class Controller:
         if (lost := self.done - generation.step) > 0:
             seconds = self._pace.take_back(generation.step)
             self._journal.write(events.RolledBack(step=generation.step, steps_lost=lost, lost_seconds=seconds))
-            self._monitor.say(f"goes on after step {generation.step}: {lost} steps are done again")
+            self._monitor.say(f"goes on after step {generation.step}: {count_of(lost, 'step')} to do again")
         self.done, self._held = generation.step, None
         self._signals.defer()
         return RunState.RUNNING
@@ -120,7 +121,7 @@ class Controller:
                 with tolerated(self._monitor.say, "the timeline"):
                     generation.timeline.write(Path(self._config.run.dir))
         if tokens := self._config.monitor.sample:
-            self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
+            self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{crew.call('sample', tokens)[0]}")
         return RunState.DONE
 
     def _train(self, crew: Crew, generation: Generation) -> None:
@@ -217,7 +218,7 @@ class Controller:
             if policy == "stop":
                 raise GaveUp(f"{why}, and train.on_spike=stop")
             self._monitor.say(f"{why}: it is done again")
-        raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
+        raise GaveUp(f"{why}, {count_of(self._config.elastic.attempts, 'time')} in a row")
 
     def _take(self, crew: Crew, generation: Generation, step: int, *args: Any) -> list[Any]:
         """Let all ranks take training step `step` once; return their answers by rank, that of rank 0 alone unless the
@@ -282,8 +283,7 @@ class Controller:
     def _hold(self, crew: Crew, generation: Generation) -> bool:
         """Let the workers' memory hold the state after the last committed step, if `Worker.step` takes a snapshot of it
         (every elastic.snapshot_every steps): on GPUs it would do so beside the next step. Return True if it is held."""
-        every = self._config.elastic.snapshot_every
-        if not every or self.done % every:
+        if not (every := self._config.elastic.snapshot_every) or self.done % every:
             return False
         if self._held != self.done:
             crew.call("hold", self.done)
@@ -353,10 +353,12 @@ class Controller:
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
         """Journal and print the failure of a worker, after which the next generation can form. Raise GaveUp if none
-        can: the crew is not elastic, the step has failed elastic.attempts times, or a worker's own error came before
-        any step was done."""
-        self._failed = self._failed or perf_counter()
+        can: the crew is not elastic, the step has failed elastic.attempts times, a worker's own error came before any
+        step was done, or what has failed while the run trains is a user's mistake."""
         culprit, step = failure.culprit, self.done + 1
+        if culprit.refusal and self.state is RunState.RUNNING:
+            raise GaveUp(culprit.refusal)
+        self._failed = self._failed or perf_counter()
         self._journal.write(
             events.Failure(
                 number=culprit.member.number,
@@ -386,8 +388,8 @@ class Controller:
         start = perf_counter()
         self._checkpoints.abandon()
         lost = crew.release()
-        seconds, alive = perf_counter() - start, len(crew.members)
-        self._journal.write(events.Released(lost=[f.member.number for f in lost], alive=alive, seconds=seconds))
+        seconds, numbers = perf_counter() - start, [failure.member.number for failure in lost]
+        self._journal.write(events.Released(lost=numbers, alive=len(crew.members), seconds=seconds))
         return RunState.FORMING
 
     def take_useful_seconds(self) -> float:

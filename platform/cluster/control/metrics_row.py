@@ -1,10 +1,10 @@
-"""Conversion of a step's report into a row of metrics.jsonl (docs/design.md, section 7)."""
+"""Conversion of a step's report into a row of metrics.jsonl (docs/run-directory.md)."""
 
 from __future__ import annotations
 
 from platform.cluster.control.forming.context import Generation
 from platform.monitor import MetricsRow
-from platform.train.protocol.answers import StepReport
+from platform.train.protocol.replies import StepReport
 
 
 def metrics_row(

@@ -15,11 +15,12 @@ import yaml
 
 from platform.boundary import documents
 from platform.boundary.redaction import redact
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.run import traces
-from platform.config.fields import Config, ConfigError, Eval, violation
-from platform.config.identity import identity, refusal
+from platform.config.fields import Config, Eval
+from platform.config.identity import identity, violations_of_identity
 from platform.monitor.records.records import JOURNAL, METRICS
 
 OURS = (JOURNAL, METRICS, traces.LOCK, "wandb")  # may exist before the first step; see `claim`
@@ -53,7 +54,7 @@ class RunDirectory:
         if there is None:
             return None
         what = "holds another run; name another directory"
-        if lines := refusal(identity(there), config, "run.dir", self.path, what):
+        if lines := violations_of_identity(identity(there), config, "run.dir", self.path, what):
             raise ConfigError(lines)
         return there.to_dict()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.undo import missing_directories, remove_empty
 from platform.checkpoint.storage.catalogue import find, load_manifest
@@ -16,8 +17,8 @@ from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Local, Storage, open_storage
 from platform.cluster.run import traces
 from platform.config.execution import RESUME
-from platform.config.fields import Config, ConfigError, violation
-from platform.config.identity import refusal
+from platform.config.fields import Config
+from platform.config.identity import violations_of_identity
 from platform.train.recovery import urls
 
 ANSWER_SECONDS = 10.0  # for the first request to a storage
@@ -72,7 +73,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
         raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
     if found.manifest:
         what = f"{found.directory} is of another run; name another"
-        if lines := refusal(found.manifest.meta.identity, config, key, where, what):
+        if lines := violations_of_identity(found.manifest.meta.identity, config, key, where, what):
             raise ConfigError(lines)
     return found
 

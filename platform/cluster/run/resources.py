@@ -11,12 +11,13 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
+from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.base.job import usable_cores
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.wire.files import lack_of_files
 from platform.config.execution import Cluster
-from platform.config.fields import ConfigError, violation
+from platform.plan.language.numbers import count_of
 
 _CROWDED = 4  # workers per core
 
@@ -85,17 +86,17 @@ def reserve_workers(
     least = needed if kind == "torchrun" else min(least or needed, needed)
     with _asked_for(kind, cluster, needed + spares):
         supply, device, lack = _wait(kind, cluster, needed, least, say)
-    reason = f" ({_count(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
+    reason = f" ({count_of(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
     room = supply.gpus if device == "cuda" else supply.cpus if supply.shared else inf
     members = world_size + spares if kind == "torchrun" else int(min(needed + spares, room))
     if lack:
         say(f"{lack}: starts with {members}, as elastic.min_workers={least} allows, and grows")
     elif members < world_size + spares:
-        found = f"{members - world_size} of {_count(spares, 'spare')}"
+        found = f"{members - world_size} of {count_of(spares, 'spare')}"
         say(f"{found} find a place now ({supply.where}){'; the others are called for' if supply.shared else ''}")
     say(f"device: {device}{reason}")
     if device == "cpu" and not supply.shared and members > _CROWDED * supply.cpus:
-        say(f"warning: {members} workers share {_count(supply.cpus, 'core')}: this will be slow")
+        say(f"warning: {members} workers share {count_of(supply.cpus, 'core')}: this will be slow")
     return Places(device, members, inf if supply.shared else room)
 
 
@@ -122,10 +123,12 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
     """Raise ConfigError for a number of workers and spares that a launcher of this kind can never start, however long
     the run waited, and for too low a limit on open files."""
     if kind == "inline" and world_size != 1:
-        constraint = f"trains a world of one, and this plan has {world_size} workers"
+        constraint = f"trains a world of one, and this plan has {count_of(world_size, 'worker')}"
         raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
     if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
-        raise ConfigError(f"torchrun: this plan has {world_size} workers, and torchrun has started {started} processes")
+        raise ConfigError(
+            f"torchrun: this plan has {count_of(world_size, 'worker')}, and torchrun has started {started}"
+        )
     if kind == "torchrun":
         torchrun.given_key()
     if reason := lack_of_files(world_size + spares):
@@ -148,7 +151,7 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
         if not lack:
             return supply, device, ""
         what, there = ("GPU", supply.gpus) if device == "cuda" else ("CPU", supply.cpus)
-        waiting = f"{_count(needed, what)}, {there} of {needed} there ({supply.where})"
+        waiting = f"{count_of(needed, what)}, {there} of {needed} there ({supply.where})"
         if monotonic() >= deadline:
             if not _lack(device, least, supply):
                 return supply, device, lack
@@ -195,14 +198,9 @@ def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
 def _lack(device: str, world_size: int, supply: Supply) -> str:
     """Return the message that says what `supply` lacks for `world_size` workers on this device; "" if nothing."""
     if device == "cuda" and supply.gpus < world_size:
-        constraint = f"needs {_count(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
+        constraint = f"needs {count_of(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
         return violation("cluster.device", device, constraint, ["cpu"])
     if supply.shared and supply.cpus < world_size:
-        constraint = f"needs {_count(world_size, 'CPU')}, {supply.cpus} there ({supply.where})"
+        constraint = f"needs {count_of(world_size, 'CPU')}, {supply.cpus} there ({supply.where})"
         return violation("cluster", "ray", constraint)
     return ""
-
-
-def _count(number: int, what: str) -> str:
-    """Format a number with its noun, in the plural unless it is 1: "2 GPUs"."""
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -71,6 +71,19 @@ def noticed(directory: Path) -> bool:
     return bool(ends) and isinstance(ends[-1], events.Drained) and ends[-1].signal == NOTICE
 
 
+def bereaved(directory: Path) -> bool:
+    """Return True if the last driver of a run directory gave up because a worker's process had died. Raises Malformed,
+    OSError."""
+    died, gave_up = False, False
+    for event in journal(directory):
+        if isinstance(event, events.Starting):
+            died = gave_up = False
+        if isinstance(event, events.Failure):
+            died = event.kind == "died"
+        gave_up |= isinstance(event, events.GaveUp)
+    return died and gave_up
+
+
 def has_nothing_saved(directory: Path) -> bool:
     """Return True if a run directory shows that steps were done, and that no checkpoint was saved or restored: who
     starts over at step 1 loses nothing that could be had. Raises Malformed, OSError."""

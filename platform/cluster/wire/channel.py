@@ -10,19 +10,19 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any
 
 from platform.boundary import schema
 from platform.boundary.schema import Malformed
 from platform.cluster.wire import secret
-from platform.cluster.wire.messages import Greeting, Hello, Welcome
+from platform.cluster.wire.messages import Challenge, Greeting, Hello, Welcome
 
 LIMIT = 1 << 28  # bytes of one message
 READ_BYTES = 1 << 16  # small enough for malloc to reuse; a larger buffer would be mapped anew for each read
 _HEADER = struct.Struct("!I")
 _DIAL_SECONDS = 60.0  # how long to redial a driver whose backlog is full
+_NOT_THE_DRIVER = "who answers is not the driver"
 _LOST_SECONDS = 20  # without any packet before the other machine is considered gone
 
 
@@ -141,6 +141,7 @@ class Line:
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the driver's messages to this worker, as JSON objects not yet validated by `read`, until the driver
         closes the connection. Raises OSError, Garbled."""
+        yield from self._frames.feed(b"")  # what came in one read with the message that was the last to be taken
         while data := self._connection.recv(READ_BYTES):
             yield from self._frames.feed(data)
 
@@ -176,29 +177,32 @@ def dial(address: tuple[str, int], token: str, number: int, node: str = "", tier
 
 
 def _greet(connection: socket.socket, token: str, number: int, node: str, tiers: Sequence[str]) -> Line:
-    """Exchange greeting and welcome on a new connection to the driver, in which both sides prove that they hold the
-    `token` of member `number`; return the connection as a Line. Closes the connection on any error."""
+    """Exchange challenge, greeting and welcome on a new connection to the driver, in which both sides prove that they
+    hold the `token` of member `number`; return the connection as a Line. Closes the connection on any error."""
     line, nonce = Line(connection), secret.new()
     try:
         connection.settimeout(None)
         tune(connection)
-        proof = secret.proof(token, secret.MEMBER, nonce)
+        challenge = _first(line, Challenge).challenge
+        proof = secret.proof(token, secret.MEMBER, challenge, nonce)
         hello = Hello(number, node or socket.gethostname(), os.getpid(), nonce, proof, list(tiers))
         line.send(encode(Greeting(hello)))
-        if (first := next(line.messages(), None)) is None:
-            raise ConnectionResetError("it hung up")
-        line.told = _told(first, secret.proof(token, secret.DRIVER, nonce))
+        welcome = _first(line, Welcome)
+        if not secret.same(welcome.welcome, secret.proof(token, secret.DRIVER, challenge, nonce)):
+            raise PermissionError(_NOT_THE_DRIVER)
+        line.told = welcome.told
     except BaseException:
         line.close()
         raise
     return line
 
 
-def _told(message: object, wanted: str) -> Any:
-    """Return the plain data that the driver's welcome, its first message, tells every member. Raises PermissionError
-    unless `message` is a Welcome with the proof `wanted`, which only the driver can compute."""
-    with suppress(Malformed):
-        welcome: Welcome = schema.read(Welcome, message)
-        if secret.same(welcome.welcome, wanted):
-            return welcome.told
-    raise PermissionError("who answers is not the driver")
+def _first(line: Line, kind: Any) -> Any:
+    """Return the next message from who answers at the driver's address, which must be of this kind. Raises OSError if
+    it hangs up, PermissionError if it says anything else."""
+    if (message := next(line.messages(), None)) is None:
+        raise ConnectionResetError("it hung up")
+    try:
+        return schema.read(kind, message)
+    except Malformed:
+        raise PermissionError(_NOT_THE_DRIVER) from None

@@ -30,9 +30,17 @@ _Digits = Annotated[str, Text("[0-9a-f]{64}", "a text of 64 hexadecimal digits")
 
 
 @dataclass(frozen=True)
+class Challenge:
+    """First message of the driver on a connection. `challenge`: a random nonce for it alone, to which the peer's proof
+    belongs, so that a greeting which somebody has overheard is worth nothing on another connection."""
+
+    challenge: _Digits
+
+
+@dataclass(frozen=True)
 class Hello:
-    """Introduction of a member to the driver, with the proof for its own random `nonce` that it holds its token.
-    `tiers`: what its node is in, from outer to inner, as NAME=VALUE."""
+    """Introduction of a member to the driver, with the proof for the driver's challenge and its own random `nonce` that
+    it holds its token. `tiers`: what its node is in, from outer to inner, as NAME=VALUE."""
 
     number: Count
     node: Node
@@ -51,7 +59,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class Welcome:
-    """First message of the driver to a member. `welcome`: proof, for the member's nonce, that the driver holds the
+    """First message of the driver to a member. `welcome`: proof, for the same nonces, that the driver holds the
     member's token too; `told`: plain data that the driver tells every member."""
 
     welcome: _Digits
@@ -92,10 +100,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Raised:
-    """Exception of the worker's method in the call numbered `answer`. `error`: its traceback as text."""
+    """Exception of the worker's method in the call numbered `answer`. `error`: its traceback as text; `refusal`: the
+    lines of a ConfigError, "" for any other."""
 
     answer: Count
     error: str
+    refusal: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Mutual authentication on the control channel: no secret travels on it, and each member has its own token.
 
-The driver has a key; member N of a session has the token HMAC(key, session, N). In its greeting a member proves that it
-holds its token, with a nonce that it chose; in the welcome the driver proves that it holds the same token. Each side
-thus knows its peer.
+The driver has a key; member N of a session has the token HMAC(key, session, N). On a new connection the driver sends a
+nonce, its challenge. In its greeting a member proves that it holds its token, for that nonce and one that it chose; in
+the welcome the driver proves for the same two that it holds the same token. Each side thus knows its peer, and neither
+message can be replayed on another connection.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def token(key: str, session: str, number: int) -> str:
     return _hmac(key, "token", session, str(number))
 
 
-def proof(own: str, who: str, nonce: str) -> str:
+def proof(own: str, who: str, challenge: str, nonce: str) -> str:
     """Compute the proof that side `who` (MEMBER or DRIVER) of a control connection holds the member's token `own`, for
-    a `nonce` that the member chose: 64 hexadecimal digits, sent in place of the token."""
-    return _hmac(own, who, nonce)
+    the driver's `challenge` and a `nonce` that the member chose: 64 hexadecimal digits, sent in place of the token."""
+    return _hmac(own, who, challenge, nonce)
 
 
 def same(given: str, wanted: str) -> bool:

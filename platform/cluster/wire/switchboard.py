@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import selectors
 import socket
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any
 from platform.cluster.wire import secret
 from platform.cluster.wire.channel import LIMIT, READ_BYTES, Garbled, Unframer, encode, read, tune
 from platform.cluster.wire.files import OWN, PER_MEMBER, allow_many_files
-from platform.cluster.wire.messages import Greeting, Hello, Said, Welcome
+from platform.cluster.wire.messages import Challenge, Greeting, Hello, Said, Welcome
 
 Heard = tuple[int, Hello | Said | None]  # member number, and its message or None when its connection closed
 
@@ -25,19 +26,22 @@ _FEW_STRANGERS = 16  # allowed even when descriptors are short
 _ACCEPTED = 64  # connections per turn, so that connected members are read in between
 _BACKLOG = 4096
 _REST_SECONDS = 0.1  # pause in accepting when no descriptor is free
+_LOG = logging.getLogger(__name__)
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Switchboard:
     """Listens in the driver at `address` (host, port), on that host alone, for worker processes, and admits the members
     in `expected` that prove to hold their token. A stranger is a connection that is not yet admitted: whatever it
-    sends, and any error in handling it, closes that connection and affects nothing else. A member that sends a message
-    of no valid shape is closed likewise. Only `poll` blocks, for as long as its caller allows.
+    sends, and any error in handling it, closes that connection and affects nothing else but the count `refused`. A
+    member that sends a message of no valid shape is closed likewise. Only `poll` blocks, for as long as its caller
+    allows.
 
     Attributes:
         session: public; tokens are valid for this switchboard alone.
         expected: numbers of members that may still dial in.
         sent, received: bytes so far.
+        refused: strangers that were turned away so far.
     """
 
     def __init__(self, host: str, key: str = ""):
@@ -50,7 +54,7 @@ class Switchboard:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._key, self.session = key or secret.new(), secret.new()
         self.expected: set[int] = set()
-        self.sent = self.received = 0
+        self.sent = self.received = self.refused = 0
         self._selector = selectors.DefaultSelector()
         self._accept_from = -inf  # until this time the listener is unregistered (see `_rest`)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -148,6 +152,8 @@ class Switchboard:
                 accepted.close()
                 continue
             self._strangers[connection] = monotonic()
+            connection.outgoing.append(memoryview(encode(Challenge(connection.challenge))))
+            self._write(connection)
             if len(self._strangers) > self._most_strangers():
                 self._make_room()
 
@@ -161,7 +167,7 @@ class Switchboard:
         """Close the longest-open connection to the driver's listener whose peer has not authenticated, to make room for
         another; return False if there is no such connection."""
         if self._strangers:
-            self._close(next(iter(self._strangers)))
+            self._refuse(next(iter(self._strangers)))
             return True
         return False
 
@@ -177,7 +183,7 @@ class Switchboard:
             oldest, since = next(iter(self._strangers.items()))
             if monotonic() < since + _GREETING_SECONDS:
                 return
-            self._close(oldest)
+            self._refuse(oldest)
 
     def _read(self, connection: _Connection) -> None:
         """Read the bytes that a connection has received, and handle the messages that they complete; close the
@@ -195,6 +201,8 @@ class Switchboard:
             return
         except Exception:  # whatever a peer provokes ends its own connection and no other
             data = b""
+            if connection.number is None:
+                return self._refuse(connection)
         if not data:
             self._lose(connection)
 
@@ -210,15 +218,15 @@ class Switchboard:
         """Accept the peer of a connection as a member if its greeting proves that it holds the token of an expected
         one, and send it the driver's welcome. Raises Garbled for any other peer."""
         hello: Hello = read(Greeting, message).hello
-        number, token = hello.number, self.token(hello.number)
-        if number not in self.expected or not secret.same(hello.proof, secret.proof(token, secret.MEMBER, hello.nonce)):
+        number, token, nonces = hello.number, self.token(hello.number), (connection.challenge, hello.nonce)
+        if number not in self.expected or not secret.same(hello.proof, secret.proof(token, secret.MEMBER, *nonces)):
             raise Garbled("a stranger")
         self.expected.remove(number)
         del self._strangers[connection]
         connection.number, connection.frames.limit = number, LIMIT
         self._members[number] = connection
         self._events.append((number, hello))
-        self.send(number, encode(Welcome(secret.proof(token, secret.DRIVER, hello.nonce), self._told)))
+        self.send(number, encode(Welcome(secret.proof(token, secret.DRIVER, *nonces), self._told)))
 
     def _write(self, connection: _Connection) -> None:
         """Write the queued messages of a connection until its socket takes no more; `poll` continues when it does
@@ -250,6 +258,15 @@ class Switchboard:
             self._events.append((connection.number, None))
         self._close(connection)
 
+    def _refuse(self, connection: _Connection) -> None:
+        """Close a connection whose peer has not authenticated, and count it; the log is told of every tenfold, so that
+        no stranger can fill it."""
+        self._close(connection)
+        self.refused += 1
+        if self.refused == 10 ** (len(str(self.refused)) - 1):
+            what = "connection was refused that does" if self.refused == 1 else "connections were refused that do"
+            _LOG.warning("at the driver's port %d %s not prove to be a worker of this run", self.refused, what)
+
     def _close(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
@@ -262,11 +279,12 @@ class Switchboard:
 
 class _Connection:
     """State of one connection that the driver's switchboard has accepted. `number`: of the member; None before it is
-    admitted."""
+    admitted. `challenge`: the nonce that its peer has to prove its token for."""
 
     def __init__(self, accepted: socket.socket):
         self.socket = accepted
         self.number: int | None = None
+        self.challenge = secret.new()
         self.frames = Unframer(_GREETING_BYTES)
         self.outgoing: deque[memoryview] = deque()
         self.writing = self.closed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from platform.config.key import key
+from platform.config.key import key, own_settings
 
 
 @dataclass
@@ -65,3 +65,5 @@ class Data:
     validation_path: str = key("", 'files that are held out for validation; "" = a part of data.path')
     validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
     cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')
+    settings: dict[str, Any] = own_settings("source")
+    objective_settings: dict[str, Any] = own_settings("objective")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from platform.config.key import key
+from platform.config.key import key, own_settings
 from platform.plan.language.attention_kernels import AUTO, KERNELS
 from platform.plan.language.functions import CROSS_ENTROPY
 
@@ -41,6 +42,7 @@ class Train:
     )
     ema: float = key(0.0, "decay of averaged weights, such as 0.999; 0 = none are kept", ">= 0 and < 1")
     deterministic: bool = key(False, "a step done again is equal in every bit; what cannot be is refused")
+    loss_settings: dict[str, Any] = own_settings("loss")
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from platform.config.fields import OBJECTIVES, Config, Data, objective_of, violation
+from platform.boundary.refusals import violation
+from platform.config.fields import OBJECTIVES, Config, Data, objective_of
 
 WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documents apart, and learn of all tokens
 
 
-def wrong_data(config: Config) -> Iterator[str]:
+def violations_of_data(config: Config) -> Iterator[str]:
     """Yield a refusal line for data without a path, sources that nothing reads, and an evaluation without a held-out
     split."""
     data = config.data
@@ -25,10 +26,12 @@ def wrong_data(config: Config) -> Iterator[str]:
         yield violation("data.input_field", data.input_field, "only data=instructions reads it", ['""'])
     if data.sources and data.kind != "mixture":
         yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
-    held = data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
-    if config.eval.every and not held:
+    if config.eval.every and not (
+        data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
+    ):
         reason = f"eval.every={config.eval.every} needs a held-out split"
-        yield violation("data.validation", 0, reason, [0.05, "eval.every=0"])
+        held = "data.validation_path=FILE" if data.streaming else 0.05  # a stream has no part to hold out
+        yield violation("data.validation", 0, reason, [held, "eval.every=0"])
 
 
 def _held_out(source: Any) -> bool:
@@ -43,7 +46,7 @@ def _kinds(data: Data) -> set[str]:
     return {str(source.get("kind", "text")) for source in data.sources.values() if isinstance(source, dict)}
 
 
-def wrong_objective(config: Config) -> Iterator[str]:
+def violations_of_objective(config: Config) -> Iterator[str]:
     """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
     lengths, or if a model other than an encoder-decoder has a source length."""
     data, m = config.data, config.model
@@ -59,12 +62,13 @@ def wrong_objective(config: Config) -> Iterator[str]:
     elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
         yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
     elif objective in WHOLE and "instructions" in kinds:
-        yield violation("data.objective", objective, "learns of prompts too, which data=instructions has", ["causal"])
+        fitting = [o for o in legal if o not in WHOLE and o != "pairs"] or ["data=text"]
+        yield violation("data.objective", objective, "learns of prompts too, which data=instructions has", fitting)
     if m.source_length and m.kind != "encoder_decoder":
         yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
 
 
-def wrong_documents(config: Config) -> Iterator[str]:
+def violations_of_documents(config: Config) -> Iterator[str]:
     """Yield a refusal line if documents are to be kept apart or whole where nothing tells them apart, or if model and
     data do not agree about that."""
     data, within = config.data, config.model.within_documents

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from platform.config.fields import Config, violation
+from platform.boundary.refusals import violation
+from platform.config.fields import Config
 
 
-def wrong_optimizer(config: Config) -> Iterator[str]:
+def violations_of_optimizer(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the optimizer's numbers, patterns and parameter groups."""
     o = config.optimizer
     if len(o.betas) != 2:
@@ -19,21 +20,21 @@ def wrong_optimizer(config: Config) -> Iterator[str]:
         yield violation("optimizer.decay_steps", o.decay_steps, f"after warm-up come {most} updates", [most])
     if o.schedule == "cosine_restarts" and o.cycles > (most := max(1, config.train.steps - o.warmup_steps)):
         yield violation("optimizer.cycles", o.cycles, f"after warm-up come {most} updates", [most])
-    yield from _wrong_pattern("optimizer.matrices", o.matrices)
+    yield from _violations_of_pattern("optimizer.matrices", o.matrices)
     for i, group in enumerate(o.groups):
         where = f"optimizer.groups.{i}"
         if "match" not in group or (unknown := sorted(group.keys() - {"match", "lr", "weight_decay"})):
             what = f"no {', '.join(unknown)}" if "match" in group else "a regular expression of names"
             yield violation(where, group, f"needs match, {what}", ["{match: embedding, lr: 0.1, weight_decay: 0}"])
             continue
-        yield from _wrong_pattern(f"{where}.match", group["match"])
+        yield from _violations_of_pattern(f"{where}.match", group["match"])
         for name in group.keys() - {"match"}:
             value = group[name]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
                 yield violation(f"{where}.{name}", value, "must be a factor, 0 to 1,000,000", [1])
 
 
-def _wrong_pattern(key: str, pattern: object) -> Iterator[str]:
+def _violations_of_pattern(key: str, pattern: object) -> Iterator[str]:
     """Yield a refusal line if the value of a key is no regular expression."""
     try:
         re.compile(pattern)  # type: ignore[call-overload]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from platform.config.fields import Config, closest, loss_of, violation
+from platform.boundary.refusals import closest, violation
+from platform.config.fields import Config, loss_of
 from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.numbers import divisors
 
 
-def wrong_ramp(config: Config) -> Iterator[str]:
+def violations_of_ramp(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in how the batch grows (`platform.config.groups.batch_ramp`)."""
     t = config.train
     if not t.ramp_from:
@@ -28,13 +29,13 @@ def wrong_ramp(config: Config) -> Iterator[str]:
         yield violation("train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0])
 
 
-def wrong_start(config: Config) -> Iterator[str]:
+def violations_of_start(config: Config) -> Iterator[str]:
     """Yield a refusal line if averaged weights are to be taken from nowhere."""
     if config.train.init_averaged and config.train.init in ("", "random"):
         yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
 
 
-def wrong_smoothing(config: Config) -> Iterator[str]:
+def violations_of_smoothing(config: Config) -> Iterator[str]:
     """Yield a refusal line if labels are to be smoothed under a loss that says itself what a label costs."""
     smoothing, loss = config.model.label_smoothing, loss_of(config)
     if smoothing and loss != CROSS_ENTROPY:
@@ -42,7 +43,7 @@ def wrong_smoothing(config: Config) -> Iterator[str]:
         yield violation("model.label_smoothing", smoothing, constraint, [0, f"train.loss={CROSS_ENTROPY}"])
 
 
-def wrong_evaluation(config: Config) -> Iterator[str]:
+def violations_of_evaluation(config: Config) -> Iterator[str]:
     """Yield a refusal line for each key of evaluations that never take place, or of averages that nobody keeps."""
     e = config.eval
     if config.checkpoint.best and not e.every:

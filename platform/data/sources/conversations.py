@@ -1,15 +1,25 @@
-"""Instruction data: records that hold a conversation, or a prompt and its answer."""
+"""Source of instructions: conversations, or prompts with answers, of which only the answers are learned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
-from platform.config.fields import ConfigError, Data
-from platform.data.sources.data_files import DataFile, encodable, ending, find_files, naming_file
-from platform.data.sources.record_files import ROWS
-from platform.data.tokenizers.chat import ANSWERS, Conversation, conversation
+import numpy as np
+
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
+from platform.data.reading.data_files import DataFile, encodable, ending, naming_file
+from platform.data.reading.listing import find_files
+from platform.data.reading.record_files import ROWS
+from platform.data.sources.document_entry import Documents, Encoded, Form, splits_of, write_documents
+from platform.data.sources.source_kind import SourceKind, held_files, violations_of_finding
+from platform.data.sources.texts import deciding
+from platform.data.tokenizers.chat import ANSWERS, Conversation, Parts, conversation
+from platform.data.vocabulary import Vocabulary
 
 ENDINGS = [*ROWS]
 ALPACA_INPUT = "input"
@@ -135,3 +145,72 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _encodable(part) for key, part in value.items()}
     return [_encodable(part) for part in value] if isinstance(value, list) else value
+
+
+_BATCH = 1024  # conversations that are encoded at once
+
+
+def encode_instructions(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
+    """Encode conversations as the chat template of the vocabulary writes them; pairs of a vocabulary without one as
+    what begins documents, the prompt, the answer, and what ends documents. Raises ConfigError, with the place, for a
+    conversation that the template refuses."""
+    assert vocabulary
+    while batch := [instruction for _, instruction in islice(documents, _BATCH)]:
+        found = vocabulary.encode_parts([_parts(instruction, vocabulary) for instruction in batch])
+        ids = np.array([i for some, _ in found for i in some], np.int64)
+        learned = np.array([wanted for _, some in found for wanted in some], bool)
+        ends = np.cumsum([len(some) for some, _ in found])
+        yield Encoded(ids, [0, *ends[:-1].tolist()], learned)
+
+
+def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
+    """Return a conversation as parts of text, each with whether it is one special token, and whether it is to be
+    learned. Raises ConfigError."""
+    if instruction.pair and not vocabulary.has_chat:
+        prompt, answer = instruction.texts
+        begin, end = (vocabulary.spelling(i) for i in (vocabulary.special.begin, vocabulary.special.end))
+        return [(begin, True, False), (prompt, False, False), (answer, False, True), (end, True, True)]
+    try:
+        parts = list(vocabulary.chat.parts(instruction.messages))
+    except ConfigError as error:
+        raise ConfigError(f"{instruction.place}: {error}") from None
+    if not _writes_answer(instruction, "".join(text for text, special, answer in parts if answer and not special)):
+        reason = "the chat template writes no answer of this conversation, of which nothing would be learned"
+        raise ConfigError(f"{instruction.place}: {reason}; nearest legal: another data.chat_template")
+    return parts
+
+
+def _writes_answer(instruction: Instruction, learned: str) -> bool:
+    """Return True if what is learned of a conversation has a word of its answers; for answers that are no text, any."""
+    contents = [message.get("content") for message in instruction.messages if message["role"] == ANSWERS]
+    words = [word for content in contents if isinstance(content, str) for word in content.split()]
+    return any(word in learned for word in words) if words else bool(learned.strip())
+
+
+def _violations_of_instructions(data: Data) -> list[str]:
+    """Return one refusal line per mistake in files of instructions that shows in their beginnings."""
+    lines = violations_of_finding(instruction_files, data) or violations_of_finding(
+        lambda data: held_files(data, ENDINGS), data
+    )
+    for file in [] if lines else [*instruction_files(data), *held_files(data, ENDINGS)]:
+        lines += violations_of_finding(lambda data, file=file: next(read_instructions([file], data), None), data)  # type: ignore[misc]
+    return lines
+
+
+INSTRUCTION_FORM = Form(
+    read_instructions,
+    encode_instructions,
+    texts=lambda instruction: instruction.texts,
+    size=lambda instruction: sum(map(len, instruction.texts)),
+    endings=ENDINGS,
+    starts=True,
+    learned=True,
+)
+INSTRUCTIONS = SourceKind(
+    find=instruction_files,
+    check=_violations_of_instructions,
+    decisive=lambda data, files: ["instructions", *deciding(data, files), *more_fields(data)],
+    write=partial(write_documents, INSTRUCTION_FORM),
+    texts=lambda files, data: splits_of(INSTRUCTION_FORM, files, data).texts(),
+    form=INSTRUCTION_FORM,
+)

@@ -1,31 +1,41 @@
-"""Documents that a function of the user's own yields: texts, or tokens that exist."""
+"""Source of documents that a function of the user's own yields: texts, or lists of tokens."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.own_code import READING, OwnCodeError, own_code
-from platform.config.bounds import allow
-from platform.config.fields import ConfigError, Data
-from platform.data.sources.data_files import DataFile, encodable
+from platform.boundary.refusals import ConfigError, violation
+from platform.config.extending.own_settings import admit, with_settings
+from platform.config.fields import Data
+from platform.data.reading.data_files import DataFile, encodable
+from platform.data.sources.document_entry import Form, splits_of, write_documents
+from platform.data.sources.source_kind import SourceKind, violations_of_finding
+from platform.data.sources.texts import encode_texts
+from platform.data.sources.token_files import encode_tokens
+from platform.data.vocabulary import Vocabulary
 
-_Read = Callable[[Data], Iterable[Any]]
+_Read = Callable[..., Iterable[Any]]
 TEXTS: dict[str, _Read] = {}  # by data.kind: functions that yield texts
 TOKENS: dict[str, _Read] = {}  # and those that yield lists of tokens
 _NO_MORE = object()
 
 
-def register_documents(name: str, read: Callable[[Data], Iterable[Any]], *, tokens: bool = False) -> None:
+def register_documents(
+    name: str, read: Callable[..., Iterable[Any]], *, tokens: bool = False, settings: type | None = None
+) -> None:
     """Register documents as `data.kind=NAME`: `read`, given the keys of group data, returns an iterable of texts, or,
     with `tokens`, of sequences of token ids. It is called anew for every pass over them, and must then give the same
-    documents in the same order."""
-    allow("data.kind", name, read)
+    documents in the same order. `settings`: a dataclass of data.settings, which `read` gets as `settings`."""
+    admit("data.kind", name, settings, read)
     (TOKENS if tokens else TEXTS)[name] = read
 
 
@@ -36,7 +46,8 @@ def read_own(
     Raises ConfigError, naming it and the document, for any error that it raises, and for what is no document."""
     number, place = 0, 0
     with _reading(data):
-        documents = iter((TOKENS.get(data.kind) or TEXTS[data.kind])(data))
+        read = TOKENS.get(data.kind) or TEXTS[data.kind]
+        documents = iter(with_settings(read, "data.kind", data.kind, data.settings)(data))
     while True:
         with _reading(data, f", for document {place}"):
             document = next(documents, _NO_MORE)
@@ -88,3 +99,48 @@ def _reading(data: Data, which: str = "") -> Iterator[None]:
             yield
     except OwnCodeError as error:
         raise ConfigError(f"{name}: {error}{which}") from error
+
+
+_TEXT_FORM = Form(read_own, encode_texts, texts=lambda text: [text])
+_TOKEN_FORM = Form(read_own, encode_tokens, starts=True)
+
+
+def _violations_of_documents(data: Data) -> list[str]:
+    """Return one refusal line per mistake that the first document of the user's function shows."""
+    if data.validation_path:
+        return [
+            violation("data.validation_path", data.validation_path, f"data.kind={data.kind} reads no files", ['""'])
+        ]
+    return violations_of_finding(lambda data: next(read_own([], data), None), data)
+
+
+def _decisive(data: Data, files: Sequence[DataFile]) -> list[Any]:
+    """Return what decides which documents they are: all of them."""
+    return ["own", digest_of(data)]
+
+
+def _write(form: Form) -> Any:
+    """Return the function that builds the entry of documents of this form. It raises ConfigError if the last pass over
+    them gave others than the first."""
+
+    def write(
+        folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+    ) -> dict[str, Any]:
+        before = digest_of(data)
+        found = write_documents(form, folder, files, data, vocab, given)
+        if digest_of(data) != before:
+            raise ConfigError(f"data.kind={data.kind}: gives other documents every time; give the same, in one order")
+        return found
+
+    return write
+
+
+OWN_TEXTS = SourceKind(
+    find=lambda data: [],
+    check=_violations_of_documents,
+    decisive=_decisive,
+    write=_write(_TEXT_FORM),
+    texts=lambda files, data: splits_of(_TEXT_FORM, files, data).texts(),
+    form=_TEXT_FORM,
+)
+OWN_TOKENS = replace(OWN_TEXTS, write=_write(_TOKEN_FORM), texts=None, form=_TOKEN_FORM)

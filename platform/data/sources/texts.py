@@ -1,30 +1,37 @@
-"""Sources of text: an entry of `SOURCES` finds the files, `read_documents` reads them, `register_source` adds one."""
+"""Source of text: files of text or of records, the standard library's, or those that a user's function finds."""
+
+from __future__ import annotations
 
 import codecs
 import sysconfig
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from platform.boundary.own_code import READING, OwnCodeError, own_code
-from platform.config.bounds import allow
-from platform.config.fields import ConfigError, Data
-from platform.data.sources.data_files import (
+from platform.boundary.refusals import ConfigError
+from platform.config.extending.own_settings import admit, with_settings
+from platform.config.fields import Data
+from platform.data import tokenizer
+from platform.data.reading.data_files import (
     Bounded,
     DataFile,
     RemoteFile,
     ending,
-    find_files,
     naming_file,
     open_unpacked,
     size_of,
-    walk,
 )
-from platform.data.sources.record_files import ROWS, text_of
+from platform.data.reading.listing import find_files, walk
+from platform.data.reading.record_files import ROWS, text_of
+from platform.data.sources.document_entry import Documents, Encoded, Form, splits_of, write_documents
+from platform.data.sources.source_kind import SourceKind, contents, held_files, violations_of_finding
+from platform.data.vocabulary import Vocabulary
 
 _READ_AT_ONCE = 64 * 1024  # bytes of a long document that are read at once
-_SNIFFED = 32  # files whose beginnings `check_files` reads
+_SNIFFED = 32  # files whose beginnings `violations_of_files` reads
 # Third-party packages, and parts of the standard library that are tests, tables or second copies.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 
@@ -42,19 +49,19 @@ def stdlib_bytes(data: Data) -> int:
 
 def text_files(data: Data) -> list[DataFile]:
     """Find the user's files of data=text: `data.path` is a file, a glob, a folder (of which non-hidden files of
-    `platform.data.sources.data_files.ENDINGS`), or a URL. Raises ConfigError if there is none."""
+    `platform.data.reading.listing.ENDINGS`), or a URL. Raises ConfigError if there is none."""
     if not data.path:
         raise ConfigError(f"data.path: data={data.kind} needs a file, a folder or a glob")
     return find_files("data.path", data.path)
 
 
-SOURCES: dict[str, Callable[[Data], Sequence[DataFile]]] = {"stdlib": stdlib_files, "text": text_files}
+SOURCES: dict[str, Callable[..., Sequence[Any]]] = {"stdlib": stdlib_files, "text": text_files}
 
 
-def register_source(name: str, files: Callable[[Data], Sequence[DataFile]]) -> None:
+def register_source(name: str, files: Callable[..., Sequence[DataFile | str]], settings: type | None = None) -> None:
     """Register a source of text as `data.kind=NAME`: the function `files` finds its files of text, given the keys of
-    group data."""
-    allow("data.kind", name, files)
+    group data. `settings`: a dataclass of data.settings, which `files` gets as `settings`."""
+    admit("data.kind", name, settings, files)
     SOURCES[name] = files
 
 
@@ -66,7 +73,7 @@ def files_of(data: Data) -> list[DataFile]:
         return [*find(data)]
     try:
         with own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
-            found = find(data)
+            found = with_settings(find, "data.kind", data.kind, data.settings)(data)
             return [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[DataFile], found)]
     except OwnCodeError as error:
         given = "" if found is None else f" gives {type(found).__name__}, not paths of files:"
@@ -74,7 +81,7 @@ def files_of(data: Data) -> list[DataFile]:
         raise ConfigError(f"data.kind={data.kind}: its source{given} {reason}") from error
 
 
-def check_files(data: Data) -> list[str]:
+def violations_of_files(data: Data) -> list[str]:
     """Return one refusal line per mistake in the source of text, as far as the beginnings of its first files tell: no
     file, no text, a fault in a file."""
     try:
@@ -152,3 +159,30 @@ def _records(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
 def _key(data: Data) -> str:
     """Return the setting that names the source of text, for a refusal: data.path=PATH, or data=KIND."""
     return f"data.path={data.path}" if data.path else f"data={data.kind}"
+
+
+def encode_texts(vocabulary: Vocabulary | None, pieces: Documents, characters: int) -> Iterator[Encoded]:
+    """Encode pieces of texts, as `platform.data.tokenizer.encode_documents` does."""
+    assert vocabulary
+    return map(Encoded, tokenizer.encode_documents(vocabulary, pieces, characters))
+
+
+def deciding(data: Data, files: Sequence[DataFile]) -> list[Any]:
+    """Return what decides which documents files hold: their formats and contents, and the field."""
+    others = held_files(data)
+    return [contents(files), data.field, *([contents(others)] if others else [])]
+
+
+def _violations_of_text(data: Data) -> list[str]:
+    return violations_of_files(data) + violations_of_finding(held_files, data)
+
+
+TEXT_FORM = Form(read_documents, encode_texts, texts=lambda piece: [piece])
+TEXTS = SourceKind(
+    find=files_of,
+    check=_violations_of_text,
+    decisive=deciding,
+    write=partial(write_documents, TEXT_FORM),
+    texts=lambda files, data: splits_of(TEXT_FORM, files, data).texts(),
+    form=TEXT_FORM,
+)

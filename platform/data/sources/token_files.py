@@ -1,20 +1,28 @@
-"""Files of tokens that somebody else made: Megatron-LM's .bin with its .idx, and the plain .bin of nanoGPT and llm.c.
+"""Source of tokens that somebody else made: .bin files, read where they lie (Megatron-LM's with its .idx, the plain
+ones of nanoGPT and llm.c), and records that hold lists of tokens."""
 
-They are read and written where they lie: a `TokenFile` says where the tokens of a .bin file are, in which type.
-"""
+from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.documents import open_regular
-from platform.config.fields import ConfigError, Data
-from platform.data.sources.data_files import DataFile, RemoteFile, find_files, naming_file
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
+from platform.data.reading.data_files import DataFile, RemoteFile, content_hash, ending, naming_file, size_of, stamp
+from platform.data.reading.listing import find_files
+from platform.data.reading.record_files import ROWS
+from platform.data.sources.document_entry import Documents, Encoded, Form, write_documents
+from platform.data.sources.source_kind import SourceKind, check_largest, held_files, violations_of_finding
+from platform.data.vocabulary import Vocabulary
 
 _MAGIC = b"MMIDIDX\0\0"  # of Megatron-LM's .idx
 _COUNTS = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, documents and one
@@ -24,6 +32,8 @@ _MAGICS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # of llm.c: for GPT-2, f
 _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8", "uint8": "|u1"}
 ENDINGS = [".bin", ".jsonl", ".parquet", ".arrow"]  # of the files of data=tokens in a folder
 _AT_ONCE = 1 << 22  # tokens that are read at once
+_STRETCHES = 16  # of a .bin that is not read as a whole: as many stretches of _AT_ONCE tokens
+_INDEX = 4 << 30  # most bytes of an .idx, which is held in memory
 Positions = NDArray[np.int64]
 
 
@@ -44,17 +54,51 @@ class TokenFile:
             return np.empty(0, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
-    def largest(self) -> int:
-        """Return the largest token, -1 if there is none. Raises ConfigError for a negative one."""
-        tokens, most = self.tokens(), -1
-        for start in range(0, self.count, _AT_ONCE):
+    def check(self, vocab: int, whole: bool) -> None:
+        """Raise ConfigError for a token that a vocabulary does not have: the largest of the `whole` file, or of
+        stretches of it, spread evenly from the first to the last token."""
+        tokens, most, at = self.tokens(), 0, 0
+        starts = range(0, self.count, _AT_ONCE)
+        if not whole and len(starts) > _STRETCHES:
+            starts = range(0, self.count - _AT_ONCE + 1, (self.count - _AT_ONCE) // (_STRETCHES - 1))
+        for start in starts:
             part = tokens[start : start + _AT_ONCE]
-            if (least := int(part.min())) < 0:
-                raise ConfigError(
-                    f"token {start + int(part.argmin())} is {least}: of another type; data.dtype says which"
-                )
-            most = max(most, int(part.max()))
-        return most
+            check_ids(part, start)
+            if (here := int(part.max())) > most:
+                most, at = here, start + int(part.argmax())
+        check_ids(np.array([most]), at, vocab)
+
+
+@dataclass(frozen=True)
+class CheckedTokens:
+    """Tokens of a .bin file, mapped into memory, each of which is checked when it is read, as the file may be too long
+    to be read before, and may change. Raises ConfigError for one that a vocabulary of `vocab` entries does not have."""
+
+    tokens: NDArray[np.integer]
+    file: Path
+    vocab: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: Positions) -> NDArray[np.integer]:
+        found = self.tokens[index]
+        with naming_file(self.file):
+            check_ids(found, index, self.vocab)
+        return found
+
+
+def check_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | None = None) -> None:
+    """Raise ConfigError for a negative token, and for one that a vocabulary of `vocab` entries does not have. `place`:
+    the number of each token in its file, or of the first."""
+    least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
+    if least >= 0 and (vocab is None or most < vocab):
+        return
+    where = int(ids.argmin() if least < 0 else ids.argmax())
+    number = place + where if isinstance(place, int) else int(place.flat[where])
+    if least < 0:
+        raise ConfigError(f"token {number} is {least}: of another type; data.dtype says which")
+    raise ConfigError(f"token {number} is {most}, and the model has {vocab}; nearest legal: model.vocab={most + 1}")
 
 
 def token_files(data: Data) -> list[DataFile]:
@@ -112,6 +156,8 @@ def _megatron(file: Path, index: Path, size: int) -> TokenFile:
     ConfigError if the two do not fit, or the sequences do not lie end to end."""
     with open_regular(index) as raw:
         head, there = raw.read(_COUNTS.size), raw.seek(0, 2)
+    if there > _INDEX:
+        raise ConfigError(f"{there} bytes of an index, and at most {_INDEX} are read; divide it, and its .bin")
     if len(head) < _COUNTS.size or head[: len(_MAGIC)] != _MAGIC:
         raise ConfigError("no index of Megatron-LM: its first bytes are others")
     _, version, code, sequences, documents = _COUNTS.unpack(head)
@@ -175,3 +221,132 @@ def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str
 
 
 WRITERS = {"megatron": write_megatron, "nanogpt": write_nanogpt}
+
+
+_BATCH = 1024  # documents that are written at once
+_WHOLE = 8 << 30  # bytes of the .bin files of a source that are read as a whole before a run; of more, parts of each
+Ids = NDArray[np.int64]
+
+
+def _held(data: Data) -> list[DataFile]:
+    return held_files(data, ENDINGS)
+
+
+def _violations_of_tokens(data: Data) -> list[str]:
+    """Return one refusal line per mistake in files of tokens that shows without reading them all."""
+    lines = violations_of_finding(token_files, data) or violations_of_finding(_held, data)
+    for file in [] if lines else [*token_files(data), *_held(data)]:
+        lines += violations_of_finding(lambda data, file=file: _begin(file, data), data)  # type: ignore[misc]
+    return lines
+
+
+def _begin(file: DataFile, data: Data) -> None:
+    """Read the beginning of a file of tokens. Raises ConfigError for a fault in it."""
+    next(read_tokens([file], data), None) if ending(file) in ROWS else locate(file, data)
+
+
+def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
+    """Return what decides which tokens files hold: the contents of them and of their indices, and how they are read. Of
+    more .bin than are read as a whole, size and parts stand for the content."""
+    whole = _read_whole([*files, *(others := _held(data))])
+
+    def hashes(some: Sequence[DataFile]) -> list[list[Any]]:
+        each = [(file, [index] if isinstance(file, Path) and (index := index_of(file)) else []) for file in some]
+        content = {file: content_hash(file) if whole or ending(file) in ROWS else stamp(file) for file in some}
+        return [[*map(ending, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
+
+    return ["tokens", hashes(files), hashes(others), data.field, data.dtype]
+
+
+def _read_whole(files: Sequence[DataFile]) -> bool:
+    """Return True if .bin files are short enough to be read as a whole before a run; the tokens of longer ones are
+    checked when they are trained on."""
+    return sum(size_of(file) for file in files if ending(file) not in ROWS) <= _WHOLE
+
+
+def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None) -> dict[str, Any]:
+    """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
+    tokens.bin for records; .bin files are only named. Return its description. Raises ConfigError, for tokens that a
+    vocabulary of `vocab` entries does not have too."""
+    others = _held(data)
+    forms = {ending(file) in ROWS for file in (*files, *others)}
+    if len(forms) > 1:
+        raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
+    if True in forms:
+        form = replace(RECORDS, read=partial(read_tokens, vocab=vocab))
+        return write_documents(form, folder, files, data, vocab, given)
+    if given:
+        given.save(folder)
+    return _name(folder, files, others, data, vocab)
+
+
+def _name(
+    folder: Path, files: Sequence[DataFile], others: Sequence[DataFile], data: Data, vocab: int
+) -> dict[str, Any]:
+    """Describe .bin files where they lie, those of the training split and then those held out; without these the end of
+    the tokens is held out, from the beginning of a document on if an index says where these are."""
+    found = [locate(file, data) for file in (*files, *others)]
+    whole = _read_whole([*files, *others])
+    for file in found:
+        with naming_file(file.file):
+            file.check(vocab, whole)
+    ends = [0, *accumulate(file.count for file in found)]
+    starts = [file.starts + end for file, end in zip(found, ends, strict=False) if file.starts is not None]
+    known = np.concatenate(starts) if len(starts) == len(found) else np.empty(0, np.int64)
+    trained = ends[len(files)] if others else ends[-1] - round(ends[-1] * data.validation)
+    if len(known) and not others:
+        trained = int(known[np.searchsorted(known, trained)]) if trained <= known[-1] else ends[-1]
+    known.astype("<i8").tofile(folder / "starts.bin")
+    return {"arrays": [_place(file) for file in found], "splits": _splits(trained, ends[-1])}
+
+
+def _place(file: TokenFile) -> dict[str, Any]:
+    """Describe where the tokens of a .bin file are."""
+    size = file.file.stat().st_size
+    path = str(file.file.absolute())
+    return {"path": path, "dtype": file.dtype, "offset": file.offset, "count": file.count, "bytes": size}
+
+
+def _splits(trained: int, end: int) -> dict[str, list[int]]:
+    return {"train": [0, trained], "validation": [trained, end]}
+
+
+def read_tokens(
+    files: Sequence[DataFile], data: Data, key: str = "data.path", vocab: int = 1 << 31
+) -> Iterator[tuple[int, Ids]]:
+    """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. Raises
+    ConfigError, naming the file, by the `key` that leads to it, and the place, for what is no list of tokens of the
+    vocabulary."""
+    number = 0
+    for file in files:
+        with naming_file(file, key):
+            for place, values in ROWS[ending(file)](file, [data.field]):
+                if data.field not in values:
+                    raise ConfigError(f"data.field={data.field} is missing in {place}")
+                ids = _array(values[data.field])
+                if ids is None:
+                    raise ConfigError(f"data.field={data.field} is no list of tokens in {place}")
+                if len(ids) and int(ids.min()) < 0:
+                    raise ConfigError(f"data.field={data.field} has token {ids.min()} in {place}")
+                if len(ids):
+                    check_largest(int(ids.max()), vocab)
+                    yield number, ids
+                    number += 1
+
+
+def encode_tokens(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
+    """Yield documents that are tokens already, some at a time."""
+    while batch := [ids for _, ids in islice(documents, _BATCH)]:
+        ends = np.cumsum([len(ids) for ids in batch])
+        yield Encoded(np.concatenate(batch), [0, *ends[:-1].tolist()])
+
+
+def _array(given: Any) -> Ids | None:
+    """Return a list of integers as an array, None if it is something else."""
+    if not isinstance(given, list) or not all(type(i) is int and abs(i) < 1 << 62 for i in given):
+        return None
+    return np.array(given, np.int64)
+
+
+RECORDS = Form(read_tokens, encode_tokens, endings=ENDINGS, starts=True)
+TOKENS = SourceKind(find=token_files, check=_violations_of_tokens, decisive=_options, write=_write, form=RECORDS)

@@ -2,7 +2,7 @@
 
 A template is one of Jinja, as transformers has them (`messages`, `add_generation_prompt`, `bos_token`, `eos_token`,
 `raise_exception`, the filter `tojson` and blocks of {% generation %}). It runs in Jinja's sandbox in a child process
-within limits (`platform.data.parsers`), as it may have come from anybody, and is not told the date, so that one
+within limits (`platform.data.parsers`), as its origin is not trusted, and does not know the date, so that one
 conversation is always one text.
 """
 
@@ -16,8 +16,8 @@ from weakref import finalize
 
 from platform.boundary.confined import Limits, borrow, give_back, limits
 from platform.boundary.documents import from_json
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.config.fields import ConfigError
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"

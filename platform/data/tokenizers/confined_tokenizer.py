@@ -11,9 +11,9 @@ from weakref import finalize
 import numpy as np
 
 from platform.boundary.confined import Limits, Parser, borrow, give_back, limits, parser_of
-from platform.boundary.documents import from_json
+from platform.boundary.documents import from_json, half_character
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.config.fields import ConfigError
 
 _PARSER = "platform.data.parsers.tokenizer_parser:answer_tokenizer"
 _MEMORY, _SECONDS = 512 << 20, 60  # that a tokenizer takes, at the least
@@ -108,7 +108,10 @@ class ConfinedTokenizer:
     def _encoded(self, texts: Sequence[str], ends: bool) -> list[EncodedText]:
         if not texts:
             return []
-        body = json.dumps(list(texts), ensure_ascii=False).encode(errors="replace")
+        for number, text in enumerate(texts):
+            if half := half_character(text):
+                raise ConfigError(f"data.tokenizer: text {number} of {len(texts)} is none: it has {half}")
+        body = json.dumps(list(texts), ensure_ascii=False).encode()
         most = (_TOKENS * len(body) + (1 << 14)) * 4 * (1 + ends) + 4 * len(texts)
         memory = _MEMORY + _PER_FILE * len(self._raw) + _PER_TEXT * len(body)
         reply = self._ask({"do": "encode", "ends": ends}, body, limits(memory, _SECONDS + len(body) / _ENCODED, most))

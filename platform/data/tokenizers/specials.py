@@ -24,8 +24,8 @@ SENTINEL = "<extra_id_{}>"  # T5's, of which each has the id below that of the o
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the special tokens with which samples are made. By default those of a tokenizer that is trained on the
-    corpus, in which the id 0 stands in front of every document.
+    """Ids of the special tokens with which samples are made. By default as in a tokenizer trained on the corpus, in
+    which the id 0 stands in front of every document.
 
     `front`: the ids in front of every document: its last one begins this document, its first one ends the one before;
     `start`: what a decoder reads first; `mask`: what stands for a hidden token, None: the vocabulary's last id;

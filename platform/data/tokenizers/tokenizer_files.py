@@ -16,9 +16,9 @@ import fsspec
 
 from platform.boundary import documents
 from platform.boundary.redaction import bare_url, register_url_secrets
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed, shown
-from platform.config.fields import ConfigError, violation
-from platform.config.surroundings import wrong_protocol
+from platform.config.surroundings import violation_of_protocol
 from platform.data.tokenizers import sentencepiece_model, tiktoken_ranks
 from platform.data.tokenizers.confined_tokenizer import make_json
 
@@ -65,7 +65,7 @@ def has_tokenizer(folder: str) -> bool:
 def _gathered(source: str) -> dict[str, bytes]:
     """Read the files of a tokenizer as they are. Raises Malformed, OSError."""
     register_url_secrets(source)
-    if reason := wrong_protocol(source, writing=False):
+    if reason := violation_of_protocol(source, writing=False):
         raise Malformed(reason)
     storage, path = fsspec.core.url_to_fs(source)
     if storage.isdir(path):
@@ -177,8 +177,8 @@ def _of_word_pieces(found: TokenizerFiles) -> Tokenizer:
 
 
 def _add_tokens(tokenizer: Tokenizer, found: TokenizerFiles) -> None:
-    """Add the tokens that added_tokens.json, or tokenizer_config.json, has beside those of the vocabulary, in the order
-    of their ids. Raises Malformed if one would get another id."""
+    """Add the tokens that added_tokens.json, or tokenizer_config.json, has beside the vocabulary, in the order of their
+    ids. Raises Malformed if one would get another id."""
     from tokenizers import AddedToken
 
     wanted: dict[int, tuple[str, bool]] = {}

@@ -1,4 +1,4 @@
-"""A cache of folders, each built by the first process that asks and trusted only while it holds what was written.
+"""A cache of folders, each built by the first process that asks and trusted only while it holds the bytes written.
 
 An entry is sealed by the hashes of its blocks, which several threads verify at once: one SHA-256 is slower than a disk.
 """
@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
 
 from platform.boundary import documents, schema
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
-from platform.config.fields import ConfigError
 from platform.config.surroundings import writing_to
 
 BLOCK = 1 << 24  # bytes that are hashed by themselves; a file may say another size
@@ -137,7 +137,7 @@ class _Block:
     sha256: str = ""
 
     def found(self) -> str:
-        """Return the SHA-256 of what is there now, as 64 hexadecimal digits."""
+        """Return the SHA-256 of the present content, as 64 hexadecimal digits."""
         digest, left, piece = hashlib.sha256(), self.size, memoryview(bytearray(min(_PIECE, self.size)))
         with documents.open_regular(self.file) as stream:
             stream.seek(self.offset)
@@ -195,8 +195,8 @@ class _Meta:
 
 
 def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
-    """Return what `read` makes of a cache entry if its files hold what was written, by their sizes and the hashes of
-    their blocks, and `read` accepts it, None otherwise."""
+    """Return what `read` makes of a cache entry if its files are unchanged, by their sizes and the hashes of their
+    blocks, and `read` accepts it, None otherwise."""
     try:
         content = described(folder)
         _verify(folder, content["files"])
@@ -210,7 +210,7 @@ def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | Non
 
 def _verify(folder: Path, files: Mapping[str, Any]) -> None:
     """Check the files of a cache entry, name -> its size and hash. Raises OSError or Malformed for the first block that
-    is not what was written."""
+    has changed."""
     for name, file in files.items():
         if (size := (folder / name).stat().st_size) != file["bytes"]:
             raise Malformed(f"has {size:,} bytes, not {file['bytes']:,}", name)

@@ -11,18 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import schema
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
-from platform.config.fields import ConfigError, Data, short_hash
-from platform.data.kinds.of_instructions import INSTRUCTIONS
-from platform.data.kinds.of_iterables import OWN_TEXTS, OWN_TOKENS
-from platform.data.kinds.of_pairs import PAIRS
-from platform.data.kinds.of_streams import head_kind, is_streamed
-from platform.data.kinds.of_texts import TEXTS
-from platform.data.kinds.of_tokens import TOKENS
-from platform.data.kinds.source_kind import SourceKind, Texts, train_on, training_options
+from platform.config.fields import Data, short_hash
 from platform.data.mixture import DataSource, naming
+from platform.data.reading.data_files import DataFile
 from platform.data.sources import iterables
-from platform.data.sources.data_files import DataFile
+from platform.data.sources.conversations import INSTRUCTIONS
+from platform.data.sources.iterables import OWN_TEXTS, OWN_TOKENS
+from platform.data.sources.pairs import PAIRS
+from platform.data.sources.source_kind import SourceKind, Texts, train_on, training_options
+from platform.data.sources.stream_blocks import head_kind, is_streamed
+from platform.data.sources.texts import TEXTS
+from platform.data.sources.token_files import TOKENS, CheckedTokens
 from platform.data.tokens import cache
 from platform.data.tokens.streams import DocumentStream, JoinedTokens, PairStream, mapped
 from platform.data.vocabulary import Vocabulary, open_vocabulary
@@ -68,8 +69,9 @@ class TokenFiles:
         """Return a hash of the tokens of a source whose description in the cache folder `folder` this is."""
         return short_hash([folder.name, self.files.get("tokens.bin")])
 
-    def tokens(self, folder: Path) -> list[NDArray[Any]]:
-        """Return the arrays of tokens, mapped into memory. Raises Malformed or OSError if they are not there."""
+    def tokens(self, folder: Path, vocab: int) -> list[Any]:
+        """Return the arrays of tokens, mapped into memory; those elsewhere are checked against a vocabulary of `vocab`
+        entries as they are read. Raises Malformed or OSError if they are not there."""
         if not self.arrays:
             if not self.dtype or "tokens.bin" not in self.files:
                 raise Malformed("lacks tokens")
@@ -80,7 +82,7 @@ class TokenFiles:
                 raise Malformed(f"{place.path} has another size than before")
             if place.count:
                 array = np.memmap(place.path, place.dtype, "r", place.offset, (place.count,))
-                found.append(array.view(np.ndarray))
+                found.append(CheckedTokens(array.view(np.ndarray), Path(place.path), vocab))
         return found
 
 
@@ -110,16 +112,16 @@ def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, g
     return cache.hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
 
 
-def streams_of(folder: Path, entry: TokenFiles) -> dict[str, Any]:
-    """Return the streams of tokens of an entry of the cache in `folder`, by split."""
-    arrays = entry.tokens(folder)
+def streams_of(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
+    """Return the streams of tokens of an entry of the cache in `folder`, by split; `vocab`: ids that they may have."""
+    arrays = entry.tokens(folder, vocab)
     if "ends.bin" in entry.files:
         return _pair_streams(arrays[0], np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2), entry.splits)
     streams: dict[str, Any] = {}
     known = np.fromfile(folder / "starts.bin", "<i8") if "starts.bin" in entry.files else None
     learned = _learned(folder) if "learned.bin" in entry.files else None
     for split, (start, end) in entry.splits.items():
-        tokens = arrays[0][start:end] if len(arrays) == 1 else JoinedTokens(arrays, start, end)
+        tokens = JoinedTokens(arrays, start, end) if entry.arrays else arrays[0][start:end]
         streams[split] = tokens
         if known is not None and len(known):
             wanted = None if learned is None else learned[start:end]
@@ -149,13 +151,13 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
     try:
         vocabulary = open_vocabulary(folder)
         entries = vocabulary.size if vocabulary else vocab
-        arrays = entry.tokens(folder)
+        arrays = entry.tokens(folder, vocab)
     except Exception as error:  # the library raises its own for a file that it cannot parse
         raise Malformed(str(error)) from None
     total = sum(map(len, arrays))
     train, held = (entry.splits.get(split, (-1, -1)) for split in ("train", "validation"))
     if "ends.bin" in entry.files:
-        fits = _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held, total)
+        fits = not entry.arrays and _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held, total)
     else:
         fits = 0 == train[0] <= train[1] == held[0] <= held[1] == total
     if not fits or not _ascend(folder, entry, total):
@@ -188,8 +190,8 @@ def _ascend(folder: Path, entry: TokenFiles, total: int) -> bool:
 
 def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
     """Return True if `ends`, the token positions in ends.bin where source and target of each pair end, rise in each
-    split to its number of tokens. `train` and `held` are the splits' (number of tokens, number of pairs); `tokens`
-    counts those of tokens.bin."""
+    split to its number of tokens. `train` and `held` are the splits' (number of tokens, number of pairs); `tokens`:
+    their number in tokens.bin."""
     if min(*train, *held) < 0 or train[0] + held[0] != tokens or 2 * (train[1] + held[1]) != len(ends):
         return False
     parts = (ends[: 2 * train[1]], train[0]), (ends[2 * train[1] :], held[0])

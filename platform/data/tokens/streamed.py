@@ -31,8 +31,8 @@ import numpy as np
 
 from platform.boundary import schema
 from platform.boundary.schema import Span
-from platform.data.kinds.of_streams import BEGIN, BlockReader, PiecePlace
 from platform.data.permutation import mix, order
+from platform.data.sources.stream_blocks import BEGIN, BlockReader, PiecePlace
 from platform.data.tokens import cache
 from platform.data.tokens.entry import TokenFiles
 from platform.data.tokens.streams import Ints

@@ -64,7 +64,7 @@ def _beneath(stream: Any) -> Any:
 
 
 def starts_of(stream: Any) -> Ints | None:
-    """Return the positions at which the documents of a stream begin, if it knows them; None if a token tells."""
+    """Return the positions at which the documents of a stream begin, if it knows them; None if a token marks it."""
     beneath = _beneath(stream)
     return beneath.starts if isinstance(beneath, DocumentStream) else None
 
@@ -82,7 +82,7 @@ def taken(stream: Any, place: Ints) -> Ints:
 
 
 def among(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
-    """Return which of the values are among those that ascend."""
+    """Return which of the values are among the ascending ones, by binary search."""
     where = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
     return np.asarray(ascending)[where] == values if len(ascending) else np.zeros(values.shape, bool)
 
@@ -129,9 +129,9 @@ class PairStream:
 
 @dataclass(frozen=True)
 class JoinedTokens:
-    """Arrays of tokens that lie in several files, as one: tokens [start, end) of them all, end to end."""
+    """Arrays of tokens that lie in files, as one: tokens [start, end) of them all, end to end."""
 
-    arrays: Sequence[NDArray[Any]]
+    arrays: Sequence[Any]
     start: int
     end: int
 
@@ -139,8 +139,10 @@ class JoinedTokens:
         return self.end - self.start
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
-        bounds = np.cumsum([0, *map(len, self.arrays)])
         place = np.asarray(index) + self.start
+        if len(self.arrays) == 1:
+            return np.asarray(self.arrays[0][place])
+        bounds = np.cumsum([0, *map(len, self.arrays)])
         which = np.searchsorted(bounds, place, "right") - 1
         found = np.empty(place.shape, np.int64)
         for number in np.unique(which):
@@ -151,8 +153,8 @@ class JoinedTokens:
 
 @dataclass(frozen=True)
 class DocumentStream:
-    """Stream of tokens with what is known of its documents beside them. `starts`: the positions at which documents
-    begin, ascending; `learned`: for each token whether it is to be predicted, None for all."""
+    """Stream of tokens, with facts about its documents beside them. `starts`: the positions at which documents begin,
+    ascending; `learned`: for each token whether it is to be predicted, None for all."""
 
     tokens: Any
     starts: Ints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections import deque
@@ -10,10 +11,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from platform.config.fields import ConfigError, violation
+from platform.boundary.refusals import ConfigError, violation
 
 LOGS = "logs"  # in the run directory
 _RAY = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "monitor.err")
+_RAY_PARENT = "/tmp"  # of Ray's directory in a pod
 _TAIL = 64 << 10  # bytes that are read of the end of a file
 _KEPT = 100  # lines of each of Ray's files that are kept when a node's Ray has ended
 _MOST = 8 << 20  # bytes of a node's log: what comes back again and again must not fill a storage
@@ -66,12 +68,32 @@ def keep_ray_logs(run_dir: Path | None, directory: str, said: str) -> None:
     if run_dir is None:
         return
     host = socket.gethostname()
-    path = run_dir / LOGS / f"node-{host}.log"
     parts = [("ray start", said.splitlines())]
     parts += [(name, tail(Path(directory, "ray", "session_latest", "logs", name), _KEPT)) for name in _RAY]
     text = "".join(f"-- {name}\n" + "".join(f"{line}\n" for line in lines) for name, lines in parts if lines)
-    with suppress(OSError):
-        path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as out:
-            if out.tell() < _MOST:
-                out.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} Ray has ended on {host}\n{text}")
+    NodeLog(run_dir).write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} Ray has ended on {host}\n{text}".encode())
+
+
+def keep_at_the_end(run_dir: Path) -> None:
+    """Wait until this process is told to end, as a container is beside Ray's when that has ended; then keep the end of
+    Ray's logs as `keep_ray_logs` says."""
+    told = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    signal.sigwait(told)
+    keep_ray_logs(run_dir, _RAY_PARENT, "")
+
+
+class NodeLog:
+    """Log of this node in a run directory, logs/node-HOST.log, which outlives the node. It ends at _MOST bytes, and a
+    storage that does not take it is no reason for a node to stop."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / LOGS / f"node-{socket.gethostname()}.log"
+
+    def write(self, text: bytes) -> None:
+        """Append text to the log."""
+        with suppress(OSError):
+            self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            with open(self._path, "ab") as out:
+                if out.tell() < _MOST:
+                    out.write(text)

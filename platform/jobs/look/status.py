@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
-from platform.config.fields import ConfigError, violation
 from platform.jobs.look.logs import log_files
 from platform.jobs.retries import CLOSED, ENDED, read_drivers, spent
 from platform.monitor.records import events
 from platform.monitor.records.journal_event import End, JournalEvent
 from platform.monitor.records.records import JOURNAL, METRICS
+from platform.plan.language.numbers import count_of
 
 _ENDS = {0: "done", 1: "gave up", 2: "refused", 75: "stopped, and can go on", 143: "told to end, and saved"}
 _SHOWN = 20  # lives, the newest
@@ -71,7 +72,7 @@ def status_lines(run_dir: Path) -> Iterator[str]:
             before = life.code or before
     yield from _last_failure(journal)
     found = log_files(run_dir)
-    yield f"logs: {len(found)} files in {run_dir / 'logs'}; python -m platform.jobs logs {run_dir}"
+    yield f"logs: {count_of(len(found), 'file')} in {run_dir / 'logs'}; python -m platform.jobs logs {run_dir}"
 
 
 def lives_of(journal: Sequence[JournalEvent]) -> list[Life]:
@@ -147,8 +148,8 @@ def _line(number: int, life: Life, code_before: str) -> str:
     """Return the line of one life. `code_before`: hash of the sources of the one before, "" if not known."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.began))
     lasted = _clock(life.ended - life.began) if life.ended is not None else "no end"
-    said = [f"{life.nodes} nodes"] if life.nodes else []
-    said += [f"{life.failures} failures"] if life.failures else []
+    said = [count_of(life.nodes, "node")] if life.nodes else []
+    said += [count_of(life.failures, "failure")] if life.failures else []
     said += [f"other code: {life.code}"] if code_before and life.code not in ("", code_before) else []
     return (
         f"  {number}  {began}  {lasted}  to step {life.step}  {life.end or 'no end'}{''.join(f', {s}' for s in said)}"

@@ -214,7 +214,7 @@ class Spike(JournalEvent):
 
 
 class Undecided(JournalEvent):
-    """Replicas differ before a step, and nothing tells which is right. `tensors`: (ranks that hold it, name)."""
+    """Replicas differ before a step, and no majority decides which is right. `tensors`: (ranks that hold it, name)."""
 
     step: Steps
     tensors: list[Any]
@@ -361,8 +361,8 @@ class Goodput(JournalEvent):
 
 class Timing(JournalEvent):
     """Seconds from the start of a driver's command to each phase of its start and end, as `monitor.timing` asks;
-    `platform.cluster.run.phases.PHASES` says what is done then. Without those that it has not reached, or that another
-    command reached for it."""
+    `platform.cluster.run.phases.PHASES` describes each. Without those that it has not reached, or that another command
+    reached for it."""
 
     composed: Seconds | None = None
     planned: Seconds | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 from platform.boundary.terminal import print_line
 from platform.monitor.records import records
+from platform.plan.language.numbers import count_of
 
 KEPT_BYTES = 16 << 20  # limit for lines that could not be written yet
 
@@ -40,7 +41,8 @@ class JsonLines:
             self._lost += 1
 
     def close(self) -> None:
-        """Try a last time to write the lines that could not be written, tell how many are lost, and close the file."""
+        """Try a last time to write the lines that could not be written, announce how many are lost, and close the
+        file."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
             self._tell(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
@@ -65,8 +67,8 @@ class JsonLines:
         self._torn = False
 
     def _write_kept(self) -> None:
-        """Write the lines that are still to be written, as many as possible; tell when this begins to fail, and when it
-        works again."""
+        """Write the lines that are still to be written, as many as possible; announce when this begins to fail, and
+        when it works again."""
         count = len(self._kept)
         try:
             while self._kept:
@@ -74,13 +76,12 @@ class JsonLines:
                 self._kept.popleft()
         except OSError as error:
             if not self._troubled:
-                self._tell(
-                    f"WARNING: {self.path} cannot be written ({error.strerror}): its lines are kept, and tried again"
-                )
+                why = f"cannot be written ({error.strerror}): its lines are kept, and tried again"
+                self._tell(f"WARNING: run.dir: {self.path} {why}")
             self._troubled = True
         else:
             if self._troubled:
-                self._tell(f"{self.path} is written again: {count} lines were kept")
+                self._tell(f"{self.path} is written again: {count_of(count, 'line')} kept")
             self._troubled = False
 
     def _write(self, line: bytes) -> None:

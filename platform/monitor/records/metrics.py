@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one row per committed step (docs/design.md, section 7), and the W&B names of its keys."""
+"""`metrics.jsonl`: one row per committed step (docs/run-directory.md), and the W&B names of its keys."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def wandb_names() -> dict[str, str]:
 
 
 def for_wandb(row: MetricsRow) -> dict[str, float]:
-    """Return the numbers of a row of metrics.jsonl under their W&B names, maps flattened, without those that are
-    unknown (None)."""
+    """Return the numbers of a row of metrics.jsonl under their W&B names, maps flattened, without unknown ones
+    (None)."""
     flat: dict[str, float] = {}
     for key, name in wandb_names().items():
         value = getattr(row, key)

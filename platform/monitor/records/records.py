@@ -31,8 +31,8 @@ Number = float | Annotated[Any, OneOf((math.nan,), "number")]  # also NaN
 
 
 def plain(record: DataclassInstance) -> dict[str, Any]:
-    """Return the fields of a record (a journal's event, a row of metrics) by name, as they are written to its file:
-    those whose default is None are left out where they are None."""
+    """Return the fields of a record (a journal's event, a row of metrics) by name, as they are written to its file: a
+    field that is None by default is left out while it is None."""
     values = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
     return {name: value for name, (value, default) in values.items() if value is not None or default is MISSING}
 

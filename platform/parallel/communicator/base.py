@@ -120,7 +120,7 @@ class Communicator(ABC):
         along `axes`, without waiting; the handle's `wait` returns this rank's result.
 
         `x` must not be modified until the result is available. `dim`: position of the dim of `x` that is split or
-        joined; `joined`: that of the dim that an all_to_all joins. `reduce`: sum, or max for all_reduce. `owned`:
+        joined; `joined`: position of the dim that an all_to_all joins. `reduce`: sum, or max for all_reduce. `owned`:
         reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
         scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
         gets the result of a reduce or gather (the others get an empty tensor). `into`: contiguous memory [n, ...] for
@@ -251,11 +251,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def announce(self, text: str | None = None) -> str:
-        """Tell all other ranks the `text` of rank 0, which alone gives one; return it. Not counted."""
+        """Broadcast the `text` of rank 0, which alone gives one, and return it. Not counted."""
 
     def abort(self) -> None:
         """Interrupt this communicator's collectives in progress so that they fail, here and at the peers, or end with
-        results that mean nothing, which `confirm` tells. Callable from any thread, repeatedly too."""
+        results that mean nothing, which `confirm` detects. Callable from any thread, repeatedly too."""
         self._aborted = True  # before anything is interrupted: whoever sees results of it finds this set
         with self._aborting:
             self._abort()

@@ -121,8 +121,8 @@ class Clock:
         """Note that a collective, described by `what`, was launched after the mark `begin`; `landed` notes its end.
         `wait`: holds the host, or on CUDA the current stream, until it is done; `held`: the memory that it reads.
 
-        On CUDA its end is an event in a stream that does nothing else but wait. On CPU only the wait for it tells that
-        it has ended: what ended before counts until then.
+        On CUDA its end is an event in a stream that does nothing else but wait. On CPU only the wait for it shows its
+        end: an earlier end counts until then.
         """
         done = None
         if self._beside:
@@ -164,7 +164,7 @@ class Clock:
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
         """Mark the context as one in which the host waits for its device, and so perhaps for other ranks: heartbeats
-        tell meanwhile where the device is."""
+        meanwhile report the position of the device."""
         with PROGRESS.waiting(SYNCHRONIZE, self.device_place if self._cuda else None):
             yield
 

@@ -24,8 +24,8 @@ class Messages:
         self._number = count()
 
     def _exchange(self, sent: Callable[[int], Tensor], received: Callable[[int], Tensor]) -> list[dist.Work]:
-        """Send `sent(peer)` to every other member and receive `received(peer)` from it; both are contiguous. Nobody is
-        the first for all: each begins with the member after it."""
+        """Send `sent(peer)` to every other member and receive `received(peer)` from it; both are contiguous. Each
+        member begins with the one after it, so that no member is first for all."""
         tag = 1 + next(self._number) % TAGS  # messages between stages have the tag 0
         peers = [(self._me + i) % self._size for i in range(1, self._size)]
         works = [self._group.recv([received(peer)], peer, tag) for peer in reversed(peers)]

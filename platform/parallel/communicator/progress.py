@@ -1,5 +1,5 @@
-"""Current activity of this process, readable from another thread (for its heartbeats) to tell computing, waiting and
-hanging apart."""
+"""Current activity of this process, readable from another thread (for its heartbeats), to distinguish computing,
+waiting and hanging."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Progress:
     @contextmanager
     def waiting(self, section: str, device: Callable[[], DevicePlace] | None = None) -> Iterator[None]:
         """Mark the context as the section `section`, in which this rank waits for other ranks: a rank that hangs in it
-        is not to blame. `device`: tells where the device is that the rank waits for; other threads call it."""
+        is not to blame. `device`: returns the position of the device that the rank waits for; other threads call it."""
         before = self.enter(section, True)
         self._passed, self._device = -1, device
         try:
@@ -110,7 +110,7 @@ class Progress:
 
 def _active(thread: int) -> float | None:
     """Return the seconds in which a thread of this process has run or waited for a processor; None while it does, or
-    waits for a disk, as the kernel books that later, and if the kernel does not tell."""
+    waits for a disk, as the kernel books that later, and if the kernel does not say."""
     try:
         with open(f"/proc/self/task/{thread}/stat") as stat, open(f"/proc/self/task/{thread}/schedstat") as times:
             state, (ran, waited, _) = stat.read().rpartition(")")[2].split()[0], times.read().split()

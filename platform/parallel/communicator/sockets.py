@@ -12,7 +12,7 @@ Sockets = dict[int, int]  # descriptor -> inode, which shows whether the descrip
 
 
 def open_sockets() -> Sockets:
-    """Return the open sockets of this process, descriptor -> inode ({} on a system without /proc); those that appear
+    """Return the open sockets of this process, descriptor -> inode ({} on a system without /proc); sockets that appear
     while gloo forms its groups are the groups' connections."""
     found: Sockets = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:

@@ -45,7 +45,7 @@ def join(store: dist.Store, rank: int, size: int, device: torch.device | str) ->
 
 
 class ProcessGroups(Communicator):
-    """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU and for what is in host memory. Needs the
+    """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU and for tensors in host memory. Needs the
     default group that `join` makes.
 
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
@@ -209,8 +209,8 @@ class ProcessGroups(Communicator):
 
 
 def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create a process group of each of `groups`, ranks that share none, and return that of this rank; all ranks call
-    it together."""
+    """Create a process group of each of `groups`, ranks that share none, and return this rank's; all ranks call it
+    together."""
     mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout=CONNECT)
     return mine
 

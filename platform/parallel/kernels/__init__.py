@@ -1,2 +1,13 @@
 """Mathematics of operations on local blocks: einsum, SUMMA, statistics of split dims, positions, random numbers. The
 collectives among these computations are the plan's, handed in as conversions and axes; no layout is chosen here."""
+
+from platform.parallel.kernels import (  # noqa: F401  (operations reach them as `ops.kernels`)
+    dropout,
+    einsum,
+    loss,
+    positions,
+    random,
+    residual,
+    statistics,
+    table_rows,
+)

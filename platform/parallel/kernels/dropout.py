@@ -60,7 +60,7 @@ def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], .
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout of x by `draw`, whose backward pass draws the mask again: it does to the gradient what was done to x."""
+    """Dropout of x by `draw`, whose backward pass draws the mask again: the gradient is masked and scaled as x was."""
 
     @staticmethod
     def forward(ctx, x, drawing, draw):

@@ -16,14 +16,10 @@ from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.flat import Neighbours
 from platform.parallel.sharding.operands import Operands
-from platform.plan.communication.planned import EinsumGroup
+from platform.plan.communication.planned import JOINS_GRADIENTS, EinsumGroup
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
 Tensors = Sequence[Tensor | None]
-
-# type of device -> gradients of the results of joined weights are copied together, for one product instead of one each.
-# On a CPU two more products are faster than the copy (by 5 % of the backward pass of Q, K and V of width 256).
-JOINS_GRADIENTS = {"cpu": False}
 
 
 class _Einsums(torch.autograd.Function):
@@ -71,6 +67,7 @@ class _Einsums(torch.autograd.Function):
         regathered = ctx.coming.take(operands, back=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
+        x = x.detach()  # what is deferred would keep the graph behind it, and the leaves there with their gradients
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         ctx.coming.onward(back=True)
@@ -115,7 +112,7 @@ class _Joined(NamedTuple):
         return tuple(part.view(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))
 
     def back(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the gradient of x, of `shape`, from that of the result [rows, columns]."""
+        """Return the gradient of x, of `shape`, from the gradient of the result [rows, columns]."""
         return (gradient @ self.matrix).view(shape)
 
     def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
@@ -150,8 +147,8 @@ def _operand_gradients(
     gradients: Sequence[Tensor],
 ) -> Tensors:
     """Compute the gradients of a group's operands, then of its biases if there are any, from the local x and the local
-    `gradients` of the outputs, and reduce them as planned. Those of `leaves` are added to their sums (then None in
-    the result); of the others, those `needed` are returned."""
+    `gradients` of the outputs, and reduce them as planned. Gradients of `leaves` are added to their sums (then None in
+    the result); of the others, the `needed` ones are returned."""
     count = len(group.einsums)
     pending: list[Pending | None] = []
     for e, g, w, n in zip(group.einsums, gradients, leaves, needed, strict=False):
@@ -176,8 +173,7 @@ def _operand_gradients(
 
 
 def _sum_rows(gradient: Tensor, dims: list[int], into: Tensor | None, fresh: bool) -> Tensor:
-    """Sum the gradient of an einsum's output over `dims`, those that its bias lacks; add it to `into`, if there is
-    one."""
+    """Sum the gradient of an einsum's output over `dims`, which its bias lacks; add it to `into`, if there is one."""
     if into is not None and fresh:
         return torch.sum(gradient, dims, out=into)
     return gradient.sum(dims) if into is None else into.add_(gradient.sum(dims))

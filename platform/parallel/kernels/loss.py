@@ -38,8 +38,8 @@ TokenLoss = Callable[[Likelihood], Tensor]  # one number per label, each a funct
 
 @dataclass(frozen=True)
 class Slopes:
-    """Derivatives of losses, per label, that make up their gradients by logits: what multiplies all probabilities
-    (None: 1), what is added at the label, and what is added everywhere (None: nothing)."""
+    """Derivatives of losses, per label, that make up their gradients by logits: a factor of all probabilities (None:
+    1), a summand at the label, and a summand everywhere (None: 0)."""
 
     whole: Tensor | None
     label: Tensor | float
@@ -242,9 +242,9 @@ def _by_chunks(
     classes: Classes,
     gradients: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> Tensor:
-    """Return the loss of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `targets`
-    [rows], and fill `gradients`, shaped as these, with its gradients (that of the bias is added to zeros). One chunk of
-    the logits exists at a time."""
+    """Return the loss of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `targets` [rows],
+    and fill `gradients`, shaped as these, with its gradients (the bias's is added to zeros). One chunk of the logits
+    exists at a time."""
     size = chunk_rows(len(x), len(table))
     logits = x.new_empty(size, len(table))
     total = torch.zeros((), dtype=torch.float64, device=x.device)

@@ -125,17 +125,20 @@ def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
+def least_number(dtype: torch.dtype) -> float:
+    """Return the least number of a dtype, for scores that are hidden: -inf would make NaN of a row of padding alone."""
+    return torch.finfo(dtype).min
+
+
 def attention_mask(q: Tensor, behind: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Combine what is `unseen` (`behind`, None without causality), padding and bias into one mask for
+    """Combine the `unseen` keys (`behind`, None without causality), padding and bias into one mask for
     scaled_dot_product_attention of q [batch, heads, length, d_kv]: without a `bias`, bool (True: attended to); with
     one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `padding_mask` returns
     it, or None.
-
-    The dtype's minimum is used, not -inf, so that a sequence of padding alone does not become NaN.
     """
     hidden = torch.zeros((), dtype=torch.bool, device=q.device) if padding is None else padding
     if behind is not None:
         hidden = hidden | behind
     if bias is None:
         return ~hidden
-    return bias.to(q.dtype).masked_fill(hidden, torch.finfo(q.dtype).min)
+    return bias.to(q.dtype).masked_fill(hidden, least_number(q.dtype))

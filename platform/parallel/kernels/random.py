@@ -42,9 +42,7 @@ def bits(key_: int, elements: Tensor) -> Tensor:
 def _mix_(z: Tensor) -> Tensor:
     """Turn SplitMix64's states z, int64, in place into its 64 random bits each; return z."""
     for shift, low, factor in ((30, 0x3FFFFFFFF, _MIX1), (27, 0x1FFFFFFFFF, _MIX2), (31, 0x1FFFFFFFF, 1)):
-        shifted = z >> shift
-        shifted &= low  # makes the arithmetic shift of int64 a logical one
-        z ^= shifted
+        z ^= (z >> shift).bitwise_and_(low)  # which makes the arithmetic shift of int64 a logical one
         if factor != 1:
             z *= factor
     return z
@@ -84,8 +82,8 @@ def counters(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
 
 
 def start(key_: int, first: int, device: torch.device | str) -> Tensor:
-    """Return what is added to the `counters` of a block, an int64 scalar tensor: the stream's key `key_`, and `first`,
-    by which all element numbers are larger. A tensor, so that compiled code takes it as an argument."""
+    """Return the offset of the `counters` of a block, an int64 scalar tensor: the stream's key `key_`, and `first`, by
+    which all element numbers are larger. A tensor, so that compiled code takes it as an argument."""
     return torch.full((), _wrapped(first * _GOLDEN + key_), dtype=torch.int64, device=device)
 
 
@@ -100,7 +98,7 @@ def kept(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
 @contextmanager
 def seeded(key_: int, device: torch.device) -> Iterator[None]:
     """Make torch's own kernels on `device` draw from the stream `key_` within the context, and leave torch's generators
-    as they were. What they draw depends on the kernel and on the shape too."""
+    as they were. Their draws depend on the kernel and on the shape too."""
     with _SEEDING, torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(key_)
         yield

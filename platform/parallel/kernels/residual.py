@@ -43,7 +43,7 @@ def _gradients(
     biased: bool,
     drawing: Drawing | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, y, gain and bias from those of the sum and of its norm."""
+    """Return the gradients of x, y, gain and bias from the gradients of the sum and of its norm."""
     dout, wide = widened(dout), widened(total)
     normal = (wide if mean is None else wide - mean) * rstd
     scaled = dout * gain

@@ -58,6 +58,7 @@ class FlatBucket:
         self.reduced: Tensor | None = None  # this rank's shard of them, summed over passes (ZeRO-2 and 3)
         self._summed: set[str] = set()  # parameters whose gradient is in `sums`
         self._came: set[str] = set()  # parameters whose gradient came in the backward pass under way
+        self._first: frozenset[str] = frozenset()  # those that come in input-gradient passes, where they are split off
         self._reducing: Pending | None = None
         self.launched = False  # a reduction has been started in the backward pass under way
         self._gathering: Handle | Arrived | None = None
@@ -147,7 +148,7 @@ class FlatBucket:
     @torch.no_grad()
     def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return name -> block of each parameter, in new memory, given this rank's `parts` of them, each laid out as
-        the master copy; zeros of those that no rank gives. All ranks of the bucket call it together."""
+        the master copy; zeros if no rank gives a part. All ranks of the bucket call it together."""
         flat = self._new(self._elements // self._shards, self._high)
         for name, there in self._masters(flat).items():
             if name in parts:
@@ -158,7 +159,7 @@ class FlatBucket:
         return {name: self._block(flat, name) for name in self._shapes}
 
     def own(self, name: str, block: Tensor) -> Tensor:
-        """Return of a parameter's block what is laid out as this rank's master copy."""
+        """Return the part of a parameter's block that is laid out as this rank's master copy."""
         if not self._plan.sharded:
             return block
         start, stop = self.bucket.shard(name, self._index, self._shards)
@@ -168,7 +169,7 @@ class FlatBucket:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a parameter's gradient, in the compute type and memory of its own, to be added to its sum together with
-        those of other parameters."""
+        other parameters' gradients."""
         if self.here:
             if name in self._taken:
                 self.flush()
@@ -177,7 +178,7 @@ class FlatBucket:
 
     def sum_of(self, *names: str) -> tuple[Tensor, bool]:
         """Return the flat memory, in the compute type, to which the gradients of parameters that follow each other are
-        to be added, and True if what is there does not count. `came` says that it is done."""
+        to be added, and True if its present content does not count. `came` says that it is done."""
         start, stop = self._stretch(names)
         if self._direct:
             new = [name for name in names if name not in self._summed]
@@ -197,7 +198,7 @@ class FlatBucket:
 
     def _note(self, names: Sequence[str]) -> None:
         """Note that gradients of parameters have come in the backward pass under way: whole, unless a parameter has
-        several uses, of which only the pass's end tells that all have come."""
+        several uses, which are complete only at the end of the pass."""
         self._came.update(name for name in names if name not in self._plan.shared)
         if len(self._came) == len(self.compute):
             self.flush()
@@ -257,8 +258,13 @@ class FlatBucket:
     def passed(self) -> None:
         """Note that a backward pass has ended: gradients that come next are of another one."""
         self.flush()
-        self._came.clear()
+        self._came = set(self._first)
         self.launched = False
+
+    def halved(self) -> None:
+        """Note that an input-gradient pass has ended, whose weight gradients come later: perhaps after the next one."""
+        self.flush()
+        self._first = frozenset(self._came)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -285,7 +291,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for the reduction after a backward pass, and add this rank's shard to those of the passes before."""
+        """Wait for the reduction after a backward pass, and add this rank's shard to the sum of the passes before."""
         if self._reducing is not None:
             part = self._reducing.wait().view(-1)
             self.reduced = part.to(self._high) if self.reduced is None else self.reduced.add_(part)
@@ -293,7 +299,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def proceed(self) -> None:
-        """Start what is left to reduce at the end of a step."""
+        """Start the reductions that are left at the end of a step."""
         each, last = self._plan.reduction(self.bucket)
         if not each:
             self._reducing.proceed() if self._reducing else self.reduce()
@@ -309,6 +315,7 @@ class FlatBucket:
         flat = self._reducing.wait().view(-1)
         self._reducing, self.reduced, self.sums = None, None, None
         self._summed.clear()
+        self._first = frozenset()
         self.passed()
         return flat
 
@@ -351,7 +358,8 @@ class Neighbours(NamedTuple):
         return self.bucket.values(*self.names)
 
     def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
-        """Add gradients to their sums: `compute` is given flat memory, and True if what is there does not count."""
+        """Add gradients to their sums: `compute` is given flat memory, and True if its present content does not
+        count."""
         compute(*self.bucket.sum_of(*self.names))
         self.bucket.came(*self.names)
 

@@ -10,42 +10,16 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.buckets import SQUARED_AT_ONCE
-from platform.plan.core.plan import Plan
-from platform.plan.language.ops import Parameter
+from platform.plan.core.counted import counts_at
 
 ROW = 256  # elements that are summed in fp32: enough to read fast, few enough to add up accurately
 LEAST = 2.0**-86  # mean square from which on squares that fp32 cannot hold (below 2**-126) do not matter
 
 
 def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
-    """Return True if this rank counts its part in a sum over all ranks (loss, gradient norm) of a quantity split over
-    `axes` and replicated over all other axes of its stage: of the replicas, the one at index 0 counts."""
-    split = {"stage", *axes}
-    return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in split)
-
-
-def counts_gradient(plan: Plan, communicator: Communicator, p: Parameter) -> bool:
-    """Return True if this rank counts its part of the gradient of `p` in a sum over all ranks: of ranks that replicate
-    it one does, of a tied one the owner stage, of a frozen one nobody. `plan`: that of this rank's stage."""
-    own = plan.stages_of[p.name][0] == communicator.coordinates["stage"] and p.name not in plan.frozen
-    return own and counts_here(communicator, plan.split_over(p))
-
-
-def counted(plan: Plan, communicator: Communicator) -> dict[str, list[slice]]:
-    """Return which stretches of a bucket's gradients, laid out as its masters, this rank counts in the norm
-    (`counts_gradient`); what follow each other are one stretch. By the name of the bucket's first parameter; `plan`:
-    that of this rank's stage."""
-    at = communicator.coordinates
-    out: dict[str, list[slice]] = {}
-    for bucket in plan.buckets:
-        before = communicator.index(plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards
-        stretches = out.setdefault(bucket.parameters[0].name, [])
-        for p in bucket.parameters:
-            start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
-            if start < stop and counts_gradient(plan, communicator, p):
-                follows = stretches and stretches[-1].stop == start
-                stretches.append(slice(stretches.pop().start if follows else start, stop))
-    return out
+    """Return True if this rank counts its part in a sum over all ranks of a tensor that is split over `axes`
+    (`counts_at`)."""
+    return counts_at(communicator.coordinates, axes)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -12,12 +11,13 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding.convert import convert
 from platform.parallel.sharding.flat import FlatBucket
 from platform.plan.core.plan import Plan
+from platform.plan.language.numbers import matrix_shape
 from platform.plan.language.ops import Parameter
 
 
 class Matrices:
-    """Gathers the plan's `matrices` on the rank of `communicator`, as the plan says, bucket by bucket. `plan`: that of
-    this rank's stage; `flats`: its buckets. `half`: the model is computed in half precision."""
+    """Gathers the plan's `matrices` on the rank of `communicator`, as the plan says, bucket by bucket. `plan`: the plan
+    of this rank's stage; `flats`: its buckets. `half`: the model is computed in half precision."""
 
     def __init__(self, plan: Plan, communicator: Communicator, flats: Sequence[FlatBucket]):
         self._plan, self._communicator = plan, communicator
@@ -25,18 +25,24 @@ class Matrices:
         found = [(flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here]
         self._flats = [(flat, parameters) for flat, parameters in found if parameters]
 
-    @torch.no_grad()
     def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by parameter, this rank's part of what `function` makes of the whole matrix, rows being
-        what the layer gives. `parts`: name -> this rank's part of the matrix, laid out as the master copy, of those of
-        which it has one. All ranks go through it together."""
+        """Yield, by parameter, this rank's part of what `function` makes of the whole matrix, rows being what the layer
+        gives. `parts`: name -> this rank's part of the matrix, laid out as the master copy, if it has one. All ranks go
+        through it together."""
         for flat, parameters in self._flats:
             blocks = flat.joined({p.name: parts[p.name] for p in parameters if p.name in parts})
             for p in parameters:
-                whole = convert(self._communicator, blocks[p.name], self._plan.joining(p), name=f"join {p.name}").wait()
-                found = function(whole.reshape(matrix_shape(p, whole.shape))).view(whole.shape)
+                found = [self._part(flat, p, blocks[p.name], function)]
                 if p.name in parts:
-                    yield p.name, flat.own(p.name, self._block(p, found))
+                    yield p.name, found.pop()  # so that none is held while the next is made
+            del blocks
+
+    @torch.no_grad()
+    def _part(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this rank's part of what `function` makes of the whole matrix of which it has a block."""
+        whole = convert(self._communicator, block, self._plan.joining(p), name=f"join {p.name}").wait()
+        found = function(whole.reshape(matrix_shape(p.role, whole.shape))).view(whole.shape)
+        return flat.own(p.name, self._block(p, found))
 
     def _block(self, p: Parameter, whole: Tensor) -> Tensor:
         """Return this rank's block of the whole of a parameter, vocab with padding."""
@@ -47,11 +53,4 @@ class Matrices:
     def shape(self, name: str) -> tuple[int, int]:
         """Return the shape of the matrix that the parameter `name` is, without padding."""
         p = next(p for p in self._plan.parameters if p.name == name)
-        return matrix_shape(p, self._plan.global_shape(p))
-
-
-def matrix_shape(p: Parameter, shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a parameter of this `shape` is: the numbers that its layer gives, and
-    those that it takes."""
-    rows = len(shape) - 1 if p.role == "in" else 1
-    return prod(shape[:rows]), prod(shape[rows:])
+        return matrix_shape(p.role, self._plan.global_shape(p))

@@ -24,13 +24,13 @@ class Operands(NamedTuple):
 
     def take(self, stored: Sequence[Tensor], back: bool = False) -> list[Pending]:
         """Return the operands, `stored` in their own layouts, on their way to the group's; `back`: for the backward
-        pass, where those that are not gathered again are there, `stored` as they are needed."""
+        pass, where operands that are not gathered again are `stored` as they are needed."""
         steps = [e.operand.forward if e.regathered or not back else () for e in self.group.einsums]
         if self.ahead and any(steps):
             return self.ahead.take(self.use, back)
         return [convert(self.communicator, w, s) for w, s in zip(stored, steps, strict=True)]
 
     def onward(self, back: bool = False) -> None:
-        """Start what is converted ahead of the products that follow; what this one reads has arrived."""
+        """Start the conversions ahead of the products that follow; the operands of this one have arrived."""
         if self.ahead:
             self.ahead.onward(self.use, back)

@@ -38,9 +38,9 @@ class _Border(torch.autograd.Function):
 
 
 class Residency:
-    """Gathers the buckets of the span under way and starts gathering those of the next, forward and backward, if
-    `ahead`. `spans`: by chunk number; `turns`: what the last span of a forward pass needs stays for the backward pass.
-    The clock of `communicator` notes when each span computes.
+    """Gathers the buckets of the span under way and, if `ahead`, starts gathering the next span's, forward and
+    backward. `spans`: by chunk number; `turns`: the buckets of the last span of a forward pass stay for the backward
+    pass. The clock of `communicator` notes when each span computes.
     """
 
     def __init__(self, communicator: Communicator, spans: Mapping[int, Spans], *, turns: bool, ahead: bool):
@@ -94,8 +94,8 @@ class Residency:
         self._whole, self._turned = (), False
 
     def _move(self, spans: Spans, at: int, way: int) -> None:
-        """Make the buckets of span number `at` whole and free the others; start with those of the next span that needs
-        any, in the direction `way`. What follows is the computation of that span."""
+        """Make the buckets of span number `at` whole and free the others; start gathering for the next span that needs
+        any, in the direction `way`. The computation of that span follows."""
         clock, (name, buckets) = self._communicator.clock, spans[at]
         clock.span("")
         for bucket in self._whole:

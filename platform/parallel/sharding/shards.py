@@ -1,4 +1,4 @@
-"""Equal parts of a flattened local block, padded with zeros, one per rank along some axes: what is kept or sent of a
+"""Equal parts of a flattened local block, padded with zeros, one per rank along some axes: the part kept or sent of a
 tensor that ranks replicate."""
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from platform.plan.communication.rule import (
     contract,
     enter,
     leave,
-    partial_axes,
 )
 from platform.plan.language.layout import Layout, local_shape
 from platform.plan.language.mesh import Mesh
@@ -80,19 +79,6 @@ class Planner:
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
-    def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
-        """Map the name of each parameter of an operation to the axes over which the operation's backward pass leaves
-        the gradient partial, to be reduced later."""
-        parameters = operation.parameters
-        if operation.kind == "project":
-            pairs = zip(parameters, operation.outputs, strict=True)
-            axes = [self.einsum(operation.inputs[0], p, out).axes for p, out in pairs]
-        elif operation.kind == "lookup":
-            axes = [self.lookup(operation).axes]
-        else:
-            axes = [self.layout(operation.outputs[0]).axes for _ in parameters]
-        return {p.name: partial_axes(self.layout(p), used) for p, used in zip(parameters, axes, strict=True)}
-
     def contraction(self, operands: Sequence[tuple[Spec | Parameter, Layout]], out: Spec) -> Contraction:
         """Apply the communication rule's `contract` to operands given as (tensor, the layout that it has) and to the
         result `out` in its own layout; local shapes are filled in."""
@@ -104,15 +90,6 @@ class Planner:
 
     def einsum(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
         return self.contraction([(t, self.layout(t)) for t in (x, y)], out)
-
-    def lookup(self, operation: Operation) -> Contraction:
-        """Return the contraction of a lookup operation, seen as an einsum of one-hot tokens with its table. The one-hot
-        is never materialised, so its layout is free: rows split as the table's are, tokens whole."""
-        table, out = operation.parameters[0], operation.outputs[0]
-        row, layout = table.dims[0], self.layout(table)
-        token_dims = tuple(d for d in out.dims if d not in table.dims)
-        one_hot = Spec(out.region, (*token_dims, row), (*out.sizes, *table.sizes))
-        return self.contraction([(one_hot, layout.restrict((row,))), (table, layout)], out)
 
     def enter(
         self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None

@@ -1,4 +1,4 @@
-"""The one communication rule (docs/design.md, section 3): layouts in, collectives and their adjoints out.
+"""The one communication rule (docs/numerics.md): layouts in, collectives and their adjoints out.
 
 Worked table: what `contract` gives for the two linear layers of a Transformer block, h = a W and o = h W, where a and o
 are [l b m], h is [l b f] and every W is [m f] (l length, b batch, m d_model, f d_ff). `l/t`: dim l is split over mesh

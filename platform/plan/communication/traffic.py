@@ -1,4 +1,4 @@
-"""Bytes that each collective moves, by the counting conventions of docs/design.md, section 7."""
+"""Bytes that each collective moves, by the counting conventions of docs/contract.md."""
 
 from __future__ import annotations
 

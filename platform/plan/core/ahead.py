@@ -87,7 +87,7 @@ class Ahead(Generic[T]):
         return use in self._converted
 
     def begin(self) -> list[T]:
-        """Begin a forward pass: return what is under way for operations that the pass before has left out."""
+        """Begin a forward pass: return the conversions under way for operations that the pass before has left out."""
         left = [one for found in self._coming.values() for one in found]
         self._coming.clear()
         return left
@@ -99,7 +99,7 @@ class Ahead(Generic[T]):
         return self._coming.pop((use, back))
 
     def onward(self, use: Use, back: bool = False) -> None:
-        """Start what is needed after a use, whose own operands have arrived: if a product follows."""
+        """Start the conversions needed after a use, whose own operands have arrived: if a product follows."""
         self._fetch(self._order(back).then.get(use, ()), back)
 
     def _order(self, back: bool) -> _Order:
@@ -112,8 +112,8 @@ class Ahead(Generic[T]):
 
 
 class _Order(NamedTuple):
-    """Order of conversions in one direction: use -> those that are started with it if they are not under way, itself
-    first; and use -> those that are started when it multiplies."""
+    """Order of conversions in one direction: use -> the uses started with it if they are not under way, itself first;
+    and use -> the uses started when it multiplies."""
 
     together: Mapping[Use, Sequence[Use]]
     then: Mapping[Use, Sequence[Use]]

@@ -68,8 +68,8 @@ def layer_of(name: str) -> str:
 
 
 def common_name(names: Iterable[str]) -> str:
-    """Return one short name for parameters of the given `names`: those of the layers (`layers.3`), or of the parts of
-    the model outside of layers (`embedding`), that they belong to; of more than two, the first and the last."""
+    """Return one short name for parameters of the given `names`: the layers (`layers.3`), or parts of the model outside
+    of layers (`embedding`), that they belong to; of more than two, the first and the last."""
     parts = list(dict.fromkeys(map(layer_of, names)))
     return ", ".join(parts) if len(parts) <= 2 else f"{parts[0]} ... {parts[-1]}"
 
@@ -91,9 +91,9 @@ def spans_of(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str
 
 
 def moves(spans: Sequence[Sequence[Bucket]], kept: bool) -> tuple[list[Bucket], list[Bucket]]:
-    """Return the buckets that the forward pass of a chunk gathers, and those that its backward pass does: on entering
-    a span, those that were not whole in the span before. `spans`: the buckets that each span needs; `kept`: those of
-    the last span stay whole from the forward to the backward pass."""
+    """Return the buckets that the forward pass of a chunk gathers, and the buckets of its backward pass: on entering a
+    span, the buckets that were not whole in the span before. `spans`: the buckets that each span needs; `kept`: the
+    buckets of the last span stay whole from the forward to the backward pass."""
     forward = [b for before, here in pairwise([(), *spans]) for b in here if b not in before]
     turn = spans[-1] if kept else ()
     backward = [b for before, here in pairwise([turn, *reversed(spans)]) for b in here if b not in before]
@@ -109,9 +109,9 @@ def make_buckets(
 ) -> list[Bucket]:
     """Make buckets of groups of parameters that come in the order of the forward pass.
 
-    `groups`: (key, parameters); those that follow each other with one key are put together while they have at most
-    `most` elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
-    `sizes`: elements of the local blocks; `ranks`: those that divide a bucket into shards.
+    `groups`: (key, parameters); neighbours with one key are put together while they have at most `most` elements.
+    `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets. `sizes`: elements
+    of the local blocks; `ranks`: those that divide a bucket into shards.
     """
     out: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled

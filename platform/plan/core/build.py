@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from platform.plan.communication.legality import IllegalPlan, violations
-from platform.plan.communication.operations import plan_operation
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
-from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, einsum_flops, record
+from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
@@ -19,8 +17,10 @@ from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
 from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute
-from platform.plan.language.recorder import Recorder
 from platform.plan.language.scheme import Scheme
+from platform.plan.operations.legality import IllegalPlan, violations
+from platform.plan.operations.recorder import Recorder
+from platform.plan.operations.words import flops, partial_gradients, plan_operation
 
 ALIGNED = 128  # columns of logits: matrix units of GPUs are several times slower on odd sizes in 16 bits
 LARGE = 1024  # columns per rank from which they are aligned: at most 13 % more, and a small table stays as it is
@@ -93,7 +93,7 @@ def build_plan(
 
 def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...], dict[str, int]]:
     """Return the parameters that a model declares, checked, and the global sizes of all its dims, of which `batch` is
-    that of one microbatch of all replicas. Raises ModelMistake."""
+    the size of one microbatch of all replicas. Raises ModelMistake."""
     with as_model_mistakes(model):
         parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
     if "length" not in own_sizes:
@@ -122,6 +122,8 @@ def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> 
     any layout of the scheme; where each of them gets LARGE columns or more, to ALIGNED columns for each."""
     axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     ranks = mesh.extent(sorted(axes))
+    if "vocab" not in sizes:  # a model of one's own may have none
+        return dict(sizes)
     large = sizes["vocab"] >= LARGE * ranks
     return {**sizes, "vocab": padded(sizes["vocab"], ranks * (ALIGNED if large else 1))}
 
@@ -134,7 +136,7 @@ def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Redu
     partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.anonymous`: layers are alike
     for operation in operations:
         if (alike := operation.anonymous) not in partial_of:
-            partial_of[alike] = [planner.mesh.ordered(axes) for axes in planner.partial(operation).values()]
+            partial_of[alike] = [planner.mesh.ordered(axes) for axes in partial_gradients(planner, operation).values()]
         for p, axes in zip(operation.parameters, partial_of[alike], strict=True):
             uses[p.name].append((operation, axes))
     reductions, at_use = {}, {}
@@ -159,7 +161,7 @@ def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperatio
     these axes repeats the same work. `operations` by (kind, name); `sizes`: global sizes of dims."""
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
-        if einsum_flops(o.operation, sizes):
+        if flops(o.operation, sizes):
             if unused := mesh.ordered(a for a in mesh.axes if a not in ("stage", *o.compute_axes, *o.only)):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
     for unused, found in names.items():

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.ops import Operation, Ops, Parameter, Spec
-from platform.plan.language.recorder import Recorder, Symbol
+from platform.plan.language.ops import Operation, Parameter, Spec
+from platform.plan.operations.op import extents
+from platform.plan.operations.recorder import Recorder, Symbol
+from platform.plan.operations.words import Ops, flops
 from platform.plan.schedule.balance import place_layers
 
 FlowSpecs = tuple[tuple[str, Spec], ...]  # activations by name
@@ -107,10 +109,7 @@ def record(
         ]
     units = getattr(model, "units", ("the model",))
     if len(units) < count:
-        raise ValueError(
-            f"pipeline.stages x pipeline.chunks={count} is more than the {len(units)} units of the model that stages"
-            f" are made of (embeddings, blocks, head); nearest legal: {len(units)}"
-        )
+        raise ValueError(f"{count} chunks are more than the {len(units)} units of the model (embeddings, blocks, head)")
 
     def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[Recorder, dict[str, Symbol]]:
         ops = recorder()
@@ -136,27 +135,8 @@ def record(
 def cost(operation: Operation, sizes: Mapping[str, int]) -> float:
     """Return an operation's forward cost, by which a model's units are divided over pipeline chunks: FLOPs of an
     einsum, else elements written, of all ranks together. `sizes`: global sizes of the model's dims."""
-    elements = sum(prod(_extents(out, sizes).values()) for out in operation.outputs)
-    return einsum_flops(operation, sizes) or float(elements)
-
-
-def einsum_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
-    """Return the forward FLOPs of an operation's einsums on all ranks together: 2 x their iteration spaces, 0 for an
-    operation without einsum. `sizes`: global sizes of the model's dims."""
-    if operation.kind == "fused_attention":
-        query, key, _ = operation.inputs
-        assert isinstance(key, Spec)
-        spaces = [{**_extents(query, sizes), **_extents(key.renamed("length", "memory_length"), sizes)}] * 2
-    elif operation.kind in ("project", "einsum"):
-        x = _extents(operation.inputs[0], sizes)
-        spaces = [{**x, **_extents(y, sizes)} for y in operation.inputs[1:]]
-    else:
-        spaces = []
-    return sum(2 * prod(space.values()) for space in spaces)
-
-
-def _extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
-    return {d: dict(tensor.sizes).get(d, sizes[d]) for d in tensor.dims}
+    elements = sum(prod(extents(out, sizes).values()) for out in operation.outputs)
+    return flops(operation, sizes) or float(elements)
 
 
 def replicated_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:

@@ -12,21 +12,23 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
-from platform.plan.communication.legality import IllegalPlan, violations
-from platform.plan.communication.operations import plan_operation
 from platform.plan.communication.planner import Planner
 from platform.plan.core.chunks import Chunk, RecordableModel, spans_in
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
-from platform.plan.language.memory import lengthened
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes
-from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec
-from platform.plan.language.recorder import Recorder, Symbol
+from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec, lengthened
 from platform.plan.language.scheme import Scheme
+from platform.plan.operations.legality import IllegalPlan, violations
+from platform.plan.operations.recorder import Recorder, Symbol
+from platform.plan.operations.words import plan_operation
 from platform.plan.schedule.table import Action, Kind
 
 HEAD = "head"  # the last unit of a model that is asked for logits
+ROOM = 64  # tokens of which the room in a cache is a multiple, so that batches of like length share their passes
+SCORED = 64  # tokens of each text whose logits are there at once
+PIECE = 256  # tokens of a text that one pass reads at most: attention's mask grows with them
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class PassPlanner(Planner):
 
 @dataclass
 class PassRecorder(Recorder):
-    """Records a pass, in which causal attention reads `capacity` keys and values: those of all passes so far, and empty
+    """Records a pass, in which causal attention reads `capacity` keys and values: keys of all passes so far, and empty
     places behind them."""
 
     capacity: int = 0
@@ -88,11 +90,14 @@ class PassRecorder(Recorder):
 
     def remember(self, name, k, v, kv):
         out = self.remembered(kv)
-        return *self._record("remember", name, [k, v], [kv, kv], [out, out]), out
+        return *self.record("remember", name, [k, v], [kv, kv], [out, out]), out
 
     def recall(self, name, k, v, kv):
         given = [] if k is None else [k, v]
-        return self._record("recall", name, given, [kv for _ in given], [kv, kv])
+        return self.record("recall", name, given, [kv for _ in given], [kv, kv])
+
+    def recurrence(self, name, gate, x, spec):
+        raise ModelMistake(name, "a recurrence does not see the passes before")
 
     def softmax(self, name, x, spec, *, dim="memory_length", causal=False, **more):
         if causal and dict(spec.sizes).get(dim) != self.capacity:
@@ -114,10 +119,10 @@ class PlannedPass:
 
 
 def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) -> PlannedPass:
-    """Plan a pass of `model` under the layouts of the run's `plan`, for one pipeline `stage`; the chunks are those of
-    `plan`, without the encoder's units in a pass that reads no source.
+    """Plan a pass of `model` under the layouts of the run's `plan`, for one pipeline `stage`; the chunks are the
+    plan's, without the encoder's units in a pass that reads no source.
 
-    `model`: that of the run, with positions that are looked up. Raises ModelMistake for one that does not give logits
+    `model`: the run's model, with positions that are looked up. Raises ModelMistake for one that does not give logits
     part by part, IllegalPlan if axes do not divide heads or what passes hold.
     """
     found = _all_stages(plan, model, shape)
@@ -164,7 +169,7 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
 
 def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
     """Return the mesh axes of every process group that passes of `model` need: those of their collectives, in mesh
-    order, each axis that splits the logits' vocabulary, and all axes together, to tell all ranks what was chosen."""
+    order, each axis that splits the logits' vocabulary, and all axes together, to broadcast the choice to all ranks."""
     mesh = plan.mesh
     found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
     shape = PassShape(1, rows_at_once(plan.scheme, mesh), memory_unit(plan.scheme, mesh), reads=True)
@@ -190,7 +195,7 @@ def _chunk(
     stage: int,
     units: Sequence[str],
 ) -> Chunk:
-    """Record and plan one chunk of a pass, on the activations `flow`, which it replaces by those that it returns."""
+    """Record and plan one chunk of a pass, on the activations `flow`, which it replaces by its results."""
     ops = PassRecorder(planner.scheme, sizes=planner.sizes, capacity=shape.capacity)
     receives = tuple((name, x.spec) for name, x in flow.items() if x is not None)
     kept = {name: x for name, x in flow.items() if x is None}

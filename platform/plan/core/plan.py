@@ -13,11 +13,12 @@ from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Step, relayout_steps
 from platform.plan.communication.traffic import moved_bytes
 from platform.plan.core.buckets import BUCKET_BYTES, Bucket, make_buckets, spans_of
-from platform.plan.core.chunks import Chunk, einsum_flops, replicated_axes
+from platform.plan.core.chunks import Chunk, replicated_axes
 from platform.plan.language.layout import Layout, at_zero, block, padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import LOSSES, NO_RECOMPUTATION, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
+from platform.plan.operations.words import flops
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
 ITEMSIZE = {
@@ -33,14 +34,15 @@ class Plan:
     """Complete description of a run's parallel execution, or of one stage's part of it (`at`), which workers execute
     and people read.
 
-    `sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured; the
-    planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over which
-    its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it, the
-    others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
+    `sizes`: global sizes in one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
+    the planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over
+    which its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it,
+    the others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
     replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
     parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without.
     `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
+    `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     zero: int = 0
     frozen: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
+    factored: tuple[str, ...] = ()
     turns: bool = False
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
@@ -133,7 +136,7 @@ class Plan:
 
     @property
     def storage(self) -> tuple[str, ...]:
-        """Return the axes, those of `sharded`, over which the parameters' compute copies too are stored in shards and
+        """Return the axes, all in `sharded`, over which the parameters' compute copies too are stored in shards and
         gathered span by span (ZeRO-3); () for none."""
         return self.sharded if self.zero == 3 else ()
 
@@ -206,8 +209,8 @@ class Plan:
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `axes`, over which gradients are reduced at the end of a step, along which a reduce-scatter
-        leaves each rank a shard (ZeRO)."""
+        """Return the ones of `axes`, over which gradients are reduced at the end of a step, along which a
+        reduce-scatter leaves each rank a shard (ZeRO)."""
         return tuple(a for a in axes if a in self.sharded)
 
     def reduction(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
@@ -296,7 +299,7 @@ class Plan:
         """Return the model FLOPs per token of forward and backward, for model FLOPs utilisation: three times every
         einsum, no recomputation, attention not halved for its causal mask (6N + 12 layers d_model length, N the
         parameters of the einsums)."""
-        forward = sum(einsum_flops(o.operation, self.sizes) for o in self.operations.values())
+        forward = sum(flops(o.operation, self.sizes) for o in self.operations.values())
         return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
 
     @cached_property

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import label
-from platform.plan.core.buckets import moves
+from platform.plan.core.buckets import Bucket, moves
+from platform.plan.core.factored import factor_collectives
 from platform.plan.core.plan import Plan
-from platform.plan.language.ops import Spec
+from platform.plan.language.ops import Parameter, Spec
 
 WORLD_SUMS = 2  # fp64 numbers summed over the world once a step: loss and squared gradient norm
 
@@ -18,7 +20,7 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
     """List every collective of one training step under a plan as (place, collective, launches per rank); the place
     names the operation, the pair of stages, or the part of the update.
 
-    Only the ranks of one stage launch an operation's collectives, a send, or those of gradients and updates.
+    Only the ranks of one stage launch the collectives of an operation, of gradients and of updates, or a send.
     """
     return [(place, c, launches) for place, c, launches, _ in staged_collectives(plan)]
 
@@ -57,40 +59,55 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
         yield "loss and norm", c, 1, tuple(range(plan.stages))
 
 
-def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
-    """List the collectives of one stage's parameters as (place, collective, launches per rank): the sums of gradients,
-    and the gathers of compute copies, once a step (ZeRO-1 and 2) or in every pass (ZeRO-3).
+class BucketCollective(NamedTuple):
+    """Collective of a stage's parameters, its launches per rank, and the `parameters` of `bucket` that it moves."""
 
-    Those of updates that are made of whole matrices (`Plan.matrices`) are `matrices`. `plan`: the plan of that stage,
+    place: str
+    collective: Collective
+    launches: int
+    bucket: Bucket
+    parameters: Sequence[Parameter]
+
+
+def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
+    """List the collectives of one stage's parameters as (place, collective, launches per rank): `bucket_collectives`,
+    and as `factors` the sums of an update with factored second moments (`Plan.factored`)."""
+    of_buckets = [(found.place, found.collective, found.launches) for found in bucket_collectives(plan)]
+    return of_buckets + [("factors", c, 1) for c in factor_collectives(plan)]
+
+
+def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
+    """Yield the collectives of one stage's parameters: the sums of gradients, and the gathers of compute copies, once a
+    step (ZeRO-1 and 2) or in every pass (ZeRO-3).
+
+    The collectives of updates made of whole matrices (`Plan.matrices`) are `matrices`. `plan`: the plan of that stage,
     see `Plan.at`.
     """
-    found = []
     launches, shards = plan.planner.launches, plan.shards
     passes = Counter(id(b) for spans in plan.resident.values() for b in {id(b): b for s in spans for b in s}.values())
     for b in plan.buckets:
         each, last = plan.reduction(b)
         shape = (shards, b.elements // shards)
-        planned = launches(each, shape, "backward", "compute")
-        found += [("gradients", c, plan.microbatches * passes[id(b)]) for c in planned]
-        planned = launches(last, (1, shape[1]) if each else shape, "reduce", "accumulate")
-        found += [("gradients", c, 1) for c in planned]
+        for c in launches(each, shape, "backward", "compute"):
+            yield BucketCollective("gradients", c, plan.microbatches * passes[id(b)], b, b.parameters)
+        for c in launches(last, (1, shape[1]) if each else shape, "reduce", "accumulate"):
+            yield BucketCollective("gradients", c, 1, b, b.parameters)
+    for b in plan.buckets:
+        matrices = [p for p in b.parameters if p.name in plan.matrices]
+        if matrices and plan.sharded:
+            for c in launches(plan.gathering(b), (b.elements // shards,), "update", "accumulate"):
+                yield BucketCollective("matrices", c, 1, b, b.parameters)
+        for p in matrices:
+            for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate"):
+                yield BucketCollective("matrices", c, 1, b, [p])
     gathered = [("update", b, 1) for b in plan.buckets] if plan.sharded and not plan.storage else []
     if plan.storage:
         for spans in plan.resident.values():
             for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
                 gathered += [(phase, b, plan.microbatches) for b in buckets]
-    for b in plan.buckets:
-        if matrices := [p for p in b.parameters if p.name in plan.matrices]:
-            planned = (
-                launches(plan.gathering(b), (b.elements // shards,), "update", "accumulate") if plan.sharded else []
-            )
-            planned += [
-                c for p in matrices for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate")
-            ]
-            found += [("matrices", c, 1) for c in planned]
     for phase, b, times in gathered:
-        found += [("parameters", c, times) for c in launches(plan.gathering(b), (b.elements // shards,), phase)]
-    return found
+        for c in launches(plan.gathering(b), (b.elements // shards,), phase):
+            yield BucketCollective("parameters", c, times, b, b.parameters)
 
 
 def _transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[Collective, tuple[int, ...]]]:

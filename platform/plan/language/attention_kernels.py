@@ -1,7 +1,8 @@
 """Kernels of fused attention by name, and which of them computes which attention on which kind of device.
 
-The rules are those of scaled_dot_product_attention in torch 2.13 (aten/src/ATen/native/transformers, sdp_utils). What
-they say of GPUs holds for the newest ones: an older GPU may take less, which its worker finds out before the run forms.
+The rules are those of scaled_dot_product_attention in torch 2.13 (aten/src/ATen/native/transformers, sdp_utils).
+Statements about GPUs hold for the newest ones: an older GPU may take less, which its worker finds out before the run
+forms.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Pointwise functions by name, and how many activations each takes; platform/parallel/pointwise_ops.py computes them.
+# Pointwise functions by name, and how many activations each takes (platform/plan/operations/rows/pointwise.py).
 # gelu_tanh: GELU by its approximation with tanh (Hendrycks, Gimpel 2016).
-POINTWISE = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1}
+POINTWISE = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "sigmoid": 1}
 POINTWISE |= {"add": 2, "multiply": 2}
 POINTWISE |= {"gated_silu": 2, "gated_gelu": 2, "gated_gelu_tanh": 2, "gated_relu": 2}  # function(gate) * x
 

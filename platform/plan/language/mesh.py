@@ -64,12 +64,14 @@ class Mesh:
         return tuple(a for a, n in self.shape if a in wanted and n > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the position of a rank along every axis."""
         out = {}
         for axis, n in reversed(self.shape):
             rank, out[axis] = divmod(rank, n)
         return {axis: out[axis] for axis, _ in self.shape}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Return the rank at the given position along every axis."""
         rank = 0
         for axis, n in self.shape:
             rank = rank * n + coordinates[axis]
@@ -96,6 +98,7 @@ class Mesh:
 
 @cache
 def _group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the ranks that differ from `rank` along `axes` alone, itself included."""
     here = mesh.coordinates(rank)
     steps = itertools.product(*(range(mesh.axes[a]) for a in axes))
     return tuple(mesh.rank({**here, **dict(zip(axes, step, strict=True))}) for step in steps)

@@ -1,9 +1,9 @@
-"""Divisors and factorizations of whole numbers, in O(sqrt n) rather than O(n)."""
+"""Divisors and factorizations of whole numbers, in O(sqrt n) rather than O(n), and numbers with their nouns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import isqrt
+from collections.abc import Iterator, Sequence
+from math import isqrt, prod
 
 
 def divisors(n: int) -> list[int]:
@@ -19,3 +19,21 @@ def factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
         return
     for first in divisors(n):
         yield from ((first, *rest) for rest in factorizations(n // first, factors - 1))
+
+
+def count_of(number: int, noun: str, form: str = "") -> str:
+    """Format a number, by the format specification `form`, with its noun, in the plural unless it is 1: "2 GPUs"."""
+    plural = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number:{form}} {noun}" + ("" if number == 1 else plural)
+
+
+def matrix_shape(role: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of the matrix that a parameter of this role and `shape` is: the numbers that its layer
+    gives, and those that it takes."""
+    rows = row_dims(role, len(shape))
+    return prod(shape[:rows]), prod(shape[rows:])
+
+
+def row_dims(role: str, dims: int) -> int:
+    """Return how many of the first of a parameter's `dims` are the rows of its matrix."""
+    return dims - 1 if role == "in" else 1

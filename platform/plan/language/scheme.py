@@ -1,6 +1,6 @@
 """Schemes: a tensor scheme and a branch splitting, two small tables, composed into one layout per region and role.
 
-The tables are the YAML files of conf/tensor and conf/branch; docs/design.md, section 3, shows them side by side.
+The tables are the YAML files of conf/tensor and conf/branch; docs/numerics.md shows them side by side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Peak memory of a worker: a walk along its row of the schedule in bytes, then the gradient reduction and the update.
 
-A chunk's passes are measured once, by `platform.plan.memory.metered`. The walk adds up passes in flight, buffers of
+A chunk's passes are measured once, by `platform.plan.memory.meter`. The walk adds up passes in flight, buffers of
 sends and receives, and gradients as they come, in the order of `platform.parallel.pipeline`, then `platform.train`.
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
 from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
+from platform.plan.core.counted import counted_stretches
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
-from platform.plan.memory.metered import Metered
-from platform.plan.memory.storages import GradientKey, MeteredStorage
+from platform.plan.memory.meter import Meter
 from platform.plan.memory.sums import MeteredSums
 from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
+from platform.plan.operations.storages import GradientKey, MeteredStorage, Value
 from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 
@@ -47,8 +49,10 @@ class Passes:
 
     `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above what
     was there before it; `kept`: from forward to backward; `given`: of the outputs, what is not among `kept`; `pending`:
-    from the input gradient to the weight gradient where they are split; `gradients`: sums of gradients that are there
-    afterwards and were not before, by number of the bucket; `standing`: what the first pass makes and all share.
+    from the input gradient to the weight gradient where they are split; `returned`: of the gradients of the inputs,
+    what is not among `pending`; `standing`: what the first pass makes and all share. By number of the bucket, `begun`
+    and `gradients`: sums of gradients that are there after the input gradient where they are split, and in the end,
+    and were not before; `parts`: shards of what was reduced in the end, 0 if one was there before.
     """
 
     forward: int
@@ -56,8 +60,11 @@ class Passes:
     given: int
     backward: int
     pending: int
+    returned: int
     weights: int
+    begun: Mapping[int, int]
     gradients: Mapping[int, int]
+    parts: Mapping[int, int]
     standing: int
 
 
@@ -69,15 +76,16 @@ def footprint(
     moments: int,
     dropout: float,
     device: str = "cpu",
+    scratch: int = 0,
 ) -> Footprint:
     """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
     in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
     and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
-    kind (cpu, cuda)."""
+    kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
     sizes = weight_bytes(plan, moments, at)
     walk = _Walk(plan.at(stage), model, at, dropout, device)
-    most = walk.run(list(row))
+    most = walk.run(list(row), scratch)
     return Footprint(sizes["parameters"], sizes["optimizer"], *most)
 
 
@@ -88,17 +96,58 @@ def measure(
     at: Mapping[str, int],
     dropout: float,
     splits: bool,
-    there: Collection[int],
+    summed: Collection[int] = (),
+    reduced: Collection[int] = (),
+    device: str = "cpu",
 ) -> Passes:
     """Measure the bytes that the passes of one chunk take on the worker at mesh coordinates `at`, by running the model
-    on storages that only count. `splits`: weight gradients are separate passes, run later; `there`: numbers of the
-    buckets whose gradients are being summed already."""
-    meter = Metered(plan, dropout, at)
+    on storages that only count. `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers
+    of the buckets whose gradients are being summed already, and of which there are shards of reduced sums; `device`:
+    kind of the worker's (cpu, cuda)."""
+    meter = Meter(plan, dropout, at, device)
     ledger = meter.ledger
     meter.deferred = [] if splits else None
-    meter.leaves = sums = MeteredSums(meter, chunk, there, early=not splits)
+    meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     before = ledger.peak = ledger.now
+    out = _forward(meter, model, chunk, flow)
+    standing = sum(mask.nbytes for mask in meter.standing.values())
+    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
+    del out
+    kept, given = ledger.now - before - standing, full - ledger.now
+    coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
+    start = ledger.peak = ledger.now
+    inputs, received = {v.key for v in flow.values()}, sum(v.storage.nbytes for v in flow.values() if v.storage)
+    meter.back(chunk)
+    meter.tape.unwind(coming, sums)
+    meter.end()
+    meter.of_pass.clear()
+    found = {key: g for key, g in coming.items() if key in inputs}
+    coming.clear()
+    if splits:
+        sums.flush()
+    else:
+        sums.passed()
+    backward, begun = ledger.peak - start, sums.begun() if splits else {}
+    flow.clear()
+    whole = ledger.now
+    found.clear()
+    pending = ledger.now - (before - received) - standing - sum(s.nbytes for s in sums.held())
+    returned = whole - ledger.now
+    start = ledger.peak = ledger.now
+    while meter.deferred:
+        meter.deferred.pop(0)()
+    weights = ledger.peak - start
+    if splits:
+        sums.passed()
+    more = {n: size for n, size in sums.begun().items() if n not in begun}
+    return Passes(
+        most - standing, kept, given, backward, pending, returned, weights, begun, more, sums.parts(), standing
+    )
+
+
+def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+    """Run a chunk's forward pass, with the data that it reads, from the activations `flow`; return its outputs."""
     readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
     read = {(name, o.tokens): o.token_count for name, o in readers}  # a tensor is read once per layout
     tokens = meter.integers(sum(read.values()))
@@ -107,32 +156,7 @@ def measure(
     meter.turn()
     del tokens
     meter.of_pass.clear()
-    standing = sum(mask.nbytes for mask in meter.standing.values())
-    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
-    del out
-    kept, given = ledger.now - before - standing, full - ledger.now
-    coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
-    held, start = list(coming.values()), ledger.now
-    ledger.peak = start
-    inputs = {v.key for v in flow.values()}
-    meter.back(chunk)
-    meter.tape.unwind(coming, sums)
-    backward = ledger.peak - start
-    meter.end()
-    meter.of_pass.clear()
-    found = {key: g for key, g in coming.items() if key in inputs}
-    coming.clear()
-    if not splits:
-        sums.passed()
-    # by id: one storage may be the gradient of an output and of an input
-    gone = {id(g): g.nbytes for g in (*held, *found.values(), *sums.held())}
-    pending = ledger.now - before - standing - sum(gone.values())
-    start = ledger.peak = ledger.now
-    while meter.deferred:
-        meter.deferred.pop(0)()
-    weights = ledger.peak - start
-    sums.passed()
-    return Passes(most - standing, kept, given, backward, pending, weights, sums.new(), standing)
+    return out
 
 
 class _Walk:
@@ -146,16 +170,17 @@ class _Walk:
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
         self.buckets = [b for b in plan.buckets if at_zero(b.only, at)]
-        self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, summed over microbatches
+        self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, being summed
+        self.parts: set[int] = set()  # numbers of the buckets with a shard of reduced sums
         self.held: dict[tuple[str, int, int], int] = {}  # (what, chunk, microbatch that use it) -> bytes
         self.sending: deque[int] = deque()
         self._measured: dict[tuple, Passes] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
-    def run(self, row: Sequence[Action]) -> tuple[int, int, int, int]:
+    def run(self, row: Sequence[Action], scratch: int) -> tuple[int, int, int, int]:
         """Account for all actions of the stage's row, for gradient reductions as they become possible, and for the
-        update; return (gradients, activations, working, forward passes in flight) at the peak, the first three in
-        bytes."""
+        update, which takes `scratch` bytes; return (gradients, activations, working, forward passes in flight) at the
+        peak, the first three in bytes."""
         self.splits = any(a.kind is Kind.WEIGHT for a in row)
         incomplete = {completed for _, completed in with_completed(row) if completed is not None}
         for action, completed in with_completed(row):
@@ -165,7 +190,7 @@ class _Walk:
                 self._reduce(completed, incomplete)
         self.now -= sum(self.sending)
         self.sending.clear()
-        self._finish()
+        self._finish(scratch)
         return self.most
 
     def reach(self, extra: int = 0, kept: int = 0) -> None:
@@ -179,10 +204,13 @@ class _Walk:
     def passes(self, chunk: int) -> Passes:
         """Return the measured passes of a chunk, given which of its parameters already have a gradient; measured once
         for each such set."""
-        here = self.chunks[chunk].parameters
-        there = tuple(n for n in self.sums if not here.isdisjoint(self.plan.buckets[n].ranges))
-        if (key := (chunk, there)) not in self._measured:
-            found = measure(self.plan, self.model, self.chunks[chunk], self.at, self.dropout, self.splits, there)
+        one = self.chunks[chunk]
+        here = {n for n, b in enumerate(self.plan.buckets) if not one.parameters.isdisjoint(b.ranges)}
+        summed, reduced = (frozenset(here & numbers) for numbers in (self.sums.keys(), self.parts))
+        if (key := (chunk, summed, reduced)) not in self._measured:
+            found = measure(
+                self.plan, self.model, one, self.at, self.dropout, self.splits, summed, reduced, self.device
+            )
             self._measured[key], self.standing = found, max(self.standing, found.standing)
         return self._measured[key]
 
@@ -211,12 +239,13 @@ class _Walk:
         self.now -= self.held.pop(("inputs", a.chunk, a.microbatch))
         self.kept += p.pending - p.kept
         if chunk.receives:
-            size = self._bytes(chunk.receives)
-            self.held["gradients", a.chunk - 1, a.microbatch] = size
-            self.now += size
+            self.held["gradients", a.chunk - 1, a.microbatch] = p.returned
+            self.now += p.returned
         if a.kind is Kind.BACKWARD:
             self.live -= 1
-            self._accumulate(p)
+            self._accumulate(p.gradients, p.parts)
+        else:
+            self._accumulate(p.begun, {})
 
     def weights(self, a: Action) -> None:
         p = self.passes(a.chunk)
@@ -224,13 +253,15 @@ class _Walk:
         self.now -= p.pending
         self.kept -= p.pending
         self.live -= 1
-        self._accumulate(p)
+        self._accumulate(p.gradients, p.parts)
 
-    def _accumulate(self, p: Passes) -> None:
-        """Account for the sums of gradients that a pass has begun."""
-        self.sums |= p.gradients
-        self.now += sum(p.gradients.values())
-        self.gradients += sum(p.gradients.values())
+    def _accumulate(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
+        """Account for the sums of gradients that a pass has begun, and for the shards to which it has reduced some."""
+        self.sums |= begun
+        more = sum(begun.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
+        self.parts |= parts.keys()
+        self.now += more
+        self.gradients += more
 
     # sends and receives
 
@@ -302,20 +333,25 @@ class _Walk:
                     self.now += b.elements // self.plan.shards * self.master
         self.reach()
 
-    def _finish(self) -> None:
+    def _finish(self, scratch: int) -> None:
         """Account for the end of a step: sums of tied gradients over stages, and reduced gradients while their norm is
         taken and during the update; updated shards are gathered in place."""
         each = {p.name: b.elements // self.plan.shards * self.master for b in self.buckets for p in b.parameters}
         self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))
         self.now = self.gradients = sum(b.elements for b in self.buckets) // self.plan.shards * self.master
-        self.reach(self._squares())
+        self.reach(max(self._squares(), scratch))
         self.now = self.gradients = 0
 
     def _squares(self) -> int:
         """Return the bytes in which the squares of a bucket's gradients are summed (`sharding.gradients.squares`), for
-        the bucket that takes most; many in fp32 are summed row by row on a CPU, which takes next to none."""
+        the stretch of any worker of the stage that takes most; many in fp32 are summed row by row on a CPU, which takes
+        next to none."""
         most, by_rows = SQUARED_AT_ONCE[self.device], self.device == "cpu" and self.master == 4
-        parts = (min(b.elements // self.plan.shards, sum(b.sizes)) for b in self.buckets)
+        corners = product(*({0, n - 1} for axis, n in self.plan.mesh.shape if axis != "stage"))
+        axes = [axis for axis, _ in self.plan.mesh.shape if axis != "stage"]
+        places = [{**self.at, **dict(zip(axes, found, strict=True))} for found in corners]
+        stretches = (s for at in places for found in counted_stretches(self.plan, at).values() for s in found)
+        parts = {s.stop - s.start for s in stretches}
         return max((8 * min(n, most) for n in parts if n <= most or not by_rows), default=0)
 
 

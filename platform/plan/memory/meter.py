@@ -1,10 +1,14 @@
-"""Base of the memory meter: storages and layout conversions of one rank, from which `platform.plan.memory.metered`
-makes its operations."""
+"""The `Ops` of a memory forecast: a model's forward and backward pass on storages that only count bytes.
+
+Each operation counts in its `meter`, in the same steps as its `run` computes; the numbers follow torch's CPU kernels.
+Their common parts are here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 from platform.plan.communication.planned import EinsumGroup, PlannedOperation, shapes
 from platform.plan.communication.rule import VANISH, Conversion, Step
@@ -13,22 +17,37 @@ from platform.plan.core.buckets import Bucket
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
-from platform.plan.language.ops import Ops, Parameter, Spec
-from platform.plan.memory.storages import Backward, Gradients, Leaves, Ledger, MeteredStorage, Saved, Tape, Value
-
-INTEGER = 8  # bytes of a token id, and of an element's index
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.operations.attention.kernel_memory import AttentionBlock
+from platform.plan.operations.storages import (
+    INTEGER,
+    Backward,
+    GradientKey,
+    Gradients,
+    Leaves,
+    Ledger,
+    MeteredStorage,
+    Saved,
+    Tape,
+    Value,
+)
+from platform.plan.operations.words import Ops
 
 
 class Meter(Ops):
     """Meter of one worker's memory: creates storages that only count bytes in `ledger` and converts their layouts, as
     the worker at mesh coordinates `at` would. `tape`: what the backward pass will do; `leaves`: gradients of
-    parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off.
+    parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off;
+    `device`: kind of the worker's (cpu, cuda).
 
     A tensor without elements stands for an absent block; operations pass it on.
     """
 
-    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int]):
+    method = "meter"
+
+    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu"):
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
+        self.device = device
         self.ledger, self.tape = Ledger(), Tape()
         self.leaves = Leaves()
         self.deferred: list[Callable[[], None]] | None = None
@@ -46,6 +65,22 @@ class Meter(Ops):
         """Allocate a counted storage of `elements` floating-point numbers, of the plan's compute type unless `itemsize`
         (bytes) is given; `parameter`: a gathered copy of a parameter."""
         return MeteredStorage(self.ledger, elements * (itemsize or self.plan.itemsize["compute"]), elements, parameter)
+
+    def tensor(self, elements: int, itemsize: int = 0) -> Value:
+        """Allocate a tensor of `elements` floating-point numbers, as `new` does its storage."""
+        return Value(self.new(elements, itemsize), elements)
+
+    @staticmethod
+    def is_block(value: Any) -> bool:
+        return isinstance(value, Value)
+
+    @staticmethod
+    def absent(x: Value) -> bool:
+        return not x.elements
+
+    @staticmethod
+    def empty_of(blocks: Sequence[Value]) -> Value:
+        return blocks[0]
 
     def integers(self, elements: int, itemsize: int = INTEGER) -> MeteredStorage:
         return MeteredStorage(self.ledger, elements * itemsize, 0)
@@ -139,6 +174,22 @@ class Meter(Ops):
         coming = self.ahead.take(use) if use in self.ahead else [None] * len(parameters)
         triples = zip(parameters, planned.conversions, coming, strict=False)
         return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
+
+    def in_place(self, key: GradientKey) -> bool:
+        """Count the gradient of an operand that is added where it stays; return False for what is no parameter."""
+        return isinstance(key, str) and self.leaves.in_place(key)
+
+    def seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
+        """Count what hides scores behind a `window` or between `documents`, as `ParallelOps.seen` makes it: once for
+        all layers of a pass, and without documents once for all passes."""
+        made = self.of_pass if documents else self.standing
+        positions = a.length * a.memory_length
+        if (window, positions) not in made:
+            made[window, positions] = self.new(positions * (a.batch if documents else 1))
+        return Value(made[window, positions], positions)
+
+    def fuses_attention(self, name, spec):
+        return ("fused_attention", name) in self.plan.operations
 
     def operands(self, use: Use, group: EinsumGroup, stored: Sequence[Value], back: bool = False) -> list[Value]:
         """Return the operands of a group of einsums as converted for it, as `platform.parallel.sharding.operands` does;
@@ -240,6 +291,9 @@ class Meter(Ops):
             assert gs[0]
             gradients = {out.key: gs[0]}
             tape.unwind(gradients, self.leaves)
+            for key, g in gradients.items():
+                if g.permuted:  # a leaf's gradient lies as the leaf does
+                    gradients[key] = g.like()
             return [gradients.get(v.key) for v in (whole, *arguments) if v]
 
         self.note([out], given, (kept, *(v.storage for v in given[1:])), backward)

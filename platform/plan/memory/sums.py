@@ -7,18 +7,19 @@ from collections.abc import Collection
 from platform.plan.core.chunks import Chunk
 from platform.plan.language.layout import at_zero
 from platform.plan.memory.meter import Meter
-from platform.plan.memory.storages import GradientKey, Leaves, MeteredStorage
+from platform.plan.operations.storages import GradientKey, Leaves, MeteredStorage
 
 UNDER_WAY = 2  # reductions of ZeRO-2 and 3 whose buffers are kept
 
 
 class MeteredSums(Leaves):
     """Takes the gradients of parameters in passes of `chunk` on the memory meter, and adds them to flat sums per
-    bucket. `there`: numbers of the buckets with sums from earlier passes; `early`: buckets are reduced as soon as all
-    their gradients have come, where each pass does so (ZeRO-2 and 3)."""
+    bucket. `summed`, `reduced`: numbers of the buckets with sums, and with shards of reduced ones, from earlier passes;
+    `early`: buckets are reduced as soon as all their gradients have come, where each pass does so (ZeRO-2 and 3)."""
 
-    def __init__(self, meter: Meter, chunk: Chunk, there: Collection[int], *, early: bool):
-        self._meter, self._plan, self._there, self._early = meter, meter.plan, there, early
+    def __init__(self, meter: Meter, chunk: Chunk, summed: Collection[int], reduced: Collection[int], *, early: bool):
+        self._meter, self._plan, self._early = meter, meter.plan, early
+        self._summed, self._reduced = summed, reduced
         buckets = enumerate(meter.plan.buckets)
         self._buckets = {n: b for n, b in buckets if at_zero(b.only, meter.at) and chunk.parameters & b.ranges.keys()}
         self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
@@ -27,7 +28,7 @@ class MeteredSums(Leaves):
         self._taken: dict[int, list[MeteredStorage]] = {}  # gradients that will be added together with others
         self._came: dict[int, set[str]] = {n: set() for n in self._buckets}
         self._reducing: list[tuple[int, MeteredStorage, MeteredStorage]] = []
-        self._reduced: dict[int, MeteredStorage] = {}
+        self._parts: dict[int, MeteredStorage] = {}  # of buckets that passes have reduced: new shards
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
         """Add a gradient, which is freed after that."""
@@ -54,9 +55,9 @@ class MeteredSums(Leaves):
 
     def _begin(self, n: int) -> None:
         """Count the sums of a bucket, if they are not there."""
-        if n not in self._sums and (self._plan.zero >= 2 or n not in self._there):
+        if n not in self._sums:
             wide = 0 if self._plan.zero >= 2 else self._plan.itemsize["master"]
-            self._sums[n] = self._meter.new(self._buckets[n].elements, wide)
+            self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
 
     def _note(self, name: GradientKey) -> None:
         """Note that a gradient of a parameter has come; those of a whole bucket are added to its sums."""
@@ -87,16 +88,20 @@ class MeteredSums(Leaves):
 
     def _settle(self) -> None:
         n, _, part = self._reducing.pop(0)
-        if n in self._there or n in self._reduced:
+        if n in self._parts:
             return
         same = self._plan.itemsize["master"] == self._plan.itemsize["compute"]
-        each = self._buckets[n].elements // self._plan.shards
-        self._reduced[n] = part if same else self._meter.new(each, self._plan.itemsize["master"])
+        each = 0 if n in self._reduced else self._buckets[n].elements // self._plan.shards
+        self._parts[n] = part if same and each else self._meter.new(each, self._plan.itemsize["master"])
+
+    def flush(self) -> None:
+        """Add what has come to its sums."""
+        for n in self._buckets:
+            self._flush(n)
 
     def passed(self) -> None:
         """End a backward pass: what is left is added to its sums and reduced."""
-        for n in self._buckets:
-            self._flush(n)
+        self.flush()
         if self._plan.zero >= 2:
             for n in list(self._sums):
                 self._reduce(n)
@@ -104,9 +109,14 @@ class MeteredSums(Leaves):
                 self._settle()
 
     def held(self) -> list[MeteredStorage]:
-        """Return the sums that stay for the next pass."""
-        return [*self._sums.values(), *self._reduced.values()]
+        """Return the sums and shards that stay for the next pass."""
+        return [*self._sums.values(), *self._parts.values()]
 
-    def new(self) -> dict[int, int]:
-        """Return the bytes of all sums that passes have begun, by number of the bucket."""
-        return {n: sum_.nbytes for n, sum_ in (self._reduced if self._plan.zero >= 2 else self._sums).items()}
+    def begun(self) -> dict[int, int]:
+        """Return the bytes of the sums that passes have begun and not reduced, by number of the bucket."""
+        return {n: sum_.nbytes for n, sum_ in self._sums.items() if n not in self._summed}
+
+    def parts(self) -> dict[int, int]:
+        """Return the bytes of new shards of the buckets that passes have reduced (ZeRO-2 and 3), by number of the
+        bucket."""
+        return {n: part.nbytes for n, part in self._parts.items()}

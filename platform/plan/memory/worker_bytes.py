@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from platform.plan.core.chunks import Chunk, RecordableModel
+from platform.plan.core.factored import factor_elements
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
-from platform.plan.memory.metered import Metered
-from platform.plan.memory.storages import Value
+from platform.plan.language.numbers import matrix_shape
+from platform.plan.memory.meter import Meter
+from platform.plan.operations.storages import Value
 
 Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
 
@@ -17,16 +20,27 @@ Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
 def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer state on the worker at mesh coordinates `at`; default:
     rank 0, which has a block of every tensor of the first stage. The optimizer keeps `moments` numbers of the master
-    type per element of a parameter that is not frozen, one less of matrices that it updates as a whole."""
+    type per element of a parameter that is not frozen; one less of matrices that it updates as a whole, and of those
+    whose second moments are factored, of which it keeps one per row and per column."""
     at = at or plan.mesh.coordinates(0)
     stored, masters = plan.parameters_at(at), plan.masters_at(at)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     shared = compute == master and plan.sharded == plan.storage
+    factored, factors = factor_elements(plan, at)
     return {
         "parameters": masters * master + (0 if shared else stored * compute),
         "gradients": (masters if plan.zero >= 2 else stored) * master,
-        "optimizer": ((masters - plan.frozen_at(at)) * moments - plan.matrices_at(at)) * master,
+        "optimizer": ((masters - plan.frozen_at(at)) * moments - plan.matrices_at(at) - factored + factors) * master,
     }
+
+
+def state_elements(plan: Plan, moments: int) -> int:
+    """Return how many numbers the optimizer keeps of the whole model, each once: `moments` per element of a parameter
+    that is not frozen; one less of matrices that it updates as a whole, and of those whose second moments are factored,
+    of which it keeps one per row and per column."""
+    sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
+    factors = sum(sum(matrix_shape(p.role, plan.global_shape(p))) for p in plan.parameters if p.name in plan.factored)
+    return moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors
 
 
 @dataclass(frozen=True)
@@ -54,14 +68,14 @@ def saved_for_backward(
     """
     at = at or plan.mesh.coordinates(0)
     plan = settled(plan, "cpu", dropout)
-    meter = Metered(plan, dropout, at)
+    meter = Meter(plan, dropout, at)
     for chunk in plan.at(at["stage"]).chunks:
         run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
     saved = meter.tape.saved()
     return SavedElements(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
 
 
-def run_chunk(meter: Metered, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+def run_chunk(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
     """Run the forward pass of one chunk of the model on the memory meter, from the activations `flow` by name; return
     its outputs by name, the last chunk's being the loss."""
     inputs = {name: name for name in model.inputs}

@@ -9,6 +9,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.layout import DIMS
+from platform.plan.language.numbers import count_of
 from platform.plan.language.scheme import REGIONS
 
 
@@ -31,14 +32,14 @@ def describe(plan: Plan) -> str:
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
     elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
     lines = [
-        f"plan  {plan.mesh.size} workers = {plan.mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
+        f"plan  {count_of(plan.mesh.size, 'worker')} = {plan.mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
         *(table if dims or zero else []),
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
         + _sharding(plan),
         *(f"  stage {stage}         {units}" for stage, units in _stages(plan)),
         *(f"  attention       {n} in kernel {kernel}" for kernel, n in kernels_of(plan).items() if kernel != AUTO),
-        f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches{_padding(plan)};"
-        f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
+        f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
+        f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
         *(f"  warning         {w}" for w in plan.warnings),
     ]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from fractions import Fraction
 from typing import Any
 
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.fused import kernels_of
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication, process_groups, step_collectives, update_collectives
+from platform.plan.core.step_collectives import bucket_collectives, communication, process_groups, step_collectives
+from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
 from platform.plan.memory.footprint import Footprint
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
@@ -32,11 +34,12 @@ def explain(
     tiers: Mapping[str, int],
     dropout: float = 0.0,
     footprints: Sequence[Footprint] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
-    by stage. Raises ValueError for tiers that do not nest."""
+    by stage; `settings`: of the user's own code, by key. Raises ValueError for tiers that do not nest."""
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
@@ -57,6 +60,7 @@ def explain(
         "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places)]},
         **holds(plan.mesh.coordinates(0)),
         "warnings": list(plan.warnings),
+        **({"settings": dict(settings)} if settings else {}),
     }
     if footprints:
         stage, most = max(enumerate(footprints), key=lambda pair: pair[1].total)
@@ -101,17 +105,22 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
 def bytes_per_layer(plan: Plan) -> float:
     """Return the bytes that all workers of a plan move per step for one layer of the model, on average over the layers:
     its collectives in every microbatch, gathers of what is kept for its recomputation, and its share of gradient
-    reductions and parameter gathers."""
+    reductions and parameter gathers, of which the padding of a buffer is shared like the buffer."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
-    moved = sum(
-        n * plan.moved_bytes(c)
-        for where, c, n in step_collectives(plan)
-        if where.startswith("kept ") or _LAYER.match(where.split()[-1])
+    moved = Fraction(
+        sum(
+            n * plan.moved_bytes(c)
+            for where, c, n in step_collectives(plan)
+            if where.startswith("kept ") or _LAYER.match(where.split()[-1])
+        )
     )
-    of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
     for stage in range(plan.stages):
-        moved += sum(n * plan.moved_bytes(c) for _, c, n in update_collectives(of_layers.at(stage)))
-    return moved / len(layers) if layers else 0.0
+        for found in bucket_collectives(plan.at(stage)):
+            sizes = {p.name: stop - start for p in found.parameters for start, stop in [found.bucket.ranges[p.name]]}
+            of_layers = sum(size for name, size in sizes.items() if _LAYER.match(name))
+            if of_layers:
+                moved += Fraction(found.launches * plan.moved_bytes(found.collective) * of_layers, sum(sizes.values()))
+    return float(moved / len(layers)) if layers else 0.0
 
 
 def render(plan: Plan, found: dict[str, Any]) -> str:
@@ -134,6 +143,8 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
         title = f"messages of a split or join (branch.order={m['order']})"
         rows = [[order, *(f"{count:,}" for count in m[order].values())] for order in ("inner", "outer")]
         blocks.append([title, *_table([["branch axis", *m["inner"]], *rows])])
+    if settings := found.get("settings"):
+        blocks.append(["settings of your own code", *_table([[key, str(value)] for key, value in settings.items()])])
     return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
 
 
@@ -163,7 +174,7 @@ def _moved(found: dict[str, Any]) -> list[list[str]]:
 def _tiers(found: Mapping[str, Any]) -> list[str]:
     """Format the explanation's traffic by tier as lines of a table under a heading."""
     sizes = ", ".join(
-        f"{count} workers in a {name}" for name, count in sorted(found["sizes"].items(), key=lambda p: p[1])
+        f"{count_of(count, 'worker')} in a {name}" for name, count in sorted(found["sizes"].items(), key=lambda p: p[1])
     )
     cells = [[r["tier"], f"{r['messages']:,}", f"{r['bytes']:,}", "" if r["busiest"] is None else f"{r['busiest']:,}"]
              for r in found["rows"]]  # fmt: skip

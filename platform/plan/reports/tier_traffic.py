@@ -1,9 +1,9 @@
 """Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on.
 
-What a collective sends from whom to whom follows the transport: all-gathers, reduce-scatters and all-to-alls go from
-each rank directly to each, all-reduces around a ring in the order of the group, scatters and gathers from and to the
-first rank, and broadcasts and reductions, of which every rank has its turn as the root, from and to each. Each sums to
-the bytes of `platform.plan.communication.traffic`.
+The messages of a collective follow the transport: all-gathers, reduce-scatters and all-to-alls go from each rank
+directly to each, all-reduces around a ring in the order of the group, scatters and gathers from and to the first rank,
+and broadcasts and reductions, of which every rank has its turn as the root, from and to each. Each sums to the bytes of
+`platform.plan.communication.traffic`.
 """
 
 from __future__ import annotations

@@ -128,21 +128,22 @@ SHIPPED = tuple(SCHEDULES)
 SETTLED = 16  # microbatches after which the sends in flight have reached their maximum
 
 
-def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule:
+def generate(kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None) -> Schedule:
     """Generate the table of a shipped pipeline schedule or of a user's, by its name `kind` in SCHEDULES, and validate
-    it. `chunks`: per stage. Raises ScheduleError if the schedule cannot take these numbers."""
-    rows = tuple(tuple(row) for row in SCHEDULES[kind](stages, chunks, microbatches))
+    it. `chunks`: per stage; `by`: its function, if not the one in SCHEDULES. Raises ScheduleError if the schedule
+    cannot take these numbers."""
+    rows = tuple(tuple(row) for row in (by or SCHEDULES[kind])(stages, chunks, microbatches))
     schedule = Schedule(kind, stages, chunks, microbatches, rows)
     validate(schedule)
     return schedule
 
 
-def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
+def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None) -> int:
     """Return the smallest number of microbatches per step >= `microbatches` that the pipeline schedule `kind` takes,
-    with `chunks` per stage; `microbatches` itself if no number near it is legal."""
+    with `chunks` per stage; `microbatches` itself if no number near it is legal. `by`: as for `generate`."""
     if kind in SHIPPED:  # without making the table
         return max(microbatches, stages) if chunks > 1 else microbatches
-    legal = legal_microbatches(kind, stages, chunks, microbatches) or ()
+    legal = legal_microbatches(kind, stages, chunks, microbatches, by) or ()
     return next((m for m in legal if m > microbatches), microbatches)
 
 
@@ -163,13 +164,15 @@ def representative_microbatches(kind: str, stages: int, chunks: int, microbatche
     return next((m for m in numbers if m >= SETTLED and _group(stages, m) == group), microbatches)
 
 
-def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> list[int] | None:
+def legal_microbatches(
+    kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None
+) -> list[int] | None:
     """Return None if the pipeline schedule `kind` takes this number of microbatches per step with `chunks` per stage,
-    else the at most 3 nearest numbers that it takes, ascending, for the error message."""
+    else the at most 3 nearest numbers that it takes, ascending, for the error message. `by`: as for `generate`."""
 
     def legal(m: int) -> bool:
         try:
-            generate(kind, stages, chunks, m)
+            generate(kind, stages, chunks, m, by)
         except ScheduleError:
             return False
         return True

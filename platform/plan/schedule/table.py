@@ -1,6 +1,6 @@
 """Pipeline schedule as data: for each stage, in order, which pass of which chunk on which microbatch it computes.
 
-A table has no communication: `platform.plan.schedule.lowering` adds it. See docs/design.md, section 4.
+A table has no communication: `platform.plan.schedule.lowering` adds it. See docs/runtime.md.
 """
 
 from __future__ import annotations

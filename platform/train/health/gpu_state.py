@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from platform.train.protocol.answers import Findings
+from platform.train.protocol.replies import Findings
 
 FIELDS = ("driver_version", "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown")
 _SECONDS = 10.0  # for nvidia-smi to answer; without it nothing is known, which is not bad

@@ -8,14 +8,14 @@ import torch
 
 from platform.parallel.communicator.base import Communicator
 from platform.train.health.measure import REPEATS, Sizes
-from platform.train.protocol.answers import Findings
+from platform.train.protocol.replies import Findings
 
 PAIR = "data"  # axis along which the two lie
 
 
 def measure_link(communicator: Communicator, sizes: Sizes) -> Findings:
     """Measure the bytes per second that this worker receives in an all-gather with one other, at best; both call it.
-    What it receives is compared with what was sent."""
+    Received bytes are compared with those sent."""
     device, rank = communicator.device, communicator.rank
     block = torch.arange(sizes.passed[device.type], device=device).add(rank).to(torch.uint8)
     seconds, wrong = [], 0.0

@@ -17,7 +17,7 @@ from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config
 from platform.plan.memory.hardware import dense_bf16_peak
 from platform.train.health.gpu_state import GpuQuery
-from platform.train.protocol.answers import Findings
+from platform.train.protocol.replies import Findings
 from platform.train.recovery import urls
 
 REPEATS, REPEAT_SECONDS = 5, 0.05  # so often at least, and for so long by the clock; the fastest counts

@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from platform.plan.reports.describe import human
-from platform.train.protocol.answers import Findings
+from platform.train.protocol.replies import Findings
 
 
 class Bound(NamedTuple):

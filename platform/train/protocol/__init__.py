@@ -1,1 +1,2 @@
-"""Answers of a worker to the driver's calls, as data. Imports no torch, because the driver reads them."""
+"""Protocol of a worker, as data: its replies to the driver's calls, and the texts that it is asked about. Imports no
+torch, because the driver reads them."""

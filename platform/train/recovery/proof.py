@@ -11,10 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import platform as package
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.manifest import NAME
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.fields import Config, ConfigError
-from platform.train.protocol.answers import Proof
+from platform.config.fields import Config
+from platform.train.protocol.replies import Proof
 from platform.train.recovery import urls
 
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from platform.boundary.redaction import bare_url
 from platform.checkpoint.storage.catalogue import split_url
 from platform.config.execution import RESUME
 from platform.config.fields import Config
@@ -13,6 +14,12 @@ def home(config: Config) -> str:
     """Return the URL of the storage that a run saves its checkpoints to: checkpoint.url, or the folder `checkpoints` of
     the run directory."""
     return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
+
+
+def storage_key(config: Config) -> str:
+    """Return the setting that says where a run saves its checkpoints, KEY=VALUE, for people."""
+    key = "checkpoint.url" if config.checkpoint.url else "run.dir"
+    return f"{key}={bare_url(config.checkpoint.url or config.run.dir)}"
 
 
 def saves(config: Config) -> bool:

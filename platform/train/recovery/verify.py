@@ -13,10 +13,10 @@ from torch import Tensor
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
-from platform.optimizer.optimizers import AVERAGE
+from platform.optimizer.optimizers import AVERAGE, SIDES
 from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.plan.core.plan import Plan
-from platform.train.protocol.answers import Damage, Differences, Dispute
+from platform.train.protocol.replies import Damage, Differences, Dispute
 from platform.train.step.faults import WORDS
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State, tell_all
@@ -102,8 +102,8 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     for name, master in weights.owned.items():
         if not plan.sharded:
             out[f"model.{name}"] = master.detach()
-            moments = trainer.optimizer.state[master].items()
-            out |= {f"{k}.{name}": v for k, v in moments if isinstance(v, Tensor) and v.shape == master.shape}
+            moments = ((k, v) for k, v in trainer.optimizer.state[master].items() if isinstance(v, Tensor))
+            out |= {f"{k}.{name}": v for k, v in moments if v.shape == master.shape or k in SIDES}
             out |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
     for name, w in weights.compute.items():
         if not plan.storage and w.numel() and w is not weights.master[name]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.data.corpus import Corpus
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan

@@ -2,7 +2,7 @@
 vanish in float16, and gradients are divided by it before the update.
 
 Dynamic, as in Micikevicius et al. 2018, "Mixed Precision Training": it falls when a gradient overflows, and rises after
-many updates in a row. What decides is the norm of the whole model's gradient, so that all ranks decide alike.
+many updates in a row. The norm of the whole model's gradient decides, so that all ranks decide alike.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from platform.parallel.watched import is_due, layers_of
 from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
-from platform.train.protocol.answers import SlowRank, StepReport, Taken
+from platform.train.protocol.replies import SlowRank, StepReport, Taken
 from platform.train.step.trainer import SECTIONS
 
 OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a rank does not wait for others

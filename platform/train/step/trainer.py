@@ -21,11 +21,11 @@ from platform.model import build_model
 from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
 from platform.model.ends import LOGITS
-from platform.model.losses import LOSSES
-from platform.optimizer.groups import group_parameters
+from platform.model.losses import losses_of
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.muon import Muon
-from platform.optimizer.optimizers import OPTIMIZERS
+from platform.optimizer.optimizers import OPTIMIZERS, make_optimizer
+from platform.optimizer.parameter_groups import group_parameters
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock, ClockReading
 from platform.parallel.kernels import random
@@ -33,18 +33,20 @@ from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
+from platform.parallel.sharding.factors import Factors
 from platform.parallel.sharding.matrices import Matrices
 from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
+from platform.plan.core.counted import counted_stretches
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
-from platform.train.protocol.answers import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
+from platform.train.protocol.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, one_document, place, share_of
 from platform.train.step.loss_scale import LossScale
-from platform.train.step.weights import DTYPES, Weights
+from platform.train.step.rank_parameters import DTYPES, Weights
 
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
 
@@ -81,8 +83,8 @@ class Trainer:
         if config.train.ema:
             self.weights.begin_averages()
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
-        self.ops.residency, self.ops.losses = self.weights.residency, LOSSES
-        self._counted = gradients.counted(self.stage, communicator)
+        self.ops.residency, self.ops.losses = self.weights.residency, losses_of(config)
+        self._counted = counted_stretches(self.stage, communicator.coordinates)
         self.optimizer = self._make_optimizer()
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
@@ -95,9 +97,11 @@ class Trainer:
         o, owned, matrices = self.config.optimizer, self.weights.trained, set(self.stage.matrices)
         groups = group_parameters(o, self.stage.parameters, owned, matrices)
         nothing = torch.zeros(0, device=self.communicator.device)  # a shard may be all padding, and none is refused
-        optimizer = OPTIMIZERS[o.kind].make(groups or [{"params": [nothing]}], o)
+        optimizer = make_optimizer(groups or [{"params": [nothing]}], o)
         if isinstance(optimizer, Muon):
             optimizer.matrices = Matrices(self.stage, self.communicator, self.weights.buckets)
+        if self.stage.factored:
+            optimizer.factors = Factors(self.stage, self.communicator)  # type: ignore[attr-defined]
         return optimizer
 
     def step(

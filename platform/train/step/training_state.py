@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from platform.boundary import schema
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, OpenMap
+from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import LiveBlocks
 from platform.checkpoint.blocks.chain import Chain, shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
@@ -21,14 +23,15 @@ from platform.checkpoint.moves.reshard import fill_blocks, restore
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import ConfigError, short_hash
-from platform.optimizer.optimizers import AVERAGE, NOT_OF_MATRICES, state_of
+from platform.config.fields import short_hash
+from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, state_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
-from platform.train.protocol.answers import Unrestored
+from platform.plan.language.numbers import matrix_shape
+from platform.train.protocol.replies import Unrestored
 from platform.train.step.loss_scale import LossScale
+from platform.train.step.rank_parameters import DTYPES
 from platform.train.step.trainer import Trainer
-from platform.train.step.weights import DTYPES
 from platform.weights.initial import InitialWeights, initial_weights
 
 
@@ -39,7 +42,7 @@ def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
     return masters + [
-        replace(h, name=kind + h.name.removeprefix("model"))
+        _held_side(plan, h, kind) if kind in SIDES else replace(h, name=kind + h.name.removeprefix("model"))
         for kind in moments
         for h in trained
         if _is_kept(plan, kind, h.name.removeprefix("model."))
@@ -48,7 +51,23 @@ def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
 
 def _is_kept(plan: Plan, moment: str, name: str) -> bool:
     """Return True if a moment is kept of the parameter `name`, which is trained."""
-    return moment != NOT_OF_MATRICES or name not in plan.matrices
+    if moment in SIDES:
+        return name in plan.factored
+    return name not in {NOT_OF_MATRICES: plan.matrices, NOT_OF_FACTORED: plan.factored}.get(moment, ())
+
+
+def side_size(plan: Plan, side: str, name: str) -> int:
+    """Return how many numbers an optimizer keeps of one side, rows or columns, of the matrix that a parameter is."""
+    p = next(p for p in plan.parameters if p.name == name)
+    return matrix_shape(p.role, plan.global_shape(p))[SIDES.index(side)]
+
+
+def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
+    """Return what is kept of one side of a matrix whose master copy is `h`: whole, by all who have a part of that."""
+    name = h.name.removeprefix("model.")
+    whole = Box.whole((side_size(plan, side, name),))
+    ranks = tuple(sorted({rank for holders in h.holders.values() for rank in holders}))
+    return HeldTensor(f"{side}.{name}", h.dtype, whole.extent, {whole: ranks})
 
 
 class State:
@@ -60,8 +79,11 @@ class State:
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         dtype = DTYPES[self._plan.precision][1]
         own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
+        own += SIDES if self._plan.factored else ()
         self.moments = own + ([AVERAGE] if trainer.config.train.ema else [])
         self.held = held_of(self._plan, self.moments)
+        mine = (h.name for h in self.held if any(self._communicator.rank in ranks for ranks in h.holders.values()))
+        self._mine = set(mine)
         self._image: Image | None = None
         self._blocks, self._where = LiveBlocks([]), [-1]  # the blocks, and the addresses of their tensors
 
@@ -83,7 +105,10 @@ class State:
         where = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
         if where != self._where:  # the optimizer may have put another tensor in a moment's place
             here = self._communicator.coordinates
-            found = (b for kind, tensors in kinds.items() for b in local_blocks(self._plan, kind, tensors, here))
+            laid_out = {kind: tensors for kind, tensors in kinds.items() if kind not in SIDES}
+            found = [b for kind, tensors in laid_out.items() for b in local_blocks(self._plan, kind, tensors, here)]
+            sides = ((f"{kind}.{name}", x) for kind in SIDES for name, x in kinds.get(kind, {}).items())
+            found += [Block(name, Box.whole(x.shape), x) for name, x in sides if name in self._mine]
             self._where, self._blocks = where, LiveBlocks(found)
         return self._blocks
 
@@ -174,7 +199,7 @@ class State:
             if fresh:
                 continue
             own = (m for m in self.moments if m != AVERAGE and _is_kept(self._plan, m, parameter))
-            state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in own})
+            state.update({moment: self._zeros(parameter, w, moment) for moment in own})
             for name, number in self._numbers.items():
                 value = numbers[name]
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
@@ -185,7 +210,13 @@ class State:
         if moment == AVERAGE:
             return self._trainer.weights.averages[name]
         found: Tensor | None = self._of(w).get(moment)
-        return torch.zeros_like(w, requires_grad=False) if found is None else found
+        return self._zeros(name, w, moment) if found is None else found
+
+    def _zeros(self, name: str, w: Tensor, moment: str) -> Tensor:
+        """Return a moment of the master weight `w` that no update has made yet."""
+        if moment in SIDES:
+            return w.new_zeros(side_size(self._plan, moment, name))
+        return torch.zeros_like(w, requires_grad=False)
 
     def _of(self, w: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of the master weight `w`, by name."""

@@ -17,7 +17,7 @@ from platform.weights.families.keys import Only, Rule
 
 
 class TensorRow(NamedTuple):
-    """Name of a tensor of theirs, and of those of ours that it holds, one after another. `turned`: it is stored as
+    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another. `turned`: it is stored as
     [what it contracts, what it adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none
     (False)."""
 
@@ -33,7 +33,7 @@ class Family:
 
     `fixed`: our model keys that are alike in the whole family; `rules`: of the keys of config.json; `rows`: of tensors;
     `prefix`: that begins names and may be missing, as where the class without a head was saved; `same`: names that
-    repeat another tensor (tied); `buffers`: names of what is no parameter, which is not read.
+    repeat another tensor (tied); `buffers`: names of tensors that are no parameters, and are not read.
     """
 
     name: str

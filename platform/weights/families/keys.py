@@ -77,8 +77,8 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Words:
-    """Rule that a key names what one of our model keys, `ours`, names otherwise; `words`: their name -> ours, the first
-    of several for one of ours is written."""
+    """Rule that a key names what one of our model keys, `ours`, names otherwise; `words`: their name -> ours. The first
+    of several for one of ours is written, and the first of all for what none names: it is another when read again."""
 
     theirs: str
     ours: str
@@ -98,7 +98,7 @@ class Words:
 
     def write(self, m: Model) -> dict[str, Any]:
         ours = getattr(m, self.ours)
-        return {self.theirs: next((theirs for theirs, word in self.words.items() if word == ours), None)}
+        return {self.theirs: next((theirs for theirs, word in self.words.items() if word == ours), [*self.words][0])}
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,7 @@ _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
 def _positive(name: str, value: Any) -> float:
+    """Return a number that is at least 0; raises Inexpressible for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise Inexpressible(name, "" if value is None else value, "is no number" if value is not None else "is missing")
     return value

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.fields import ConfigError
 from tests.harness.storage_job import Counting, Job, values
 
 

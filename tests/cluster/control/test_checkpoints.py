@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.report import FileReport
@@ -12,10 +13,9 @@ from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.run.origin import origin
-from platform.config.fields import ConfigError
 from platform.config.identity import identity
 from platform.monitor import Journal, JsonLines
-from platform.train.protocol.answers import Copied, Unrestored, Unwritten
+from platform.train.protocol.replies import Copied, Unrestored, Unwritten
 from tests.doubles.fake_plan import fake_plan
 
 
@@ -60,10 +60,12 @@ def save(checkpoints, step, *written):
     checkpoints.finish(crew)
 
 
-def test_a_save_that_fails_is_loud_and_tried_again(checkpoints, said, tmp_path):
+def test_a_save_that_fails_is_loud_and_tried_again(checkpoints, config, said, tmp_path):
     save(checkpoints, 3, "OSError: no space", "good")
     assert events(tmp_path) == ["checkpoint_failed", "checkpoint"] and checkpoints.step == 3
-    assert said == ["WARNING: checkpoint failed after step 3: OSError: rank 0: OSError: no space; it is tried again"]
+    where = f"run.dir={config.run.dir}"
+    reason = "OSError: rank 0: OSError: no space; it is tried again"
+    assert said == [f"WARNING: checkpoint failed after step 3: {where}: {reason}"]
     assert "continues after step 3" in checkpoints.kept
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.forming import preflight
 from platform.cluster.crew.open import open_crew
-from platform.config.fields import Config, ConfigError, Train
-from platform.train.protocol.answers import Proof
+from platform.config.fields import Config, Train
+from platform.train.protocol.replies import Proof
 from platform.train.recovery.proof import proof, source_digest, versions
 from tests.doubles.fake_plan import run_fake
 from tests.harness.process_tree import descendants, gone

@@ -15,7 +15,7 @@ from platform.cluster.crew.base.job import ALSO, CUDA_ENVIRONMENT, DETERMINISTIC
 from platform.cluster.crew.launchers import ray_session
 from platform.config.fields import Config, Train
 
-PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from platform.cluster.crew.base.job import Assignment
 from platform.cluster.crew.launchers.host import _Host, typed
 from platform.cluster.wire.channel import Unframer, text
 from platform.config.fields import Config
-from platform.train.protocol import answers
-from platform.train.protocol.answers import (
+from platform.train.protocol import replies
+from platform.train.protocol.replies import (
     CollectiveSpan,
     Damage,
     Differences,
@@ -124,4 +124,4 @@ def test_what_the_worker_answers_is_what_the_driver_gets():
             [CollectiveSpan("gather layers.0", "all_gather", "data", 64, 0.0, 0.25, 0.3)],
         ),
     )  # fmt: skip
-    assert answers.read("step", 0, json.loads(text(report))) == report
+    assert replies.read("step", 0, json.loads(text(report))) == report

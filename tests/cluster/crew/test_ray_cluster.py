@@ -4,11 +4,11 @@ import time
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.open import open_crew
 from platform.cluster.run import resources
 from platform.config.execution import Cluster
-from platform.config.fields import ConfigError
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import drain, private_cluster
 

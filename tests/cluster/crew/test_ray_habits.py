@@ -6,12 +6,12 @@ import time
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.launchers import ray_actors, ray_session
 from platform.cluster.crew.launchers.ray_demand import Bundle, Demand, bundle_of
 from platform.cluster.run import resources
 from platform.config.execution import Cluster
-from platform.config.fields import ConfigError
 from tests.harness.ray_machines import private_cluster
 
 pytestmark = pytest.mark.ray
@@ -91,7 +91,7 @@ def test_placement_and_labels(zones, joined, job, monkeypatch):
     ):
         resources.reserve_workers(cluster, 3, print)
     cluster.labels = {"zone": "nowhere"}
-    refused(1, r"1 times {'CPU': 1.0} on nodes with {'zone': 'nowhere'}, all on one node")
+    refused(1, r"1 time {'CPU': 1.0} on nodes with {'zone': 'nowhere'}, all on one node")
 
 
 def test_a_runtime_environment_reaches_the_workers(zones, joined, job):

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.launchers import ray_session
 from platform.cluster.crew.launchers.ray_demand import LEASE_SECONDS, Bundle, DemandLedger, Hysteresis
 from platform.cluster.crew.launchers.ray_session import _job_environment, runtime_env, selects
-from platform.config.fields import ConfigError
 from platform.launch import compose
 
 CPU, GPU = Bundle({"CPU": 1.0}, {}), Bundle({"CPU": 1.0, "GPU": 1.0}, {"zone": "a"})
@@ -104,7 +104,10 @@ def test_a_job_tells_its_environment(monkeypatch, told, found):
         ("cluster=processes cluster.labels.zone=a", "cluster.labels={'zone': 'a'}: only cluster=ray reads it"),
         ("cluster=local cluster.placement=spread", "cluster.placement=spread: only cluster=ray reads it"),
         ("cluster=ray cluster.placement=strict_spread", "cluster.placement=strict_spread: unknown; nearest legal: "),
-        ("cluster=ray cluster.runtime_env.pipp=[x]", "cluster.runtime_env.pipp=['x']: unknown; nearest legal: pip"),
+        (
+            "cluster=ray cluster.runtime_env.pipp=[x]",
+            "cluster.runtime_env.pipp=['x']: unknown key; nearest legal: cluster.runtime_env.pip",
+        ),
         ("cluster=ray cluster.autoscale=true cluster.wait=9", "cluster.device=auto: cluster.autoscale=true must know"),
         (
             "cluster=ray cluster.autoscale=true cluster.device=cpu",

@@ -11,7 +11,7 @@ from platform.cluster.crew.open import open_crew
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
-from platform.train.protocol.answers import Taken
+from platform.train.protocol.replies import Taken
 from tests.cluster.crew.test_generations import fails, form
 from tests.harness.oracle import configure
 

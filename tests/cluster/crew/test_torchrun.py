@@ -10,13 +10,13 @@ from contextlib import closing
 import pytest
 from torch.distributed import TCPStore
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
 from platform.cluster.wire.channel import Line, encode
 from platform.cluster.wire.messages import Welcome
 from platform.cluster.wire.switchboard import Switchboard
-from platform.config.fields import ConfigError
 from tests.harness.dialled import dialled
 
 

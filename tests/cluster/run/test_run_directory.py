@@ -5,9 +5,10 @@ import sys
 import pytest
 import yaml
 
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
-from platform.config.fields import Config, ConfigError, Eval
+from platform.config.fields import Config, Eval
 from platform.monitor import Journal
 from platform.monitor.records import events
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.origin import origin
-from platform.config.fields import ConfigError
 from platform.config.identity import identity
 from platform.monitor import Journal, MetricsLog
 from platform.monitor.records import events

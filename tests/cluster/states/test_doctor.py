@@ -76,9 +76,7 @@ def test_too_few_sound_ones_are_said_and_end_the_run_at_once(config, drive):
     config.elastic.wait = 1000.0
     assert drive(prepare=sick(slow_1=SLOW)) == 1
     [end] = events(config, "gave_up")
-    assert end["cause"].startswith(
-        "3 workers are there of 4, and elastic.min_workers is not set; left out: worker 1 on"
-    )
+    assert end["cause"].startswith("3 of 4 workers there, and elastic.min_workers is not set; left out: worker 1 on")
     assert "gemm: 100 MFLOP/s" in end["cause"] and not seats(config)
     assert "nothing was saved" in drive.out
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.monitor import MetricsLog
 from tests.doubles.fake_crew import Dead, Hung
 from tests.harness.oracle import configure
@@ -130,7 +130,7 @@ def test_too_few_workers_are_waited_for_and_come(config, drive):
 
     assert drive({"step(3)": [slowly]}) == 0 and once_each(config)
     [waiting] = events(config, "waiting")  # once
-    assert waiting["alive"] == 3 and waiting["reason"] == "3 workers are there, and elastic.min_workers=4"
+    assert waiting["alive"] == 3 and waiting["reason"] == "3 workers there, and elastic.min_workers=4"
     assert drive.out.count("waiting up to 10 s for more") == 1
 
 
@@ -139,7 +139,7 @@ def test_too_few_workers_for_too_long_end_the_run(config, drive, at_once):
     assert drive({"step(4)": [lambda crew: setattr(crew, "ready", False) or {1: Dead}]}) == 1
     assert names(config)[-4:] == ["waiting", "released", "gave_up", "goodput"]
     [end] = events(config, "gave_up")
-    assert end["cause"].startswith("3 workers are there, and elastic.min_workers=4; waited ")
+    assert end["cause"].startswith("3 workers there, and elastic.min_workers=4; waited ")
     assert (end["step"], end["saved"], end["steps_lost"]) == (3, 2, 1)
     command = "python -m platform.launch +experiment=x 'a='\"'\"'b c'\"'\"'' checkpoint.resume="
     assert f"stopped after step 3: the same command continues after step 2:\n  {command}never" in drive.out
@@ -184,7 +184,9 @@ def test_the_same_step_too_often_ends_the_run_with_what_to_do(config, drive, at_
     [end] = events(config, "gave_up")
     assert (end["step"], end["saved"]) == (3, 2)
     assert "boom') (failure 3 before step 4 was done)" in end["cause"]
-    said = drive.out[drive.out.rindex("rank1[data1] failed in step(4)") :].splitlines()
+    first = drive.out.rindex("rank1[data1] on ")
+    said = drive.out[first:].splitlines()
+    assert " failed in step(4)" in said[0]
     assert said[1] == "stopped after step 3: the same command continues after step 2:"
     assert said[2].startswith("  python -m platform.launch +experiment=x ")
     assert "0 of 3 failures survived, 1 step lost" in drive.out
@@ -194,6 +196,29 @@ def test_attempts(config, drive):
     config.elastic.attempts = 1
     assert drive({"step(4)": [{1: BOOM}]}) == 1
     assert len(events(config, "failure")) == 1
+
+
+@pytest.mark.parametrize("call", ["step(4)", "evaluate"])
+def test_a_users_mistake_is_no_failure_to_recover_from(config, drive, call):
+    config.eval.every, config.elastic.attempts = 3, 5
+    assert drive({call: [{1: ConfigError("data.objective=own: sample 7 has 300")}]}) == 1
+    [end] = events(config, "gave_up")
+    assert end["cause"] == "data.objective=own: sample 7 has 300" and end["step"] == 3 - (call == "evaluate")
+    assert not events(config, "failure") and len(events(config, "formed")) == 1
+    assert drive.out.count("sample 7 has 300") == 1 and "the same command" in drive.out
+
+
+def test_a_refusal_of_what_may_go_well_elsewhere_is_one(config, drive):
+    """A disk that fails, or a worker that has just come, on another machine perhaps."""
+    try:
+        try:
+            raise OSError("Input/output error")
+        except OSError:
+            raise ConfigError("data.path=a.gz: Input/output error") from None
+    except ConfigError as error:
+        broken = error
+    assert drive({"step(4)": [{1: broken}], "build": [{}, {0: ConfigError("model.source=x: is gone")}]}) == 0
+    assert len(events(config, "failure")) == 2 and once_each(config)
 
 
 def test_failures_of_different_steps_do_not_add_up(config, drive):

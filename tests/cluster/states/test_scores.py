@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster import driver
 from platform.cluster.asking.run_tasks import RunTasks
 from platform.cluster.crew.base.job import ANSWERER
-from platform.config.fields import ConfigError
 from platform.monitor import MetricsLog
 from tests.doubles.fake_crew import Dead
 from tests.harness.scripted_run import events, once_each

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster import driver
 from platform.cluster.crew.base.failures import NoPlaces
-from platform.config.fields import ConfigError
 from platform.planning.make_plan import make_plan
 from tests.doubles.fake_crew import Dead
 from tests.harness.oracle import configure
@@ -47,7 +47,7 @@ def test_a_run_starts_smaller_only_where_min_workers_says_so_and_grows(config, d
         crew.arrive()
 
     assert drive({"step(3)": [they_come]}, two_are_late) == 1  # nobody comes before it forms
-    assert "2 workers are there of 4, and elastic.min_workers is not set" in drive.out
+    assert "2 of 4 workers there, and elastic.min_workers is not set" in drive.out
     config.run.dir += "-2"
     config.elastic.min_workers, config.elastic.wait = 2, 10.0
     assert drive({"step(3)": [they_come]}, two_are_late) == 0

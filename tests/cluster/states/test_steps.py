@@ -1,11 +1,12 @@
 """Steps that are strange: spikes, slow, hung and damaged workers, injected faults."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from platform.monitor import MetricsLog
-from platform.train.protocol.answers import Damage, Differences, Dispute
+from platform.train.protocol.replies import Damage, Differences, Dispute
 from tests.doubles.fake_crew import Dead, Hung
 from tests.harness.scripted_run import events, once_each, seats, steps
 
@@ -110,7 +111,7 @@ def test_a_damaged_rank_is_named_and_restored_from_the_others(config, drive):
     [restored] = events(config, "restored")
     assert (restored["source"], restored["step"]) == ("memory", 3)
     assert events(config, "released")[0]["lost"] == [] and not events(config, "rolled_back")
-    assert "rank1[data1] damaged in step(4)" in drive.out
+    assert re.search(r"rank1\[data1\] on \S+ damaged in step\(4\)", drive.out)
 
 
 def test_a_rank_that_is_damaged_again_and_again_ends_the_run(config, drive):

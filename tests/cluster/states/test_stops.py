@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from platform.checkpoint.storage.saver import Saver
-from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.cluster.crew.base.signals import REASON, Stopped, StopSignals
 from tests.doubles.fake_crew import Dead
 from tests.harness.scripted_run import events, names, once_each, steps
 
@@ -29,6 +29,18 @@ def test_every_signal_saves_without_checkpoint_every(config, drive, signals, num
     assert (end["signal"], end["step"], end["saved"], end["steps_lost"]) == (number.name, 4, 4, 0)
     assert "the same command continues after step 4" in drive.out
     goes_on(config, drive, 4)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [("SIGTERM to its job", "SIGTERM to its job"), ("", "SIGUSR1"), (None, "SIGUSR1"), ("x" * 201, "SIGUSR1")],
+)
+def test_a_run_says_what_its_supervisor_was_told(config, drive, signals, monkeypatch, tmp_path, told, said):
+    monkeypatch.setenv(REASON, str(tmp_path / "reason"))
+    if told is not None:
+        (tmp_path / "reason").write_text(told)
+    assert drive({"step(4)": [lambda crew: signals[-1]._handle(signal.SIGUSR1, None)]}) == 75
+    assert events(config, "drained")[0]["signal"] == said and f"stopped by {said} after step 4" in drive.out
 
 
 @pytest.mark.parametrize("reason", ["run.time_limit", "the end of the allocation"])
@@ -80,7 +92,7 @@ def test_while_the_data_is_made(config, drive, signals, monkeypatch):
     goes_on(config, drive, 0)
 
 
-@pytest.mark.parametrize("place", ["resources.reserve_workers", "check_data", "RunDirectory.check"])
+@pytest.mark.parametrize("place", ["resources.reserve_workers", "violations_of_sources", "RunDirectory.check"])
 def test_before_the_run_has_a_journal(config, drive, signals, monkeypatch, place):
     def stopped(*args, **keywords):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end this process"

@@ -1,21 +1,23 @@
 import math
 import os
-import socket
+import random
 import struct
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from platform.cluster.crew.base.watch import Watch
+from platform.cluster.wire import secret
 from platform.cluster.wire.channel import Garbled, Unframer, encode
 from platform.cluster.wire.messages import Answer, Hello
 from platform.cluster.wire.switchboard import Switchboard
 from platform.parallel.communicator.progress import SYNCHRONIZE, Activity, Progress
-from tests.harness.dialled import dialled, frame, greeting
+from tests.harness.dialled import dialled, frame, greeting, knocked
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_large_messages_both_ways_at_once(board):
 
 
 def hello(board, **changes):
-    return greeting(board.token(1), 1, **changes)
+    return partial(greeting, board.token(1), 1, **changes)
 
 
 def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
@@ -85,30 +87,29 @@ def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
         "no proof": hello(board, proof=None),
         "a proof that is no text": hello(board, proof=[1]),
         "the proof for another nonce": hello(board, nonce="0" * 64),
-        "a number that nobody expects": greeting(board.token(7), 7),
-        "the number of another": greeting(board.token(1), 0),
-        "the number of who is there": greeting(board.token(0), 0),
-        "a number that is none": greeting(board.token(1), "1"),
+        "a number that nobody expects": partial(greeting, board.token(7), 7),
+        "the number of another": partial(greeting, board.token(1), 0),
+        "the number of who is there": partial(greeting, board.token(0), 0),
+        "a number that is none": partial(greeting, board.token(1), "1"),
         "oversized": struct.pack("!I", 0xFFFFFFFF) + b"x",
         "garbage": os.urandom(3000),
         "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         "deep": frame(b"[" * 3000),
+        "the proof for another challenge": greeting(board.token(1), 1, secret.new()),
         "no greeting": frame(b'{"answer": 0}'),
     }
     for what, data in hostile.items():
-        stranger = socket.create_connection(board.address)
-        stranger.settimeout(20)
-        stranger.sendall(data)
+        stranger, challenge = knocked(board)
+        stranger.sendall(data(challenge) if callable(data) else data)
         assert board.poll(0.2) == [], what
         try:
             assert stranger.recv(1) == b"", what
         except ConnectionResetError:
             pass
     monkeypatch.setattr("platform.cluster.wire.switchboard._GREETING_SECONDS", 0.3)
-    silent = socket.create_connection(board.address)
-    silent.settimeout(20)
+    silent, _ = knocked(board)
     assert board.poll(0.1) == board.poll(0.5) == board.poll(0.1) == []
-    assert silent.recv(1) == b""
+    assert silent.recv(1) == b"" and board.refused == len(hostile) + 1
     good.send(encode(Answer(5, None)))
     assert until(board, 1) == [(0, Answer(5, None))]
     late, [(number, _)] = dialled(board, 1)  # the number that they tried is still free
@@ -164,7 +165,7 @@ def beat(seconds, waiting=False, section="forward"):
 
 def test_who_hangs():
     watch, pending = Watch(10.0, start=0.0), {0, 1, 2}
-    assert not watch.ask(pending, 8.9) and watch.patience(8.0) == 1.0
+    assert not watch.ask(pending, 8.9) and Watch(10.0, start=0.0).patience(8.0) == 1.0
     assert set(watch.ask(pending, 9.0)) == pending and not watch.ask(pending, 9.1)
     watch.heard(0, beat(9.0, waiting=True), 9.0)
     watch.heard(1, beat(2.0), 9.0)
@@ -239,12 +240,43 @@ def test_a_thread_that_computes_is_told_from_one_that_is_blocked():
 def test_silence_in_a_call_without_a_limit():
     """A stopped process is found in a call that may take as long as it likes."""
     watch, pending = Watch(math.inf, start=0.0, silence=10.0), {0, 1}
-    assert watch.patience(0.0) == 9.0 and set(watch.ask(pending, 9.0)) == pending
+    assert Watch(math.inf, start=0.0, silence=10.0).patience(0.0) == 9.0 and set(watch.ask(pending, 9.0)) == pending
     watch.heard(0, beat(9.0), 9.1)
     assert watch.hung(pending, 18.9) == ({}, set())
     assert watch.hung(pending, 19.0) == ({1: "no sign of life for 10.0 s"}, {1})
     watch.heard(1, beat(1000.0), 19.0)
     assert watch.hung(pending, 2000.0) == ({}, set())
+
+
+def follow(watch: Watch, members, said, start: float, end: float, stops=()) -> set[int]:
+    """The driver's loop on a clock of ours, which jumps by (at, seconds) of `stops`; who is blamed at last. `said`: the
+    beat of a member at a time, None from one that hangs. What was sent during a stop is heard after it."""
+    now, stops, sent = start, sorted(stops), {}
+    while now < end:
+        for number in [n for n, at in sent.items() if at <= now]:
+            watch.heard(number, said(number, sent.pop(number)), now)
+        if blamed := watch.hung(members, now)[0]:
+            return set(blamed)
+        for number in watch.ask(members, now):
+            if said(number, now):
+                sent[number] = now + 0.01
+        after = min([now + max(watch.patience(now), 1e-3), *sent.values()])
+        if stops and stops[0][0] <= after:
+            at, seconds = stops.pop(0)
+            after = max(after, max(now, at) + seconds)
+        now = after
+    return set()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_driver_that_stood_still_blames_nobody(seed):
+    """Members in a long call that wait for one another; and who does hang is found for all that."""
+    draw = random.Random(seed)
+    stops = [(draw.uniform(0, 40), draw.uniform(1, 30)) for _ in range(draw.randint(1, 3))]
+    how = {"within": draw.choice((3.0, 10.0, 60.0)), "start": 0.0, "silence": 10.0}
+    assert not follow(Watch(**how), {0, 1}, lambda number, now: beat(draw.uniform(0, 1), waiting=True), 0, 60, stops)
+    hangs = follow(Watch(**how), {0, 1}, lambda number, now: number == 0 and beat(0.1, waiting=True), 0, 400, stops)
+    assert hangs == {1}
 
 
 def test_no_limit_asks_nobody():

@@ -3,9 +3,11 @@
 import errno
 import os
 import random
+import select
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
@@ -15,8 +17,9 @@ from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.wire import switchboard
 from platform.cluster.wire.channel import dial, encode
 from platform.cluster.wire.files import OWN, PER_MEMBER
+from platform.cluster.wire.messages import Answer
 from platform.cluster.wire.switchboard import Switchboard
-from tests.harness.dialled import dialled, frame, greeting
+from tests.harness.dialled import dialled, frame, greeting, knocked
 
 
 @pytest.fixture
@@ -27,31 +30,34 @@ def board():
     board.close()
 
 
-def cut_off(board, data):
-    """Sends `data` as a stranger and asserts that nobody hears of it and that its connection ends."""
-    with socket.create_connection(board.address) as stranger:
-        stranger.settimeout(20)
-        stranger.sendall(data)
+def cut_off(board, *said, **changes):
+    """Sends what is said, or the greeting of who has a token as that number, as a stranger, and asserts that nobody
+    hears of it, that it is counted and that its connection ends."""
+    before = board.refused
+    stranger, challenge = knocked(board)
+    with stranger:
+        stranger.sendall(said[0] if len(said) == 1 else greeting(*said, challenge, **changes))
         assert board.poll(0.2) == []
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
+    assert board.refused == before + 1
 
 
 def test_a_lone_surrogate_for_a_token(board):
     cut_off(board, frame(b'{"hello":{"token":"\\ud800","number":0}}'))
     for field in ("proof", "nonce", "node"):
-        cut_off(board, greeting(board.token(0), 0, **{field: "\ud800"}))
+        cut_off(board, board.token(0), 0, **{field: "\ud800"})
 
 
 def test_a_number_is_neither_a_bool_nor_a_float(board):
     for number in (True, 1.0, "1", None, [1], 10**3000):
-        cut_off(board, greeting(board.token(1), number))
+        cut_off(board, board.token(1), number)
 
 
 def test_who_has_one_token_cannot_claim_another_number(board):
-    cut_off(board, greeting(board.token(0), 1))
+    cut_off(board, board.token(0), 1)
     member, _ = dialled(board, 1)
-    cut_off(board, greeting(board.token(1), 1))  # nor its own again
+    cut_off(board, board.token(1), 1)  # nor its own again
     member.close()
 
 
@@ -59,9 +65,73 @@ def test_who_answers_without_the_token_is_not_taken_for_the_driver(board):
     with socket.create_server(("127.0.0.1", 0)) as fake, ThreadPoolExecutor(1) as pool:
         line = pool.submit(dial, fake.getsockname(), board.token(0), 0)
         with fake.accept()[0] as connection:
-            connection.sendall(encode({"welcome": "0" * 64}))
+            connection.sendall(encode({"challenge": "0" * 64}) + encode({"welcome": "0" * 64}))
             with pytest.raises(PermissionError):
                 line.result(20)
+
+
+class Wire:
+    """Whoever listens between a worker and the driver: passes every byte on, and keeps what the worker has said."""
+
+    def __init__(self, board):
+        self.board, self.kept = board, bytearray()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = self._server.getsockname()
+
+    def carry(self):
+        with self._server, self._server.accept()[0] as worker, socket.create_connection(self.board.address) as driver:
+            other = {worker: driver, driver: worker}
+            while True:
+                for end in select.select([worker, driver], [], [])[0]:
+                    if not (data := end.recv(1 << 16)):
+                        return
+                    self.kept += data if end is worker else b""
+                    other[end].sendall(data)
+
+
+def test_what_was_overheard_of_a_handshake_opens_nothing(board):
+    """Neither while the member is there, nor when it is gone, nor where its number is expected again, nor at the
+    driver's next port."""
+    wire = Wire(board)
+    threading.Thread(target=wire.carry, daemon=True).start()
+    with ThreadPoolExecutor(1) as pool:
+        dialling = pool.submit(dial, wire.address, board.token(0), 0)
+        while not (heard := board.poll(0.05)):
+            pass
+        line = dialling.result(20)
+    line.send(encode(Answer(7, None)))
+    assert [number for number, _ in heard] == [0] and until(board) == [(0, Answer(7, None))]
+    replayed = bytes(wire.kept)
+    greeted = replayed.removesuffix(encode(Answer(7, None)))
+    assert len(greeted) < len(replayed)
+    for data in (replayed, greeted):
+        cut_off(board, data)
+    line.send(encode(Answer(8, None)))
+    assert until(board) == [(0, Answer(8, None))]  # who was overheard is not disturbed
+    line.close()
+    assert until(board) == [(0, None)]
+    board.expect([0])
+    with closing(Switchboard("127.0.0.1", key=board._key)) as later:
+        later.expect([0])
+        for place in (board, later):
+            cut_off(place, replayed)
+            cut_off(place, greeted)
+    again, [(number, _)] = dialled(board, 0)
+    assert number == 0
+    again.close()
+
+
+def until(board):
+    while not (heard := board.poll(0.5)):
+        pass
+    return heard
+
+
+def test_the_log_is_told_of_every_tenfold_of_strangers(board, caplog):
+    for _ in range(25):
+        cut_off(board, b"GET / HTTP/1.1\r\n\r\n")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split()[4] for line in said] == ["1", "10"]
 
 
 def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):

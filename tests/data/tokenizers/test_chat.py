@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.tokenizers.chat import CHATML, ChatTemplate, conversation
 from platform.data.vocabulary import given_vocabulary, template_of
 from tests.harness.peers import peer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.data.tokenizers import chat
 from platform.data.tokenizers.chat import CHATML, ChatTemplate
 

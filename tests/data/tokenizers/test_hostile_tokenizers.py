@@ -5,7 +5,8 @@ import struct
 
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data import vocabulary
 from platform.data.tokenizers import confined_tokenizer
 from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer
@@ -94,6 +95,32 @@ def test_a_hostile_tokenizer_is_refused(tmp_path, monkeypatch, name):
         given.encode("a zebra" if "without" in name else "a")
     [line] = caught.value.violations
     assert line.startswith("data.tokenizer") and line.isprintable() and len(line) < 500
+
+
+@pytest.mark.parametrize("role", ["eos", "bos", "unk", "other"])
+@pytest.mark.parametrize("beside", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_special_token_that_is_no_text_is_refused(tmp_path, role, beside):
+    saved(tmp_path, words())
+    for token in ("x\ud800", {"content": "x\ud800"}):
+        (tmp_path / beside).write_text(json.dumps({"eos_token": "</s>", f"{role}_token": token}))
+        with pytest.raises(ConfigError) as caught:
+            vocabulary.given_vocabulary(Data(tokenizer=str(tmp_path)))
+        [line] = caught.value.violations
+        assert line.startswith(
+            f"data.tokenizer={tmp_path}: {role}_token is no text: it has U+D800, half a character, at"
+        )
+        assert "place 1;" in line and line.isprintable()
+
+
+@pytest.mark.parametrize("encode", ["encode_batch", "encode_batch_fast"])
+def test_half_a_character_is_no_question_mark(tmp_path, encode):
+    """The text is named by its number and the place in it; others are encoded."""
+    saved(tmp_path, tokenizers.models.WordLevel({"a": 0, **ENDS, "?": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    made = ConfinedTokenizer((tmp_path / "tokenizer.json").read_bytes())
+    assert [e.ids for e in getattr(made, encode)(["a", "?"])] == [[0], [2]]
+    with pytest.raises(ConfigError, match=r"text 1 of 3 is none: it has U\+D83D, half a character, at place 2$"):
+        getattr(made, encode)(["a", "a \ud83d", "\ud83d"])
+    assert [e.ids for e in getattr(made, encode)(["a \U0001f600"])] == [[0, 3]]
 
 
 def test_it_does_as_the_library(tmp_path):

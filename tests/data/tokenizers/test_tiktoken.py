@@ -6,8 +6,8 @@ import base64
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.config.fields import ConfigError
 from platform.data.tokenizers.tiktoken_ranks import KNOWN, WORDS, read_ranks
 from platform.data.tokenizers.tokenizer_files import read_files
 from platform.data.vocabulary import vocabulary_of

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.tokenizer import train_tokenizer
 from platform.data.tokenizers.tokenizer_files import read_files
 from platform.data.vocabulary import given_files, open_vocabulary, vocabulary_of

@@ -1,8 +1,12 @@
-"""Reduced copies of KubeRay's CRDs for the tests of manifests: `python -m tests.jobs.crds.reduce VERSION FILE` writes
-VERSION.json.gz beside this file: the openAPIV3Schema of RayJob ray.io/v1, without descriptions, same parts once.
+"""Reduced copies of the schemas of others for the tests of manifests, without descriptions, same parts once.
 
-FILE is helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of https://github.com/ray-project/kuberay at the tag
-vVERSION. KubeRay is Copyright the KubeRay Authors, under the Apache License 2.0; so are the reduced copies.
+`python -m tests.jobs.crds.reduce kuberay VERSION FILE` writes kuberay-VERSION.json.gz beside this file, RayJob
+ray.io/v1. FILE is helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of https://github.com/ray-project/kuberay at
+the tag vVERSION. KubeRay is Copyright the KubeRay Authors, under the Apache License 2.0; so are the reduced copies.
+
+`python -m tests.jobs.crds.reduce kubernetes VERSION FILE` writes kubernetes-VERSION.json.gz, Job batch/v1 and Service
+v1. FILE is _definitions.json of vVERSION-local-strict in the package kubernetes-validate (PyPI), made of the OpenAPI
+definitions of https://github.com/kubernetes/kubernetes: Copyright the Kubernetes Authors, under the same licence.
 """
 
 import gzip
@@ -13,6 +17,7 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).parent
+KINDS = {"Job": "io.k8s.api.batch.v1.Job", "Service": "io.k8s.api.core.v1.Service"}
 
 
 def reduced(schema, definitions):
@@ -48,7 +53,40 @@ def reduce_crd(text):
     return {**top, "$defs": {str(number): json.loads(text) for text, number in definitions.items()}}
 
 
+def reduce_definitions(text):
+    """The schema of the KINDS in the text of Kubernetes' definitions, and what they refer to."""
+    everything = json.loads(text)["$defs"]
+    found, todo = {}, [*KINDS.values()]
+    while todo:
+        if (name := todo.pop()) not in found:
+            found[name] = _bare(everything[name], todo)
+    kinds = [{"$ref": f"#/$defs/{name}", "required": ["apiVersion", "kind", "spec"]} for name in KINDS.values()]
+    return {"oneOf": kinds, "$defs": found}
+
+
+def _bare(schema, todo):
+    """A schema without descriptions; the definitions that it refers to are added to `todo`."""
+    if isinstance(schema, list):
+        return [_bare(part, todo) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key == "properties":
+            found[key] = {name: _bare(part, todo) for name, part in value.items()}
+        elif key == "$ref":
+            todo.append(value.rpartition("/")[2])
+            found[key] = f"#/$defs/{todo[-1]}"
+        elif key not in ("description", "default") and not key.startswith("x-kubernetes-"):
+            found[key] = _bare(value, todo)
+    return found
+
+
+REDUCE = {"kuberay": reduce_crd, "kubernetes": reduce_definitions}
+
+
 if __name__ == "__main__":
-    data = json.dumps(reduce_crd(Path(sys.argv[2]).read_text()), sort_keys=True, separators=(",", ":"))
-    with gzip.GzipFile(HERE / f"{sys.argv[1]}.json.gz", "wb", mtime=0) as out:
+    whose, version, file = sys.argv[1:]
+    data = json.dumps(REDUCE[whose](Path(file).read_text()), sort_keys=True, separators=(",", ":"))
+    with gzip.GzipFile(HERE / f"{whose}-{version}.json.gz", "wb", mtime=0) as out:
         out.write(data.encode())

@@ -194,7 +194,7 @@ def test_the_share_that_dropout_keeps(rate):
 MEMORY = """
 from tests.harness.threads import ThreadGroups, ThreadWorld
 from platform.planning.make_plan import make_plan
-from platform.train.step.weights import Weights
+from platform.train.step.rank_parameters import Weights
 from tests.harness.oracle import configure
 
 def memory(field):  # ru_maxrss would start at the size of the process that started this one

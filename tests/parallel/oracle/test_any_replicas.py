@@ -160,7 +160,7 @@ def test_a_model_without_labels(data, scheme):
 
 def test_negative_control_padding_of_a_model_without_labels(monkeypatch):
     c = configure(data=3, microbatch=4, global_batch=BATCH, kind="two_layer", length=1, io=8, hidden=24, vocab=1000)
-    squared_error = ParallelOps.squared_error
+    squared_error = ParallelOps.squared_error.run
 
     def blind(self, name, y, target, spec, ids):
         return squared_error(self, name, y, target, spec, {key: x.abs() for key, x in ids.items()})

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import yaml
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import compare, configure, counted, run, serial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.model import build_model
 from platform.plan.memory.worker_bytes import saved_for_backward
 from platform.planning.make_plan import make_plan

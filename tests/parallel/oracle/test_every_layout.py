@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from platform.config.fields import Config, ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import configure, prove
 

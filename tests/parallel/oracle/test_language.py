@@ -11,12 +11,13 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from platform.config.fields import Config, ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
 from platform.config.layout_map import parse_layout
 from platform.model import build_model
 from platform.plan.communication.rule import Conversion
-from platform.plan.language.recorder import Recorder
 from platform.plan.memory.worker_bytes import saved_for_backward
+from platform.plan.operations.recorder import Recorder
 from platform.planning.make_plan import make_plan
 from tests.harness.language_model import OWN, Language, reference
 from tests.harness.oracle import Tokens, compare, configure, prove, run, serial, with_operations
@@ -172,7 +173,7 @@ def test_the_model_uses_every_word():
     Language(c.model).forward(recorder, {name: name for name in Language.inputs})
     assert {o.kind for o in recorder.operations} == {
         "lookup", "one_hot", "project", "einsum", "reduce", "concatenate", "reshape", "norm", "softmax", "relayout",
-        "dropout", "cross_entropy",
+        "dropout", "recurrence", "cross_entropy",
     }  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from math import log
 import pytest
 import torch
 
-from platform.config.fields import WEIGHTED, ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import WEIGHTED
 from platform.model.losses import LOSSES
 from platform.parallel.kernels import loss
 from platform.parallel.kernels.loss import Slopes

@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.parallel.communicator.base import Launch
 from platform.plan.communication.rule import Conversion
 from platform.planning.make_plan import make_plan

@@ -10,8 +10,9 @@ import torch
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import gradients
 from platform.plan.core.buckets import SQUARED_AT_ONCE
+from platform.plan.core.counted import counted_stretches
 from platform.planning.make_plan import make_plan
-from platform.train.step.weights import DTYPES
+from platform.train.step.rank_parameters import DTYPES
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -47,7 +48,7 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
 
     def squares(communicator):
         mine = {bucket.parameters[0].name: flat(bucket, communicator) for bucket in plan.buckets}
-        return gradients.squared_norm(communicator, gradients.counted(plan, communicator), mine).item()
+        return gradients.squared_norm(communicator, counted_stretches(plan, communicator.coordinates), mine).item()
 
     found = [squares(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, squares)
     return sqrt(sum(found)), sqrt(sum(g.double().square().sum().item() for g in whole.values()))

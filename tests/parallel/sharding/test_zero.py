@@ -11,7 +11,7 @@ from math import prod
 import pytest
 import torch
 
-from platform.config.fields import ConfigError
+from platform.boundary.refusals import ConfigError
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import shards
 from platform.plan.core.step_collectives import communication

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from platform.config.fields import Config, ConfigError
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
 from platform.plan.core.buckets import common_name
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
@@ -162,7 +163,7 @@ def test_the_last_microbatch_may_be_partial():
     assert (plan.microbatches, plan.sequences, plan.tokens_per_step) == (2, 8, 8 * plan.sizes["length"])
     c = configure("1d", {"t": 2})
     c.parallel.data = -1
-    with pytest.raises(ConfigError, match="parallel.data=-1: 3 workers are not a multiple of 2"):
+    with pytest.raises(ConfigError, match="parallel.data=-1: 3 workers, no multiple of 2"):
         make_plan(c, workers=3)
     assert make_plan(c, workers=4).mesh.axes == {"stage": 1, "data": 2, "t": 2}
 

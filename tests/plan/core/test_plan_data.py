@@ -13,13 +13,15 @@ import pytest
 from platform.launch import compose
 from platform.plan.core.plan_data import digest, from_dict, plan_summary, to_dict
 from platform.planning.make_plan import make_plan
+from tests.fuzz.draw_data import write_files
 from tests.fuzz.draw_plans import SCHEDULES, SCHEMES, draw_case
-from tests.fuzz.plans import planned
+from tests.fuzz.plans import opened, planned
 
 
 def plans(count: int):
     """Yield plans of every scheme and schedule, as the fuzzer draws them."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, opened():
+        write_files(Path(folder))
         for seed in range(count):
             r = Random(seed)
             yield from planned(draw_case(r, r.choice(SCHEMES), r.choice(SCHEDULES), "", Path(folder)))

@@ -1,4 +1,4 @@
-"""The YAML files of conf/tensor and conf/branch are the rows of the tables in docs/design.md, section 3."""
+"""The YAML files of conf/tensor and conf/branch are the rows of the tables in docs/numerics.md."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from platform.optimizer.optimizers import OPTIMIZERS
+from platform.plan.communication.planned import JOINS_GRADIENTS
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
 from tests.harness.live import count
@@ -28,6 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "1f1b": {"pipeline": "1f1b", **STAGES},
     "interleaved, bf16": {"pipeline": "interleaved", "chunks": 2, **STAGES, "precision": "bf16"},
     "zb_h1, 1d": {"pipeline": "zb_h1", **STAGES, "tensor": "1d", "axes": {"t": 2}},
+    "zb_h1, zero 2, bf16": {"pipeline": "zb_h1", **STAGES, "data": 2, "zero": 2, "microbatch": 4, "precision": "bf16"},
     "zero 1, bf16": {"data": 2, "zero": 1, "microbatch": 2, "precision": "bf16"},
     "zero 3": {"data": 2, "zero": 3, "microbatch": 2},
     "selective, bf16": {"tensor": "1d_sp", "axes": {"t": 2}, "recompute": "selective", "dropout": 0.1,
@@ -75,6 +78,15 @@ def test_what_is_needed_is_what_is_held(name):
     holds(configured(**PLANS[name]))
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2}], ids=str
+)
+def test_of_adafactor(more):
+    c = configured(layers=2, **more)
+    c.optimizer.kind = "adafactor"
+    holds(c)
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_so_it_is_in_every_kernel_of_attention(name):
     holds(configured(**{**LONG, **ATTENTION[name]}))
@@ -89,6 +101,59 @@ def test_probabilities_are_what_the_kernels_differ_in():
     assert needed_bytes(dropped, make_plan(dropped)) > 1.75 * flash
     on_gpu = replace(dropped, precision="bf16", cluster=replace(dropped.cluster, device="cuda"))
     assert needed_bytes(on_gpu, make_plan(on_gpu)) < flash  # a kernel there draws its masks
+
+
+WIDE: dict[str, Any] = {"vocab": 32, "d_ff": 16, "d_model": 32, "d_kv": 32, "length": 64, "recompute": "full"}
+
+
+@pytest.mark.parametrize("more", [{}, {"tensor": "1d", "axes": {"t": 2}}], ids=["serial", "1d"])
+def test_joined_gradients_count_where_a_device_joins_them(more, monkeypatch):
+    """As GPUs do: the gradients of Q, K and V are copied into one storage."""
+    c = configured(**WIDE, **more)
+    apart = needed_bytes(c, make_plan(c))
+    monkeypatch.setitem(JOINS_GRADIENTS, "cpu", True)
+    holds(c)
+    assert needed_bytes(c, make_plan(c)) > 1.05 * apart
+
+
+UPDATED: dict[str, Any] = {"microbatch": 1, "global_batch": 1, "length": 4, "layers": 1, "vocab": 64, "d_model": 128,
+                           "d_ff": 512}  # fmt: skip
+OPTIMIZED: dict[str, dict[str, Any]] = {
+    "sgd": {"kind": "sgd"},
+    "sgd without momentum": {"kind": "sgd", "momentum": 0.0},
+    "sgd, nesterov": {"kind": "sgd", "nesterov": True},
+    "lion": {"kind": "lion"},
+    "muon": {"kind": "muon"},
+    "muon, nesterov": {"kind": "muon", "nesterov": True},
+}
+DIVIDED: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "bf16": {"precision": "bf16"},
+    "1d, bf16": {"tensor": "1d", "axes": {"t": 2}, "precision": "bf16"},
+    "zero 3": {"data": 2, "zero": 3, "global_batch": 2},
+}
+
+
+def optimized(kind: str, **more: Any):
+    c = configured(**{**UPDATED, **more})
+    for name, value in OPTIMIZED[kind].items():
+        setattr(c.optimizer, name, value)
+    return c
+
+
+@pytest.mark.parametrize("divided", DIVIDED)
+@pytest.mark.parametrize("kind", OPTIMIZED)
+def test_so_it_is_with_every_optimizer(kind, divided):
+    """Whose temporary memory is what weighs, where a batch is small."""
+    holds(optimized(kind, **DIVIDED[divided]))
+
+
+def test_negative_control_an_update_that_takes_nothing(monkeypatch):
+    c = optimized("muon, nesterov")
+    muon = replace(OPTIMIZERS["muon"], scratch=lambda o, update: 0)
+    needed = needed_bytes(c, make_plan(c))
+    monkeypatch.setitem(OPTIMIZERS, "muon", muon)
+    assert needed_bytes(c, make_plan(c)) < 0.8 * needed
 
 
 def holds(c) -> None:

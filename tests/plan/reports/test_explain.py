@@ -94,6 +94,19 @@ def test_a_layers_bytes_are_what_one_layer_more_moves(case, recompute):
     assert [bytes_per_layer(plan) for plan in plans] == [three - two] * 2 and three > two
 
 
+def test_a_layer_has_its_share_of_a_buffer_s_padding():
+    """Of buffers that ZeRO pads, counted in a run: what they move is as their elements, padding too."""
+    c = configure(data=3, zero=1, d_model=10, heads=2, d_ff=7, microbatch=4, global_batch=12, layers=3)
+    plan, results = run(c)
+    assert any(b.elements > sum(b.sizes) for b in plan.buckets)
+    moved = counted(results)["reduce_scatter/data"] + counted(results)["all_gather/data"]
+    share = sum(
+        b.elements * sum(n for p, n in zip(b.parameters, b.sizes, strict=True) if p.name.startswith("layers."))
+        / sum(b.sizes) for b in plan.buckets
+    )  # fmt: skip
+    assert bytes_per_layer(plan) == pytest.approx(moved * share / sum(b.elements for b in plan.buckets) / 3, rel=1e-9)
+
+
 def test_groups_partition_the_ranks():
     c = configured(*CASES[0], data=2)
     groups = explained(c, make_plan(c))["groups"]

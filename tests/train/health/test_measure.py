@@ -14,7 +14,7 @@ from platform.train.health import gpu_state
 from platform.train.health.gpu_state import GpuQuery
 from platform.train.health.measure import FULL, MEASURES, QUICK, Bench, findings, look_at_gpu
 from platform.train.health.symptoms import BY_NAME, symptoms
-from platform.train.protocol.answers import Findings
+from platform.train.protocol.replies import Findings
 from tests.doubles import sick_worker
 
 

@@ -15,14 +15,14 @@ from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import Formation, Source, find_source
-from platform.train.step import weights
+from platform.train.step import rank_parameters as weights
 from platform.train.step.training_state import State
 from tests.harness.memories import opened
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
 from tests.harness.seats import seated
 from tests.harness.threads import run_threads
-from tests.train.recovery.test_resume import NAMES, config
+from tests.train.recovery.test_resume import FACTORED, NAMES, config, moments
 from tests.train.recovery.test_resume import copies as live_copies
 from tests.train.recovery.test_resume import whole as assemble
 
@@ -35,7 +35,7 @@ FACTORS: dict[str, list[Any]] = {
     "memory": SHARED,
     "lost": ["first", "last", "nobody"],
 }
-SIZES = {name: make_plan(config(name)).mesh.size for name in NAMES}
+SIZES = {name: make_plan(config(name)).mesh.size for name in (*NAMES, *FACTORED)}
 
 
 def domains(name: str, nodes: str) -> list[str]:
@@ -112,7 +112,7 @@ def source_of(case: dict[str, Any]) -> Source:
     members = list(range(len(before)))
     homes = domains(case["old"], case["nodes"])
     shared = case["memory"] == "shared"
-    formed = {0: Formation(config(case["old"]), None, homes, members, ["exp_avg", "exp_avg_sq"], shared)}
+    formed = {0: Formation(config(case["old"]), None, homes, members, moments(case["old"]), shared)}
     assert all(one.memories[case["nodes"], case["memory"]].steps == [1, 2] for one in before)
     source, reasons = find_source({0: 2}, formed, [m for m in members if m not in lost(case)], size)
     assert source and source.step == 2 and not reasons
@@ -159,7 +159,7 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
         patch.setattr(weights, "initialise", undefined)
         parts = ranks(case["new"], work, fresh=False)
     shapes = {held.name: held.shape for held in kept[0].held.state}
-    assert {name.split(".")[0] for name in shapes} == {"model", "exp_avg", "exp_avg_sq"}
+    assert {name.split(".")[0] for name in shapes} == {"model", *moments(case["old"])}
     found_, wanted = (assemble(blocks, shapes) for blocks in ([p[0] for p in parts], [u.after[0] for u in before]))
     assert all(torch.equal(found_[name], wanted[name]) for name in shapes)
     found_, wanted = (assemble(blocks, shapes) for blocks in ([p[3] for p in parts], [u.after[1] for u in before]))
@@ -181,6 +181,12 @@ def test_survivors_go_on_under_another_plan(record_count):
     gathered = [recovered(case) for case in COVER]
     assert 0 < sum(gathered) < len(gathered) / 2
     record_count("training continued out of memory", len(COVER), len(CASES))
+
+
+@pytest.mark.parametrize("nodes", ["two nodes", pytest.param("one node", marks=pytest.mark.full)])
+def test_statistics_of_rows_and_columns_survive(nodes):
+    old, new = FACTORED[1], FACTORED[2]
+    recovered({"old": old, "new": new, "nodes": nodes, "memory": "apart", "lost": "first"})
 
 
 @pytest.mark.parametrize("case", SAME[::9], ids=lambda case: " ".join(case.values()))

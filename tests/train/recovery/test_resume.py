@@ -39,6 +39,8 @@ NAMES = list(PLANS)
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b]
 RING = list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True))
 REST = [pair for pair in PAIRS if pair not in RING]
+MOMENTS = {"": ["exp_avg", "exp_avg_sq"], "adafactor": ["variance", "row_var", "col_var"]}
+FACTORED = [f"{name} by adafactor" for name in ("dsp_csub, data 2", "1d, data 2, zero 3", "1f1b, zero 1", "3d")]
 SAME = ["serial", "1d, data 2, zero 3", "dsp_csub, data 2", "interleaved, v = 3"]
 
 
@@ -129,7 +131,16 @@ def whole(blocks_of_ranks: list[list[Block]], shapes: dict[str, tuple[int, ...]]
 
 
 def config(name: str) -> Config:
-    return configure(**{**COMMON, **PLANS[name]})
+    """Of a plan, or of "PLAN by OPTIMIZER"."""
+    plan, _, optimizer = name.partition(" by ")
+    c = configure(**{**COMMON, **PLANS[plan]})
+    if optimizer:
+        c.optimizer.kind, c.optimizer.eps = optimizer, 1e-6
+    return c
+
+
+def moments(name: str) -> list[str]:
+    return MOMENTS[name.partition(" by ")[2]]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +162,7 @@ def other(runs: Runs, writer: str, reader: str, forget: str = "") -> None:
     directory, through = runs.through(writer)
     shapes = runs.shapes(directory)
     parts = runs.second(reader, directory, forget)
-    assert {name.split(".")[0] for name in shapes} == {"model", "exp_avg", "exp_avg_sq"}
+    assert {name.split(".")[0] for name in shapes} == {"model", *moments(writer)}
     stored = whole([part.after[0] for part in through], shapes)
     restored = whole([part.restored for part in parts], shapes)
     for name in shapes:
@@ -180,6 +191,20 @@ def test_another_plan_goes_on_with_the_same_numbers(runs, writer, reader, record
 def test_negative_control_what_is_forgotten_shows(runs, forget):
     with pytest.raises(AssertionError):
         other(runs, "serial", "dsp", forget)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [FACTORED[:2], *(pytest.param(*pair, marks=pytest.mark.full) for pair in (FACTORED[1:3], FACTORED[2:]))],
+)
+def test_statistics_of_rows_and_columns_go_with_them(runs, writer, reader):
+    other(runs, writer, reader)
+
+
+@pytest.mark.parametrize("forget", MOMENTS["adafactor"])
+def test_negative_control_forgotten_statistics_show(runs, forget):
+    with pytest.raises(AssertionError):
+        other(runs, *FACTORED[:2], forget)
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
-from platform.train.protocol.answers import Damage, Differences, Dispute
+from platform.train.protocol.replies import Damage, Differences, Dispute
 from platform.train.recovery.verify import checksum, differing
 from platform.train.step.faults import Fault
 from platform.train.step.training_state import State

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from platform.config.fields import ConfigError, Data
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.train.step.inputs import share_of

@@ -9,7 +9,7 @@ import pytest
 
 from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
-from platform.train.protocol.answers import SlowRank, StepReport, Taken
+from platform.train.protocol.replies import SlowRank, StepReport, Taken
 from platform.train.step.step_report import OWN_WORK, Combiner
 from platform.train.step.trainer import SECTIONS
 from tests.harness.oracle import configure, trainer_of

@@ -13,7 +13,7 @@ from platform.cluster.crew.base.job import Job
 from platform.monitor.records import events
 from platform.train.health.partners import rounds
 from platform.train.health.symptoms import best_of, symptoms
-from platform.train.protocol.answers import Findings
+from platform.train.protocol.replies import Findings
 
 ATTEMPTS = 3  # at most: whoever looks bad is examined again, and is bad if it is every time
 PARTNERS = 3  # most partners of a member

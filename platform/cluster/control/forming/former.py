@@ -8,6 +8,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import tolerated
 from platform.cluster.control.forming import preflight
 from platform.cluster.control.forming.context import Generation, RunContext
@@ -16,18 +17,18 @@ from platform.cluster.control.forming.seat_plan import arrange, places, tiers_of
 from platform.cluster.control.forming.snapshot_ledger import SnapshotLedger
 from platform.cluster.crew.base.crew import ByRank, Crew
 from platform.cluster.crew.base.failures import GaveUp, Member, Reform
-from platform.config.fields import ConfigError, violation
 from platform.monitor import Timeline
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.language.mesh import Mesh
+from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import dense_bf16_peak
 from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedules_of
-from platform.train.protocol.answers import Unrestored
+from platform.train.protocol.replies import Unrestored
 from platform.train.recovery.source import Formation, Source, take_seats
 from platform.weights.initial import initial_weights
 
@@ -127,7 +128,7 @@ class Former:
         """Tell the user the plan of the generation that forms, if it differs from the one shown last, and its pipeline
         schedule; write plan.json."""
         if plan is not self._shown:
-            self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
+            self._monitor.say(reason or f"{count_of(plan.mesh.size, 'worker')}: as configured")
             with tolerated(self._monitor.say, "plan.json"):
                 self._run.directory.write_plan(plan_summary(plan))
         self._shown = self._checkpoints.plan = plan

@@ -8,11 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from platform.boundary.redaction import redact
+from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.cluster.crew.base.crew import Crew
 from platform.config.bounds import flat_values
-from platform.config.fields import Config, ConfigError, violation
-from platform.train.protocol.answers import Proof
+from platform.config.fields import Config
+from platform.train.protocol.replies import Proof
 from platform.train.recovery import urls
 from platform.train.recovery.proof import proof
 

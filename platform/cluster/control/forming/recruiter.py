@@ -10,6 +10,7 @@ from platform.cluster.control.forming.examination import Doctor
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp, Member
 from platform.monitor.records import events
+from platform.plan.language.numbers import count_of
 from platform.planning.replan import Replanned, most_workers, replan
 
 LOOK_SECONDS = 0.05  # between two looks at the members
@@ -81,10 +82,11 @@ class Recruiter:
                 return members, found
             self._signals.check()
             hired = self.refill(crew)
-            unset = f"{len(members)} workers are there of {least}, and elastic.min_workers is not set"
-            lack = f"{len(members)} workers are there, and elastic.min_workers={least}" if e.min_workers else unset
+            lack = f"{len(members)} of {count_of(least, 'worker')} there, and elastic.min_workers is not set"
+            if e.min_workers:
+                lack = f"{count_of(len(members), 'worker')} there, and elastic.min_workers={least}"
             if found is None and len(members) >= least:
-                lack = f"there is no legal plan for {len(members)} workers"
+                lack = f"there is no legal plan for {count_of(len(members), 'worker')}"
             if self._unsound:
                 lack += f"; left out: {'; '.join(self._unsound.values())}"
             hope = bool(coming or hired or (e.replace and crew.can_hire and self._missing(crew) > 0))

@@ -8,7 +8,8 @@ from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.forming.recruiter import Recruiter
 from platform.cluster.crew.base.crew import Crew
 from platform.monitor.records import events
-from platform.train.protocol.answers import StepReport
+from platform.plan.language.numbers import count_of
+from platform.train.protocol.replies import StepReport
 
 SLOW_STEPS = 5  # consecutive steps in which a worker must be slow to be reported
 
@@ -37,7 +38,7 @@ class ReformAdvisor:
         if not leaving:
             return None
         self._journal.write(events.Notice(numbers=leaving))
-        return ReformProposal(f"{len(leaving)} of {generation.size} workers are about to be taken away")
+        return ReformProposal(f"about to be taken away: {len(leaving)} of {count_of(generation.size, 'worker')}")
 
     def optional_reform(self, crew: Crew, generation: Generation, report: StepReport) -> ReformProposal | None:
         """Return a proposal to re-form the mesh if a spare can replace a slow worker (elastic.replace_slow), or a

@@ -12,6 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from platform.boundary.redaction import redact
+from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.catalogue import attempts, find, load_manifest, lowest, quarantine, verify
 from platform.checkpoint.storage.lease import Lease
@@ -23,7 +24,7 @@ from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
-from platform.config.fields import Config, ConfigError, short_hash, violation
+from platform.config.fields import Config, short_hash
 from platform.config.groups.batch_ramp import samples_before
 from platform.config.identity import completed, differences, identity
 from platform.monitor import Journal
@@ -31,7 +32,8 @@ from platform.monitor.patience import validation_losses
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest as plan_digest
-from platform.train.protocol.answers import Unrestored, Unwritten
+from platform.plan.language.numbers import count_of
+from platform.train.protocol.replies import Unrestored, Unwritten
 from platform.train.recovery import urls
 from platform.train.recovery.proof import versions
 
@@ -116,7 +118,8 @@ class Checkpoints:
         """Raise GaveUp if the last FAILURES saves or more all failed, the first of them at least elastic.wait seconds
         ago: to train on would be in vain if nothing can be saved."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
-            raise GaveUp(f"{self._failed} checkpoints in a row could not be written: {self._why}")
+            where, count = urls.storage_key(self._config), count_of(self._failed, "checkpoint")
+            raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
 
     def lacks(self, last: int) -> bool:
         """Return True if no checkpoint holds the state after `last`, the run's last training step, although it was to
@@ -273,7 +276,9 @@ class Checkpoints:
             self.advance(crew, wait=WAIT_SECONDS)
             self._saver.wait(POLL_SECONDS)
             if limit and monotonic() > self._began + limit:
-                raise GaveUp(f"{self._storage.url}: a save has taken longer than checkpoint.timeout={limit:g} s")
+                raise GaveUp(
+                    f"{urls.storage_key(self._config)}: a save has taken longer than checkpoint.timeout={limit:g} s"
+                )
         self.advance(crew)
 
     def _meta(self, step: int, values: dict[str, Any]) -> Meta:
@@ -315,7 +320,8 @@ class Checkpoints:
                 self._failed += 1
                 self._why = event.reason
             what = event.word.replace("_", " ")
-            self._say(f"WARNING: {what} after step {event.step}: {event.reason}; {goes_on}")
+            where = urls.storage_key(self._config)
+            self._say(f"WARNING: {what} after step {event.step}: {where}: {event.reason}; {goes_on}")
 
 
 def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:

@@ -58,7 +58,7 @@ class Crew(AbstractContextManager["Crew"]):
     @abstractmethod
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         """Run `worker.method(*args)` on all ranks at once and return the results by rank, as
-        `platform.train.protocol.answers` declares them. Arguments are plain data or dataclasses of it; a `ByRank`
+        `platform.train.protocol.replies` declares them. Arguments are plain data or dataclasses of it; a `ByRank`
         argument gives each rank its own value.
 
         Raises WorkerFailed as soon as one rank has failed, without waiting for others that may hang in a collective;

@@ -18,6 +18,11 @@ class Member(NamedTuple):
     pid: int
     tiers: tuple[str, ...] = ()
 
+    @property
+    def host(self) -> str:
+        """Return the host name of its node, which Ray's own id may follow."""
+        return self.node.partition("/")[0]
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -32,16 +37,18 @@ class Failure:
     name: str = ""  # rank3[data1 t1]
     coordinates: Mapping[str, int] = field(default_factory=dict)
     log: Path | None = None
+    refusal: str = ""  # of a user's mistake, which the call has found: its lines
 
     def __str__(self) -> str:
-        return f"{self.name} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
+        where = f" on {self.member.host}" if self.member.node else ""
+        return f"{self.name}{where} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
 
     @property
     def innocence(self) -> int:
         """Rank this failure among those of one call by how unlikely it caused the others, the lowest being the culprit:
-        0 = the member died, hung, or holds state that differs from its replicas (damaged); 1 = it raised an error of
-        its own; 2 = it raised a communication error, as happens when another rank is gone."""
-        if self.kind != "failed":
+        0 = the member died, hung, refused a user's mistake, or holds state that differs from its replicas (damaged);
+        1 = it raised an error of its own; 2 = it raised a communication error, as happens when another rank is gone."""
+        if self.kind != "failed" or self.refusal:
             return 0
         return 2 if re.search(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer", self.cause) else 1
 

@@ -19,7 +19,7 @@ from platform.cluster.crew.base.roster import Roster
 from platform.cluster.crew.base.watch import BEAT_SECONDS, CALM_SECONDS, Watch
 from platform.cluster.wire.channel import framed, text
 from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Raised, Said
-from platform.train.protocol import answers
+from platform.train.protocol import replies
 
 SUSPENSE_SECONDS = (0.0, 0.5, 2.0)  # to wait for a likelier culprit, indexed by `Failure.innocence`
 LEAVE_SECONDS = 5.0  # without progress in any member that is to leave its call and groups; then those left are killed
@@ -98,7 +98,7 @@ class RemoteCrew(Crew):
         others (`Worker.follow`): what a step costs the driver does not grow with the ranks."""
         first, *others = self._ranks
         if len(self._ranks) < FOLLOWED:
-            return super().lead(step, *args, within=within)
+            return self.call("step", step, *args, within=within)[0]
         if not self._followed:
             self._roster.send(others, self._next_call("follow"))
             self._followed = self._oldest = self._call
@@ -206,12 +206,12 @@ class RemoteCrew(Crew):
                         case Beat(beat=self._call):
                             watch.heard(number, message.progress, monotonic())
                         case Raised(answer=known) if number in pending and known >= self._oldest:
-                            failures[number] = self._failure(number, "failed", call, message.error)
+                            failures[number] = self._failure(number, "failed", call, message.error, message.refusal)
                             deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failures[number].innocence])
                             pending.remove(number)
                         case Answer(answer=self._call) if number in pending:
                             try:
-                                values[number] = answers.read(method, self._ranks[number], message.value)
+                                values[number] = replies.read(method, self._ranks[number], message.value)
                             except Malformed:
                                 roster.bury(number, "what it answers is no answer")
                                 continue  # stays pending, and is now dead
@@ -257,8 +257,8 @@ class RemoteCrew(Crew):
         yield
         self._polite = before
 
-    def _failure(self, number: int, kind: str, call: str, cause: str) -> Failure:
+    def _failure(self, number: int, kind: str, call: str, cause: str, refusal: str = "") -> Failure:
         """Return the failure of the seated member `number` in `call`, with its rank, readable name and log file."""
         rank, member = self._ranks[number], self._roster.member(number)
         name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
-        return Failure(member, kind, call, cause, rank, name, coordinates, self._roster.log(number))
+        return Failure(member, kind, call, cause, rank, name, coordinates, self._roster.log(number), refusal)

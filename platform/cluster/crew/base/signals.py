@@ -10,8 +10,22 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
+from platform.boundary import documents
+from platform.boundary.schema import Malformed
+from platform.boundary.terminal import printable
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+REASON = "PLATFORM_STOP_REASON"  # environment variable that names the file in which a supervisor says why it signals
 _ECHO_SECONDS = 0.5  # within which a repeat is the same signal: sent to all processes, and passed on by a script too
+
+
+def stop_reason(number: int) -> str:
+    """Return why a stop signal was sent: for a supervisor that passes on what it was told itself, as it says in the
+    file that REASON names; else its name."""
+    told = ""
+    with suppress(OSError, Malformed, KeyError):
+        told = printable(documents.read_bytes(os.environ[REASON], 200).decode(errors="replace"))
+    return told or signal.Signals(number).name
 
 
 class Stopped(BaseException):
@@ -83,13 +97,11 @@ class StopSignals:
             return
         if self._status is not None:
             return None if first else os._exit(self._status)
-        self._requested = self._requested or signal.Signals(number).name
+        self._requested = self._requested or stop_reason(number)
         if not first:
             for ignored in STOPPING:
                 signal.signal(ignored, signal.SIG_IGN)
         if not (first and self._deferred):
             raise Stopped(self._requested)
         with suppress(OSError):  # not print(), which the signal may have interrupted
-            os.write(
-                2, f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once\n".encode()
-            )
+            os.write(2, f"\n{self._requested}: stopping after this step; once more stops at once\n".encode())

@@ -22,7 +22,9 @@ class Watch:
     """Detects members that hang in one call of the driver: says which members to ask for a heartbeat (beat), and which
     ones hang. `within`: seconds without progress after which a member that is blocked hangs; one that is at work, or
     starved of processors, after LONGER times that and at least CALM_SECONDS. `silence`: seconds without any answer
-    after which it hangs, however long the call may take. All times are readings of one clock."""
+    after which it hangs, however long the call may take. All times are readings of one clock, which stands for as long
+    as the driver itself does not run (stopped, or its machine asleep): what it has not listened to is nobody's silence.
+    """
 
     def __init__(self, within: float, start: float, silence: float = inf):
         self._within, self._deadline, self._silence = within, start + SOON * within, silence
@@ -32,6 +34,7 @@ class Watch:
         self._moved = start  # time of the last known progress of any member
         self._beats: dict[int, Activity] = {}
         self._heard, self._slowest = start, 0.0  # when any member said something last; seconds of the slowest beat
+        self._due = inf  # when the driver is to look again, at the latest
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
         """Return which of `pending`, the members that have not answered the call, the driver is to ask for a heartbeat
@@ -46,6 +49,7 @@ class Watch:
     def heard(self, number: int, beat: Activity, now: float) -> None:
         """Record heartbeat `beat` of member `number`, received at time `now`: it owes none any more, and its progress
         counts."""
+        self._excuse(now)
         self._heard, self._slowest = now, max(self._slowest, now - self._asked.pop(number, now))
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat.seconds)
@@ -53,13 +57,26 @@ class Watch:
     def answered(self, now: float) -> None:
         """Record that a member answered the call at time `now`, which counts as progress: ranks that waited for it will
         move."""
+        self._excuse(now)
         self._moved = self._heard = now
 
     def patience(self, now: float) -> float:
         """Return the seconds from `now` that the driver may wait for messages: until the next heartbeat request or the
         deadline of the call, whichever is first."""
         due = min(self._next, self._deadline) if now < self._deadline else self._next
-        return max(0.0, due - now)
+        self._due = max(now, due)
+        return self._due - now
+
+    def _excuse(self, now: float) -> None:
+        """Take from all times what the driver did not run, if it looks again at `now`, long after it was due."""
+        if self._due == inf:  # it has not waited yet
+            return
+        away, self._due = now - self._due, now  # nothing more is waited for until `patience` is asked again
+        if away < BEAT_SECONDS:
+            return
+        self._next, self._deadline = self._next + away, self._deadline + away
+        self._moved, self._heard = self._moved + away, self._heard + away
+        self._asked = {number: asked + away for number, asked in self._asked.items()}
 
     def hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
         """Return which of `pending`, the members that have not answered the call, hang at time `now`, each with a
@@ -71,6 +88,7 @@ class Watch:
         A slow member that moves does not hang, nor does one that gets no processor. Where all wait, some for their
         devices, those hang whose device is at work while another rank waits for others.
         """
+        self._excuse(now)
         late = now >= self._deadline
         patience = max(BEAT_SECONDS if late else self._silence, SLOWER * self._slowest)
         if now - next(iter(self._asked.values()), inf) >= patience:  # the oldest alone, to skip a pass over all members

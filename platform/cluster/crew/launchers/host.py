@@ -17,11 +17,13 @@ from inspect import signature
 from itertools import chain, repeat
 from pathlib import Path
 from queue import SimpleQueue
+from socket import gethostname
 from typing import Any, get_type_hints
 
 from platform.boundary import schema
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import Shield, register_secrets
+from platform.boundary.refusals import refusal_in
 from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import call_text
 from platform.cluster.crew.base.job import START, Assignment
@@ -48,7 +50,7 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
     if own_process and place.device == "cuda" and place.config.cluster.bind:
         keep_near_gpu()  # before there are threads, which inherit it
     if place.log:
-        _redirect_output(place.log)
+        _redirect_output(place.log, f"[worker{place.number} {gethostname()}] ")
     attend(place, dial(address, token, place.number, place.node, place.tiers), own_process=own_process)
 
 
@@ -104,17 +106,18 @@ class _Host:
         """Run `function`, the body of the driver's call `number`, and send its result or traceback to the driver.
         `call`: its text for heartbeats."""
         PROGRESS.begin(call)
-        cause = ""
+        cause = refusal = ""
         try:
             frame = encode(Answer(number, function()))
         except BaseException as error:  # code of the user's own may raise anything, SystemExit too
             if passes(error):
                 raise
             cause = traceback.format_exc().encode(errors="backslashreplace").decode()[-schema.LONGEST :]
+            refusal = refusal_in(error)[: schema.LONGEST]
         if cause:  # after the except block: within it the failed frames are alive, and keep groups open
             self._leave()
             print(visible(cause), file=sys.stderr, end="")  # into the log file as well
-            frame = encode(Raised(number, cause))
+            frame = encode(Raised(number, cause, refusal))
         PROGRESS.begin("")
         with suppress(OSError):  # the driver is gone: `_read` ends this process
             self._line.send(frame)
@@ -162,10 +165,10 @@ def _declared(function: Callable[..., Any]) -> list[Any]:
     return [hints.get(name, object) for name in signature(function).parameters if name != "self"]
 
 
-def _redirect_output(path: str) -> None:
+def _redirect_output(path: str, name: str) -> None:
     """Append all output of this worker process, C libraries included, to the log file `path`, with secrets of Python's
-    output redacted. If the file cannot be opened, output is discarded; if the disk is full, the rest is lost without
-    error."""
+    output redacted, and `name` before each line of it. If the file cannot be opened, output is discarded; if the disk
+    is full, the rest is lost without error."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # the stream is closed or None
             stream.flush()
@@ -178,17 +181,24 @@ def _redirect_output(path: str) -> None:
         os.dup2(file, number)
     os.close(file)
     sys.stdout, sys.stderr = (
-        Shield(
-            io.TextIOWrapper(io.BufferedWriter(_Lossy(n, "w", closefd=False)), "utf-8", "replace", line_buffering=True)
-        )
+        Shield(io.TextIOWrapper(io.BufferedWriter(_Named(n, name)), "utf-8", "replace", line_buffering=True))
         for n in (1, 2)
     )
 
 
-class _Lossy(io.FileIO):
-    """Raw file, of a worker's output, that accepts every write and drops silently what cannot be written."""
+class _Named(io.FileIO):
+    """Raw file, of a worker's output, that begins every line with a name, accepts every write, and drops silently what
+    cannot be written."""
+
+    def __init__(self, number: int, name: str):
+        super().__init__(number, "w", closefd=False)
+        self._prefix, self._begins = name.encode(errors="replace"), True
 
     def write(self, data: Any) -> int:
+        text = bytes(data)
+        ends = text.endswith(b"\n")
+        named = text.removesuffix(b"\n").replace(b"\n", b"\n" + self._prefix) + b"\n" * ends
         with suppress(OSError):
-            super().write(data)
+            super().write(self._prefix + named if self._begins else named)
+        self._begins = ends
         return len(data)

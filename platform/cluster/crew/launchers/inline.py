@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from platform.boundary.own_code import passes
+from platform.boundary.refusals import refusal_in
 from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
@@ -55,7 +56,8 @@ class InlineCrew(Crew):
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
             print(visible(cause), file=sys.stderr, end="")
             call, name, coordinates = call_text(method, args), self.job.name(0), self.job.coordinates[0]
-            raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error
+            failure = Failure(self._member, "failed", call, cause, 0, name, coordinates, refusal=refusal_in(error))
+            raise WorkerFailed([failure]) from error
 
     def release(self) -> list[Failure]:
         self._worker.leave()

@@ -27,6 +27,7 @@ from platform.cluster.crew.launchers.host import serve
 from platform.cluster.crew.launchers.ray_demand import Bundle, Demand, bundle_of
 from platform.cluster.crew.launchers.ray_session import Embedded, Notices, free_nodes, join_cluster, selects
 from platform.cluster.wire.switchboard import Switchboard
+from platform.plan.language.numbers import count_of
 
 _LOG = logging.getLogger("platform.cluster")
 _PLACEMENT_SECONDS = 60.0  # at least, for Ray to grant resources that were free a moment ago
@@ -256,7 +257,7 @@ def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
         bundle, cluster = _bundle(job), job.config.cluster
         where = f" on nodes with {bundle.labels}" if bundle.labels else ""
         where += ", all on one node" if cluster.placement == "strict_pack" else ""
-        lack = f"Ray to start {size} times {bundle.needs}{where}, {there} of {size} there"
+        lack = f"Ray to start {count_of(size, 'time')} {bundle.needs}{where}, {there} of {size} there"
         if monotonic() >= deadline:
             raise NoPlaces(f"waited {wait:.0f} s for {lack}")
         _LOG.info("waiting for %s, up to %.0f s", lack, deadline - monotonic())

@@ -25,6 +25,7 @@ from time import monotonic, sleep
 from typing import Annotated, Any
 
 from platform.boundary import documents, schema
+from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed, Span
 from platform.cluster.crew.base.job import Assignment, Job, assign, one_gpu
 from platform.cluster.crew.base.launcher import Launcher
@@ -34,7 +35,6 @@ from platform.cluster.crew.launchers.host import attend
 from platform.cluster.wire import secret
 from platform.cluster.wire.channel import dial, text
 from platform.cluster.wire.switchboard import Switchboard
-from platform.config.fields import ConfigError, violation
 
 SECRET = "PLATFORM_SECRET"
 _SHORTEST = 16  # characters of PLATFORM_SECRET, at least

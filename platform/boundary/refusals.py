@@ -1,0 +1,66 @@
+"""Refusals of a user's mistakes: one line each, with key, value, constraint and the nearest legal values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from platform.boundary.terminal import one_refusal, printable
+
+NEAREST = "; nearest legal: "  # between a refusal's constraint and its hints
+SHOWN = 300  # most characters of a value in a line for the user
+
+
+class ConfigError(ValueError):
+    """Refusal for a user's mistakes, in the configuration or in the files it names; `violations` holds one line for
+    each: key, value, constraint and the nearest legal values."""
+
+    def __init__(self, violations: Sequence[str] | str):
+        given = [violations] if isinstance(violations, str) else violations
+        self.violations = [one_refusal(v) for v in given]
+        super().__init__("\n".join(self.violations))
+
+
+def behind(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then the one that it was raised from or while handling, and so on."""
+    one: BaseException | None = error
+    while one:
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def refusal_in(error: BaseException) -> str:
+    """Return the lines of the refusal that an error is, or was raised from. Return "" if there is none, and for one of
+    what a disk or the network did, which may go well elsewhere."""
+    if any(isinstance(one, OSError) for one in behind(error)):
+        return ""
+    return next((str(one) for one in behind(error) if isinstance(one, ConfigError)), "")
+
+
+def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
+    """Format a refused value of a configuration key as one printable line for the user: "KEY=VALUE: constraint; nearest
+    legal: a, b". A value of more than SHOWN (300) characters is cut."""
+    given, *names = [in_words(value), *(in_words(v) or "''" for v in legal)]
+    if len(given) > SHOWN:
+        given = f"{given[:SHOWN]}... ({len(given)} characters)"
+    return printable(f"{key}={given}: {constraint}" + (f"{NEAREST}{', '.join(names)}" if names else ""))
+
+
+def in_words(value: Any) -> str:
+    """Return a value as a user writes it."""
+    try:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits
+        return f"a very large {type(value).__name__}"
+
+
+def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
+    """Return the legal values of a configuration key, to suggest for a refused `value`, most similar first: the three
+    nearest integers, or all names by spelling."""
+    values = list(legal)
+    if all(type(v) is int for v in (value, *values)):
+        return sorted(values, key=lambda v: (abs(v - value), v))[:3]
+    names = {str(v): v for v in values}
+    similar = get_close_matches(str(value), names, n=3, cutoff=0.5)
+    return [names[n] for n in dict.fromkeys([*similar, *names])]

@@ -1,0 +1,67 @@
+"""Memory that answers need at least, by the plan, and the memory that there is: a request that cannot be served is
+refused before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+
+from platform.boundary.refusals import violation
+from platform.config.fields import Config, Model
+from platform.plan.core.passes import ROOM
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import padded
+from platform.plan.language.numbers import count_of
+from platform.plan.memory.hardware import memory_of
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_LOGIT = 8  # bytes: tokens are chosen in double precision
+
+
+def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, beams: int) -> Iterator[str]:
+    """Yield a refusal line if `rows` texts at a time, each of `tokens` with its answer and so many `beams`, need more
+    memory than all workers have together: weights, keys and values, and logits, each counted once."""
+    weights = plan.parameter_count * plan.itemsize["compute"]
+    row = _bytes_of_row(config.model, padded(tokens, ROOM), plan.itemsize["compute"])
+    needed, there = weights + row * rows * beams, _memory(config, plan.mesh.size)
+    if needed <= there:
+        return
+    fit = max(0, int((there - weights) // row))
+    wanted = f"{needed / 1e9:,.1f} GB for {count_of(rows, 'text')} at a time"
+    why = f"needs at least {wanted}, and there are {there / 1e9:,.1f} GB"
+    if beams > 1:
+        yield violation("--beams", beams, why, [fit // rows] if fit >= rows else ["--batch=1"] * (rows > 1))
+    elif rows > 1:
+        yield violation("--batch", rows, why, [fit] if fit else [])
+    else:
+        yield violation("CHECKPOINT", config.train.init, why, ["more workers"])
+
+
+def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
+    """Return the bytes of keys, values and logits of a row that holds so many tokens."""
+    width = (model.kv_heads or model.heads) * (model.d_kv or model.d_model // model.heads)
+    seen = tokens + (model.source_length or model.length) * (model.kind == "encoder_decoder")
+    return 2 * model.layers * seen * width * itemsize + model.vocab * _LOGIT
+
+
+def _memory(config: Config, workers: int) -> float:
+    """Return the memory of all workers in bytes; inf if it is not known before they are there."""
+    from torch.cuda import device_count
+
+    cluster = config.cluster
+    if cluster.gpu and (of_one := memory_of(cluster.gpu)):
+        return of_one * workers
+    if cluster.kind in ("inline", "processes") and cluster.device != "cuda" and not device_count():
+        return machine_memory()
+    return inf
+
+
+def machine_memory() -> float:
+    """Return the bytes that processes on this machine may have together."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # "max": no limit
+        found = min(found, int(_CGROUP.read_text()))
+    return found

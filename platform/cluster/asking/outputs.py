@@ -1,0 +1,94 @@
+"""Files that a command writes what it found to: refused before a model is loaded if they cannot be written, and never
+left with half a line."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import mkstemp
+from types import TracebackType
+
+from platform.boundary.documents import one_line
+from platform.boundary.refusals import ConfigError, violation
+
+
+class Lines:
+    """New file at `path`, which the option `flag` names, that lines are added to. If one cannot be written, what is
+    there of it is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
+
+    def __init__(self, path: str, flag: str):
+        self._path, self._flag, self._whole = path, flag, 0
+        with _named(flag, path):
+            self._file = open(path, "xb", buffering=0)
+
+    def add(self, text: str) -> None:
+        """Write a line. Raises ConfigError if that fails."""
+        raw = memoryview(f"{text}\n".encode())
+        with _named(self._flag, self._path):
+            while raw:
+                raw = raw[self._file.write(raw) :]
+        self._whole = self._file.tell()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with suppress(OSError):
+            self._file.truncate(self._whole)
+        self._file.close()
+        if not self._whole:
+            with suppress(OSError):
+                os.unlink(self._path)
+
+
+class WholeFile:
+    """File at `path`, which the option `flag` names, that is replaced as a whole by what `write` is given; without it,
+    what was there stays. Raises ConfigError if it cannot be written."""
+
+    def __init__(self, path: str, flag: str):
+        self._path, self._flag, self._beside = path, flag, ""
+        with _named(flag, path):
+            if os.path.isdir(path):
+                raise IsADirectoryError("Is a directory")
+            if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # a device or a pipe: nothing is replaced
+                return
+            target = os.path.realpath(path)
+            with suppress(FileNotFoundError):  # a name that is too long
+                os.lstat(target)
+            file, self._beside = mkstemp(dir=os.path.dirname(target), prefix=".")
+            os.close(file)
+
+    def write(self, text: str) -> None:
+        """Write the text, all of it or nothing. Raises ConfigError."""
+        with _named(self._flag, self._path):
+            if not self._beside:
+                Path(self._path).write_text(text)
+                return
+            Path(self._beside).write_text(text)
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(self._beside, 0o666 & ~umask)
+            os.replace(self._beside, os.path.realpath(self._path))
+            self._beside = ""
+
+    def __enter__(self) -> WholeFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._beside:
+            with suppress(OSError):
+                os.unlink(self._beside)
+
+
+@contextmanager
+def _named(flag: str, path: str) -> Iterator[None]:
+    """Raise ConfigError, which names an option, for an OSError within the context."""
+    try:
+        yield
+    except OSError as error:
+        why = one_line((error.strerror or str(error)).encode(errors="replace"))
+        raise ConfigError(violation(flag, path, f"cannot be written: {why}")) from None

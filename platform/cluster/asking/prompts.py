@@ -1,0 +1,179 @@
+"""Prompts: texts, conversations or token ids that a model is to continue, as it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from platform.boundary import documents
+from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.schema import Malformed
+from platform.config.fields import Model
+from platform.data.tokenizers.chat import conversation
+from platform.data.vocabulary import Vocabulary
+from platform.plan.language.numbers import count_of
+
+LARGEST = 1 << 28  # bytes of a file of prompts
+KINDS = ("prompt", "messages", "ids")  # fields of a line of .jsonl, one of which says what is to be continued
+_IDS = 1 << 53  # no model has as many
+_TURNS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # that end a message of a conversation
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prompt as it was given: one of a text, a conversation (`messages`) and token ids, under its name in `given`.
+    `where`: a name of it for refusals."""
+
+    given: Mapping[str, Any]
+    where: str
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """Read the prompts in a file: one per line of text, or per object of .jsonl, by `prompt`, `messages` or `ids`.
+    Raises ConfigError, naming the line."""
+    try:
+        text = documents.read_bytes(Path(path), LARGEST).decode()
+    except (OSError, Malformed, UnicodeDecodeError) as error:
+        why = documents.one_line(str(error).encode(errors="replace"))
+        raise ConfigError(violation("--prompts", path, f"cannot be read: {why}")) from None
+    lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(violation("--prompts", path, "holds no prompt"))
+    if not path.endswith(".jsonl"):
+        return [Prompt({"prompt": line}, f"{path}:{n}") for n, line in lines]
+    return [Prompt(_object(line, f"{path}:{n}"), f"{path}:{n}") for n, line in lines]
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    """Return the object in a line of .jsonl, if it is a prompt. Raises ConfigError."""
+    try:
+        found = documents.from_json(line.encode())
+    except Malformed as error:
+        raise ConfigError(violation("--prompts", where, f"no JSON: {error}")) from None
+    kinds = [kind for kind in KINDS if isinstance(found, dict) and kind in found]
+    if len(kinds) != 1:
+        raise ConfigError(violation("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed"))
+    return found
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads prompts as a model does. `vocabulary`: None for one without a tokenizer, which reads ids alone. `chat`: a
+    text is the message of a user. `bare`: nothing is put in front of a text, else what begins a document."""
+
+    model: Model
+    vocabulary: Vocabulary | None
+    chat: bool = False
+    bare: bool = False
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt. Raises ConfigError for one that the model does not read."""
+        kind = next(kind for kind in KINDS if kind in prompt.given)
+        value = prompt.given[kind]
+        found = self._of_ids(value, prompt.where) if kind == "ids" else self._of_text(kind, value, prompt.where)
+        if not found:
+            raise ConfigError(violation("prompt", prompt.where, "is empty"))
+        return found
+
+    def _encoded(self, text: str, where: str) -> list[int]:
+        """Return the ids of a text, of a prompt or of what a template made of one. Raises ConfigError."""
+        assert self.vocabulary
+        return self.vocabulary.encode(_whole(text, where))
+
+    def _of_ids(self, value: Any, where: str) -> list[int]:
+        """Return a prompt of token ids; raises ConfigError unless all are of the vocabulary."""
+        most = self.model.vocab
+        if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
+            raise ConfigError(violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
+        return value
+
+    def _of_text(self, kind: str, value: Any, where: str) -> list[int]:
+        """Return the token ids of a text or of messages; raises ConfigError if they cannot be tokenised."""
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            reason = "there is none beside the model, and a text needs one"
+            raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "a prompt of ids"]))
+        if kind == "prompt" and not isinstance(value, str):
+            raise ConfigError(violation("prompt", where, "is no text"))
+        messages = value if kind == "messages" else [{"role": "user", "content": value}] if self.chat else None
+        if messages is None:
+            return [*self._front(vocabulary), *self._encoded(value, where), *self._behind(vocabulary)]
+        if (talk := conversation(messages)) is None:
+            raise ConfigError(violation("prompt", where, "messages are a list of objects with a role"))
+        for text in _texts(talk):
+            _whole(text, where)
+        found: list[int] = []
+        for text, special in vocabulary.chat.prompt_parts(talk):
+            number = vocabulary.tokenizer.token_to_id(text) if special else None
+            found += self._encoded(text, where) if number is None else [number]
+        return [*found, *self._behind(vocabulary)]
+
+    def _front(self, vocabulary: Vocabulary) -> list[int]:
+        """Return what stands in front of a text: what begins documents, in front of a decoder's."""
+        return [] if self.bare or self.model.kind == "encoder_decoder" else [vocabulary.special.begin]
+
+    def _behind(self, vocabulary: Vocabulary) -> list[int]:
+        """Return what stands behind a text: what ends it, behind an encoder's."""
+        return [] if self.bare or self.model.kind != "encoder_decoder" else [vocabulary.special.end]
+
+
+def _whole(text: str, where: str) -> str:
+    """Return a text of a prompt. Raises ConfigError for one that no tokenizer reads."""
+    if half := documents.half_character(text):
+        raise ConfigError(violation("prompt", where, f"is no text: it has {half}"))
+    return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        yield from (text for part in parts for text in _texts(part))
+
+
+def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
+    """Return the tokens that end an answer: what ends documents, and messages, and what the model's file of
+    `generation` says, b"" without one."""
+    found = set(_said(generation))
+    if vocabulary is not None:
+        found.add(vocabulary.special.end)
+        found |= {i for token in _TURNS if (i := vocabulary.tokenizer.token_to_id(token)) is not None}
+    return sorted(found)
+
+
+def _said(generation: bytes) -> Iterator[int]:
+    """Yield the ids that a generation_config.json names as the end of a text; none if it is not read."""
+    try:
+        found = documents.from_json(generation or b"{}").get("eos_token_id")
+    except (Malformed, AttributeError):
+        return
+    yield from (i for i in (found if isinstance(found, list) else [found]) if type(i) is int and 0 <= i < _IDS)
+
+
+def room(rows: Sequence[Sequence[int]], model: Model) -> int:
+    """Return the tokens that the longest of some prompts leaves for its answer, at least 1."""
+    read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
+    return max(1, model.length - read)
+
+
+def too_long(prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], model: Model, tokens: int) -> Iterator[str]:
+    """Yield a refusal line for each prompt that does not fit, with `tokens` to come, into the model's length."""
+    for prompt, ids in zip(prompts, rows, strict=True):
+        if model.kind == "encoder_decoder":
+            most = model.source_length or model.length
+            if len(ids) > most:
+                yield violation(
+                    "prompt", prompt.where, f"has {count_of(len(ids), 'token')}, and its encoder reads {most}"
+                )
+        elif len(ids) + tokens > model.length:
+            room = model.length - len(ids)
+            why = f"has {count_of(len(ids), 'token')}, and with --tokens={tokens} more than model.length={model.length}"
+            yield violation("prompt", prompt.where, why, [f"--tokens={room}"] if room > 0 else [])
+    if model.kind == "encoder_decoder" and tokens + 1 > model.length:
+        yield violation(
+            "--tokens", tokens, f"is more than model.length={model.length} has room for", [model.length - 1]
+        )

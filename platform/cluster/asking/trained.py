@@ -1,0 +1,103 @@
+"""Trained model that a command names: where its weights are, what it is, and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.schema import Malformed
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.carried import read_carried
+from platform.checkpoint.storage.manifest import Refused
+from platform.checkpoint.storage.storage import open_storage
+from platform.cluster.run import traces
+from platform.config.fields import Config, Model
+from platform.config.groups.data_group import Data
+from platform.train.recovery import urls
+from platform.weights.beside import GENERATION, beside
+from platform.weights.folder import CONFIG, SavedModel
+from platform.weights.importing import source_keys
+from platform.weights.translate import stored_model
+
+NAME = "CHECKPOINT"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Model whose weights are at `url` (for train.init). `data`: what it was trained on, None if nobody says; `files`:
+    of its tokenizer and beside it, {} if it has none."""
+
+    url: str
+    model: Model
+    data: Data | None = None
+    seed: int = 0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> bytes:
+        """Return the file that says how text is generated from it by default, b"" without one."""
+        return self.files.get(GENERATION, b"")
+
+
+def find_trained(given: str) -> TrainedModel:
+    """Find the model that `given` names: the directory of a run, a storage of checkpoints, which stands for its newest,
+    one checkpoint, or a folder that transformers saved; paths or URLs. Only documents are read. Raises ConfigError."""
+    url = given if "://" in given else os.path.abspath(os.path.expanduser(given))
+    local = Path(url)
+    if url.endswith(".safetensors"):
+        return _of_folder(url)
+    if "://" not in url and (local / traces.CONFIG).is_file():
+        return _of_checkpoint(_of_run(local))
+    try:
+        found = open_storage(url, NAME).list("")
+    except OSError as error:
+        raise ConfigError(violation(NAME, bare_url(given), f"cannot be read: {error}")) from None
+    if not found:
+        legal = ["a run directory", "a checkpoint's URL", "a folder that transformers saved"]
+        raise ConfigError(violation(NAME, bare_url(given), "there is nothing", legal))
+    return _of_folder(url) if CONFIG in found else _of_checkpoint(url)
+
+
+def _of_run(directory: Path) -> str:
+    """Return the storage to which the run in a directory saves its checkpoints. Raises ConfigError."""
+    try:
+        config = traces.configuration(directory)
+        assert config
+    except (OSError, Malformed) as error:
+        raise ConfigError(violation(NAME, directory, f"its {traces.CONFIG} cannot be read ({error})")) from None
+    config.run.dir = str(directory)
+    return urls.home(config)
+
+
+def _of_folder(url: str) -> TrainedModel:
+    """Return the model that transformers saved in a folder."""
+    saved = SavedModel(url, NAME)
+    files, _ = beside(saved, NAME)
+    ends = saved.config.get("eos_token_id")
+    if GENERATION not in files and isinstance(ends, list):  # as older models say it
+        files[GENERATION] = json.dumps({"eos_token_id": ends}).encode()
+    return TrainedModel(url, Model(**source_keys(url, NAME)), files=files)
+
+
+def _of_checkpoint(url: str) -> TrainedModel:
+    """Return the model of a checkpoint, or of the newest good one in a storage."""
+    try:
+        storage, name, manifest = catalogue.select(url, NAME)
+        identity = manifest.meta.identity
+        files = read_carried(storage, name, manifest)
+    except (Refused, OSError) as error:
+        raise ConfigError(violation(NAME, bare_url(url), str(error))) from None
+    try:
+        model = stored_model(identity)
+    except ConfigError as error:
+        raise ConfigError([violation(NAME, bare_url(url), line) for line in error.violations]) from None
+    given = identity.get("data")
+    data = Config.from_dict({"data": given}).data if isinstance(given, dict) else None
+    return TrainedModel(
+        url if url.rstrip("/").endswith(name) else f"{url.rstrip('/')}/{name}", model, data, manifest.meta.seed, files
+    )

@@ -1,0 +1,42 @@
+"""Loading of the user's own code: the driver and every worker import the modules named in `extend=[my_module]`.
+
+While it is imported, such a module may call `platform.model.register_model`, `platform.model.losses.register_loss`,
+`platform.data.sources.register_source` and `register_documents`, `platform.data.objectives.register_objective`,
+`platform.optimizer.optimizers.register_optimizer`, `platform.optimizer.learning_rate.register_schedule` and
+`platform.planning.choose_schedule.register_pipeline`. Tensor schemes are configuration files, which `--config-dir`
+adds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+
+from platform.boundary.own_code import OwnCodeError, own_code
+from platform.boundary.refusals import ConfigError, violation
+
+
+def load_extensions(modules: Sequence[str]) -> list[str]:
+    """Import the user's modules that `extend` names, which register models, sources and the like; return one refusal
+    line for each that cannot be imported."""
+    lines = []
+    for name in modules:
+        try:
+            with own_code(f"extend={name}"):
+                importlib.import_module(name)
+        except OwnCodeError as error:
+            lines.append(violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
+    return lines
+
+
+@contextmanager
+def refusing_exits() -> Iterator[None]:
+    """Raise ConfigError in place of a SystemExit, or whatever else is no Exception, that a function of the user's
+    raises within the context."""
+    try:
+        with own_code("extend", (Exception,), inf):
+            yield
+    except OwnCodeError as error:
+        raise ConfigError(f"extend: code of your own {error}") from error

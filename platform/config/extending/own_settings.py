@@ -1,0 +1,220 @@
+"""Settings of the user's own code: the fields of a dataclass that is registered beside a function are keys of a run.
+
+They are set in a map beside the key that names the function: `optimizer.settings` beside `optimizer.kind`, and
+`optimizer.schedule_settings` beside `optimizer.schedule`. A field may be declared by `platform.config.key.key`, which
+gives it bounds or choices; its type alone is checked otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import partial, reduce
+from operator import or_
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from platform.boundary.own_code import OwnCodeError, own_code
+from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.schema import LARGEST
+from platform.config.bounds import KEYS, allow, violations_of_value
+from platform.config.fields import Config, loss_of, objective_of, shown_value
+from platform.config.key import Key, fits, type_in_words
+
+OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> dataclass of its settings
+# key -> name of the function that a configuration chooses by it; the groups of Config have fields for its settings
+CHOSEN: dict[str, Callable[[Config], str]] = {
+    "model.kind": lambda c: c.model.kind,
+    "data.kind": lambda c: c.data.kind,
+    "data.objective": objective_of,
+    "train.loss": loss_of,
+    "optimizer.kind": lambda c: c.optimizer.kind,
+    "optimizer.schedule": lambda c: c.optimizer.schedule,
+    "pipeline.kind": lambda c: c.pipeline.kind,
+}
+_ANY = Key("", most=LARGEST)  # of a setting that declares no more than its type
+_SCALARS = (str, int, float, bool, NoneType, Any)
+
+
+class Setting(NamedTuple):
+    """Field of a dataclass of settings: its type, its legal values, and its default (MISSING if it has none)."""
+
+    hint: Any
+    legal: Key
+    default: Any
+
+
+class _Given(NamedTuple):
+    """Settings in a configuration: the key that holds them, and the key and name of the function that they are of."""
+
+    place: str
+    key: str
+    name: str
+    values: dict[str, Any]
+
+
+def settings_key(key: str) -> str:
+    """Return the key of the settings of what a key names.
+
+    >>> settings_key("optimizer.kind"), settings_key("optimizer.schedule")
+    ('optimizer.settings', 'optimizer.schedule_settings')
+    """
+    group, name = key.split(".")
+    return f"{group}.settings" if name == "kind" else f"{group}.{name}_settings"
+
+
+def admit(key: str, name: str, settings: type | None, *functions: Any) -> None:
+    """Add `name` to the legal values of a key, as `platform.config.bounds.allow` does, with the dataclass of its
+    settings, if it has some. Raises ConfigError for settings that are no dataclass of plain values."""
+    allow(key, name, *functions)
+    OWN_SETTINGS.pop((key, name), None)
+    if settings is None:
+        return
+    if not (isinstance(settings, type) and is_dataclass(settings)):
+        raise ConfigError(
+            violation(key, name, f"its settings are {shown_value(settings)}, where a dataclass is needed")
+        )
+    for field, setting in _declared(settings).items():
+        if not _is_plain(setting.hint):
+            constraint = "no type of a setting: text, numbers, true or false, choices, lists and maps of texts are"
+            raise ConfigError(violation(f"{settings_key(key)}.{field}", setting.hint, constraint))
+    OWN_SETTINGS[key, name] = settings
+
+
+def with_settings(function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function that is registered as `name` with its settings given, as the argument `settings`: those of a
+    configuration, `values`, and defaults. Raises ConfigError for what is not legal."""
+    if (kind := OWN_SETTINGS.get((key, name))) is None:
+        return function
+    if lines := [*_violations_of_settings(_Given(settings_key(key), key, name, dict(values)))]:
+        raise ConfigError(lines)
+    return partial(function, settings=_made(kind, values))
+
+
+def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
+    """Give every setting its value in a configuration, in place, the default where there is none. Settings that a file
+    made for another function than the one that is `typed` are dropped."""
+    for source in config.data.sources.values():
+        if isinstance(source, dict) and ("data.kind", source.get("kind")) in OWN_SETTINGS:
+            source.setdefault("settings", {})
+    for given in _given(config):
+        kind, group = OWN_SETTINGS.get((given.key, given.name)), given.key.split(".")[0]
+        other = typed.keys() & {given.key, group} and not any(f"{key}.".startswith(f"{given.place}.") for key in typed)
+        if kind is None:
+            kept = {} if other else dict(given.values)
+        else:
+            known = _declared(kind)
+            kept = {name: value for name, value in given.values.items() if name in known or not other}
+            kept = {n: _as(known[n].hint, v) if n in known else v for n, v in (_values_of(known) | kept).items()}
+        given.values.clear()
+        given.values.update(kept)
+
+
+def violations_of_settings(config: Config) -> Iterator[str]:
+    """Yield a refusal line per mistake in the settings of the user's own code: unknown, of another type, out of bounds,
+    not given, or refused by the dataclass itself."""
+    for given in _given(config):
+        yield from _violations_of_settings(given)
+
+
+def shown_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of the user's own code that a configuration has, by their keys."""
+    return {f"{given.place}.{name}": value for given in _given(config) for name, value in given.values.items()}
+
+
+def _given(config: Config) -> Iterator[_Given]:
+    """Yield the settings that a configuration holds: one map for each function that it may name."""
+    for key, chosen in CHOSEN.items():
+        group, name = settings_key(key).split(".")
+        yield _Given(f"{group}.{name}", key, chosen(config), getattr(getattr(config, group), name))
+    for name, source in config.data.sources.items():
+        if isinstance(source, dict) and isinstance(kind := source.get("kind", "text"), str):
+            if isinstance(values := source.get("settings", {}), dict):
+                yield _Given(f"data.sources.{name}.settings", "data.kind", kind, values)
+
+
+def _violations_of_settings(given: _Given) -> Iterator[str]:
+    """Yield a refusal line per mistake in settings."""
+    place, key, name, values = given
+    if name not in KEYS[key].choices:  # refused already
+        return
+    if (kind := OWN_SETTINGS.get((key, name))) is None:
+        for field, value in values.items():
+            legal = [f"{key}={n}" for (k, n), other in OWN_SETTINGS.items() if k == key and field in _declared(other)]
+            yield violation(f"{place}.{field}", value, f"{key}={name} has no settings", legal)
+        return
+    known = _declared(kind)
+    lines = [
+        *(line for field, value in values.items() for line in _violations_of_field(place, field, value, known)),
+        *(
+            violation(f"{place}.{field}", "", f"{key}={name} needs it")
+            for field, setting in known.items()
+            if setting.default is MISSING and field not in values
+        ),
+    ]
+    yield from lines
+    if lines:
+        return
+    try:
+        with own_code(place):
+            _made(kind, values)
+    except OwnCodeError as error:
+        yield violation(place, values, f"{key}={name} {error}")
+
+
+def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str, Setting]) -> Iterator[str]:
+    """Yield a refusal line per mistake in the value of one setting."""
+    where = f"{place}.{field}"
+    if (setting := known.get(field)) is None:
+        yield violation(where, value, "unknown setting", [f"{place}.{name}" for name in closest(field, known)[:3]])
+    elif not fits(value, setting.hint):
+        default = [] if setting.default is MISSING else [_in_plain_words(setting.default)]
+        yield violation(where, value, f"must be {type_in_words(setting.hint)}", default)
+    elif not any(violations_of_value(where, value, _ANY)):  # refused with the whole map
+        yield from violations_of_value(where, value, setting.legal)
+
+
+def _in_plain_words(value: Any) -> Any:
+    return "null" if value is None else value
+
+
+def _declared(kind: type) -> dict[str, Setting]:
+    """Return the settings that a dataclass declares, by name. Raises ConfigError for a type that cannot be read."""
+    try:
+        hints = get_type_hints(kind)
+    except Exception as error:
+        raise ConfigError(violation("settings", kind.__name__, f"a type cannot be read ({error})")) from None
+    return {f.name: _setting(f, hints[f.name]) for f in fields(kind) if f.init}
+
+
+def _setting(f: Field[Any], hint: Any) -> Setting:
+    """Return the setting that a field declares, by its type and, if it has one, its `Key`."""
+    legal: Key = f.metadata.get("key") or _ANY
+    if get_origin(hint) is Literal:
+        legal, hint = replace(legal, choices=get_args(hint)), reduce(or_, map(type, get_args(hint)))
+    default = f.default if f.default_factory is MISSING else f.default_factory()
+    return Setting(hint, legal, default)
+
+
+def _is_plain(hint: Any) -> bool:
+    """Return True if values of a type are what YAML writes and a key of ours may be."""
+    inner = get_args(hint)
+    if get_origin(hint) in (list, Union, UnionType):
+        return all(map(_is_plain, inner))
+    return _is_plain(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in _SCALARS
+
+
+def _values_of(known: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the defaults of settings, of those that have one."""
+    return {name: setting.default for name, setting in known.items() if setting.default is not MISSING}
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """Return a value with integers as floats where the type says so, so that 1 and 1.0 are one value."""
+    return float(value) if hint is float and type(value) is int else value
+
+
+def _made(kind: type, values: Mapping[str, Any]) -> Any:
+    """Make the dataclass of settings from the values of a configuration."""
+    known = _declared(kind)
+    return kind(**{name: _as(known[name].hint, value) for name, value in values.items()})

@@ -1,0 +1,174 @@
+"""Files of data: opened within bounds, hashed, and named in what is refused."""
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from platform.boundary.documents import one_line, open_regular
+from platform.boundary.redaction import bare_url
+from platform.boundary.refusals import ConfigError
+from platform.boundary.schema import Malformed
+
+PACKED = (".gz", ".zst")  # endings that may follow: of compressed files
+LINE = 64 << 20  # bytes of the longest line
+UNPACKED, RATIO = 64 << 20, 300  # gzip and zstd shrink text 3 to 30 times
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_HASHED = 4 << 20  # bytes hashed at once
+_SAMPLES, _SAMPLE = 16, 64 << 10  # stretches of a file that stand for it, and the bytes of each
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """File at an fsspec URL, as it was found: its size in bytes, and what its storage says of its version."""
+
+    url: str
+    size: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.url).name
+
+    def __str__(self) -> str:
+        return bare_url(self.url)
+
+
+DataFile = Path | RemoteFile
+
+
+def size_of(file: DataFile) -> int:
+    """Return the size of a file of data in bytes, as it is stored. Raises OSError."""
+    return file.size if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def ending(file: DataFile) -> str:
+    """Return the ending of a file of data that tells its format, such as ".jsonl"; that of a compression is left
+    out."""
+    name = file.name
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return PurePosixPath(name).suffix
+
+
+@contextmanager
+def open_raw(file: DataFile) -> Iterator[BinaryIO]:
+    """Open a file of data as a buffered byte stream that can seek, as it is stored."""
+    with ExitStack() as opened:
+        if isinstance(file, RemoteFile):
+            from fsspec.core import url_to_fs
+
+            storage, path = url_to_fs(file.url)
+            yield cast(BinaryIO, opened.enter_context(storage.open(path, "rb")))
+        else:
+            raw = opened.enter_context(open_regular(file))
+            yield cast(BinaryIO, opened.enter_context(io.BufferedReader(raw)))
+
+
+class Bounded:
+    """Byte stream of a file within bounds: raises ConfigError if it unpacks to far more than its file (`packed` bytes),
+    or has a line over LINE."""
+
+    def __init__(self, stream: BinaryIO, packed: int):
+        self._stream, self._place, self._most = stream, 0, max(UNPACKED, RATIO * packed)
+
+    def read(self, size: int) -> bytes:
+        return self._checked(self._stream.read(size))
+
+    def readline(self, size: int | None = None) -> bytes:
+        text = self._checked(self._stream.readline(LINE + 1 if size is None else size))
+        if len(text) > LINE:
+            raise ConfigError(f"a line of more than {LINE >> 20} MiB; cut it")
+        return text
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.readline, b"")
+
+    def tell(self) -> int:
+        return self._place
+
+    def _checked(self, data: bytes) -> bytes:
+        self._place += len(data)
+        if self._place > self._most:
+            raise ConfigError(f"it unpacks to more than {RATIO} times its size, which no text does; unpack it yourself")
+        return data
+
+
+@contextmanager
+def open_unpacked(file: DataFile) -> Iterator[Bounded]:
+    """Open a file of text as a bounded byte stream, decompressed if it is in the format of gzip or zstd."""
+    with open_raw(file) as raw:
+        begins = raw.read(4)
+        raw.seek(0)
+        stream: Any = raw
+        if begins[:2] == _GZIP:
+            stream = gzip.GzipFile(fileobj=raw)
+        elif begins == _ZSTD:
+            arrow = pyarrow(file)
+            stream = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd"))
+        yield Bounded(cast(BinaryIO, stream), size_of(file))
+
+
+def pyarrow(file: DataFile) -> Any:
+    """Return the module pyarrow, which reads this file. Raises ConfigError with what installs it if it is not there."""
+    try:
+        import pyarrow as found
+    except ImportError:
+        what = "".join(PurePosixPath(file.name).suffixes[-1:]) or file.name
+        raise ConfigError(f"{what} needs pyarrow: pip install 'elastic-platform[data]'") from None
+    return found
+
+
+@contextmanager
+def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
+    """Raise ConfigError, naming the file of data and the key that leads to it, in place of the errors that reading or
+    parsing the file raises within the context."""
+    try:
+        yield
+    except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
+        raise ConfigError(f"{key}={file}: {reason_of(error)}") from None
+    except (OverflowError, RecursionError) as error:  # a date, or lists in lists, beyond what Python holds
+        raise ConfigError(f"{key}={file}: {reason_of(error)}") from None
+    except Exception as error:
+        if isinstance(file, RemoteFile) or type(error).__module__.startswith("pyarrow"):  # they raise their own
+            raise ConfigError(f"{key}={file}: {reason_of(error)}") from None
+        raise
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason that an error gives, in one line."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return getattr(error, "strerror", None) or one_line(first.encode(errors="replace"))
+
+
+def content_hash(file: DataFile) -> str:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits. Raises OSError."""
+    digest = hashlib.sha256()
+    with open_raw(file) as stream:
+        while block := stream.read(_HASHED):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def stamp(file: DataFile) -> list[Any]:
+    """Return what tells the content of a file from another without reading all of it: of a path its size and the
+    SHA-256 of _SAMPLES stretches, spread evenly from the first to the last byte; of a URL its size and the version that
+    its storage tells. Raises OSError."""
+    if isinstance(file, RemoteFile):
+        return [file.size, file.version]
+    digest, size = hashlib.sha256(), size_of(file)
+    with open_raw(file) as stream:
+        for i in range(_SAMPLES):
+            stream.seek(max(0, size - _SAMPLE) * i // (_SAMPLES - 1))
+            digest.update(stream.read(_SAMPLE))
+    return [size, digest.hexdigest()]
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates in a text by "?": JSON may escape them, and UTF-8 cannot hold them."""
+    return text.encode(errors="replace").decode()

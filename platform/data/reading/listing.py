@@ -1,0 +1,170 @@
+"""Files of data, found by a path, a glob, a folder or a URL, of which a bounded number of names is looked at."""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+
+from platform.boundary.documents import json_file
+from platform.boundary.redaction import bare_url, register_url_secrets
+from platform.boundary.refusals import ConfigError
+from platform.boundary.schema import Malformed
+from platform.data.reading.data_files import DataFile, RemoteFile, ending, reason_of
+
+# A folder is searched for these endings; a file or glob that the user names may have any.
+ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl .parquet .arrow".split()
+MOST = 1_000_000  # names of files and folders that are looked at; links may lead in circles
+
+
+def find_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataFile]:
+    """Find the files that the user names by the key `key`: `value` is a file, a glob, or a folder, of which the files
+    with one of `endings` that are not hidden count; or a URL of any of these. Raises ConfigError, naming the key, if
+    there is none."""
+    if "://" in value:
+        return _remote_files(key, value, endings)
+    path = Path(value).expanduser()
+    try:
+        if path.is_dir():
+            found = _saved_dataset(path) or walk(path, endings, skip=set())
+            wanted = f"no file in this folder ends with any of {' '.join(endings)}; name others by a glob"
+        elif path.exists():
+            found, wanted = [path] if path.is_file() else [], "a pipe or a device, and a regular file is needed"
+        else:
+            found = [file for file in _matching(path) if file.is_file()]
+            wanted = "no file or folder, and no file matches it as a glob" + _nearest(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={value}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{key}={value}: cannot be read: {reason_of(error)}") from None
+    if not found:
+        raise ConfigError(f"{key}={value}: {wanted}")
+    return list(found)
+
+
+class _Looking:
+    """Count of the names that are looked at for one key. Raises ConfigError if they are more than MOST."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def see(self, names: int) -> None:
+        self._seen += names
+        if self._seen > MOST:
+            raise ConfigError(f"more than {MOST:,} files and folders are there; name fewer, or put texts into .jsonl")
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """Return what matches a pattern, as `glob.glob(recursive=True)` does, in one order on every machine. Raises
+    ConfigError if MOST names do not do."""
+    return sorted(set(map(Path, _below(pattern.anchor, pattern.parts[bool(pattern.anchor) :], _Looking()))))
+
+
+def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str]:
+    """Yield what is below a folder, "" for the current one, under the names `parts`, of which each may be a pattern."""
+    if not parts:
+        yield folder
+    elif parts[0] == "**":
+        for parent, folders, names in os.walk(folder or ".", followlinks=True):
+            looking.see(len(folders) + len(names))
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            if parts[1:]:
+                yield from _below(parent, parts[1:], looking)
+            else:
+                yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
+    elif not glob.has_magic(parts[0]):
+        if os.path.lexists(there := os.path.join(folder, parts[0])):
+            yield from _below(there, parts[1:], looking)
+    else:
+        for name in _names(folder or "."):
+            looking.see(1)
+            if fnmatch(name, parts[0]) and (not name.startswith(".") or parts[0].startswith(".")):
+                yield from _below(os.path.join(folder, name), parts[1:], looking)
+
+
+def _names(folder: str) -> Iterator[str]:
+    """Yield the names in a folder; none of what is no folder, or may not be read."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        yield from (entry.name for entry in entries)
+
+
+def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
+    """Find the files of data under `folder` with one of the endings (or that and a compression's), in one order on
+    every machine; hidden folders and those named in `skip` are left out. Raises OSError, and ConfigError if MOST names
+    do not do."""
+
+    def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
+        raise error
+
+    found, looking = [], _Looking()
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        looking.see(len(folders) + len(names))
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        found += [Path(parent, name) for name in names if not name.startswith(".") and ending(Path(name)) in endings]
+    return sorted(file for file in found if file.is_file())
+
+
+def _remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]:
+    """Find the files at a URL, which names a file, a glob or a folder of a storage. Raises ConfigError, naming the key,
+    if there is none or the storage refuses."""
+    register_url_secrets(url)
+    shown = bare_url(url)
+    try:
+        from fsspec.core import url_to_fs
+
+        storage, path = url_to_fs(url)
+        if "*" in path:
+            found = storage.glob(path, detail=True)
+        elif storage.isdir(path):
+            every = storage.find(path, detail=True)
+            found = {name: info for name, info in every.items() if ending(Path(name)) in endings}
+        else:
+            found = {path: storage.info(path)}
+        files = [
+            RemoteFile(storage.unstrip_protocol(name), int(info["size"]), str(storage.ukey(name)))
+            for name, info in sorted(found.items())
+            if info.get("type") == "file"
+        ]
+    except ImportError as error:
+        extra = " (pip install 'elastic-platform[s3]')" if url.startswith("s3") else ""
+        raise ConfigError(f"{key}={shown}: cannot be read: {error}{extra}") from None
+    except Exception as error:  # a client library may raise anything
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {reason_of(error)}"
+        raise ConfigError(f"{key}={shown}: {reason}") from None
+    if not files:
+        raise ConfigError(f"{key}={shown}: no file there, or none ends with any of {' '.join(endings)}")
+    return list(files)
+
+
+def _saved_dataset(folder: Path) -> list[Path]:
+    """Return the files of a dataset that Hugging Face's `datasets` saved in `folder`, in order; [] if it is none.
+    Raises ConfigError for several datasets in one folder, and for one whose rows are chosen by an index."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise ConfigError(
+            f"holds several splits; nearest: {', '.join(str(folder / name) for name in splits) or 'none'}"
+        )
+    if not (folder / "state.json").is_file():
+        return []
+    try:
+        state = json_file(folder / "state.json")
+        names = [str(part["filename"]) for part in state["_data_files"]]
+        chosen = state.get("_indices_data_files")
+    except (Malformed, OSError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"state.json is none of a dataset: {error}") from None
+    if chosen:
+        raise ConfigError("its rows are chosen by an index; save it again with a newer version of datasets")
+    found = [folder / Path(name).name for name in names]
+    if missing := [path.name for path in found if not path.is_file()]:
+        raise ConfigError(f"lacks {', '.join(missing[:3])}, which its state.json names")
+    return found
+
+
+def _nearest(path: Path) -> str:
+    """Name the files beside a missing `data.path` that have similar names, for its refusal; "" if there is none."""
+    beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
+    close = get_close_matches(path.name, beside, cutoff=0.5)
+    return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""

@@ -1,0 +1,107 @@
+"""Board on which the pods of a job tell each other where they are: small files in a folder that all of them see.
+
+The first pod announces lives of the run, one per driver, and that the run is over; every other pod says over and over
+that it is there. All clocks are a reader's own: a pod is there while what it says changes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, TypeVar
+
+from platform.boundary import documents, schema
+from platform.boundary.schema import Malformed, Span
+
+_LIFE, _END = "life.json", "end.json"
+_PORTS = (1 << 16) - 1
+_SILENCE = 60.0  # seconds without a new word after which a pod counts as gone; shared storage may be slow to tell
+_Said = TypeVar("_Said")
+_Count = Annotated[int, Span(0, 1 << 53)]
+
+
+@dataclass(frozen=True)
+class TorchrunLife:
+    """Life of the run: one driver, with one torchrun on every pod. `number`: counts from 1 over all first pods of the
+    job; `port`: of torchrun's store on the first pod; `members`: the tokens of the pods that take part, by index."""
+
+    number: _Count
+    port: Annotated[int, Span(1, _PORTS)]
+    members: list[str]
+
+
+@dataclass(frozen=True)
+class Word:
+    """Word of a pod. `token`: drawn when its process began; `beat`: how many words it has said; `life`: the number of
+    the last life that it joined, 0 for none; `runs`: its torchrun of that life runs; `leaving`: it was told to go."""
+
+    token: str
+    beat: _Count = 0
+    life: _Count = 0
+    runs: bool = False
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class _End:
+    """Exit status of the run, in the file that ends a job."""
+
+    status: Annotated[int, Span(0, 255)]
+
+
+class Board:
+    """Reads and writes the files of a job's board; a file that is missing or broken reads as None."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._heard: dict[int, tuple[Word, float]] = {}  # the newest word of each pod, and when it was new
+
+    def announce(self, life: TorchrunLife) -> None:
+        """Announce a life of the run, as its first pod."""
+        self._write(_LIFE, life)
+
+    def life(self) -> TorchrunLife | None:
+        """Return the newest life that was announced, None if there is none yet."""
+        return self._read(TorchrunLife, _LIFE)
+
+    def end(self, status: int) -> None:
+        """Tell that the job is over, with this exit status, as its first pod."""
+        self._write(_END, _End(status))
+
+    def ended(self) -> int | None:
+        """Return the exit status with which the job is over, None while it is not."""
+        found = self._read(_End, _END)
+        return found.status if found else None
+
+    def say(self, index: int, word: Word) -> None:
+        """Say a word as the pod `index`."""
+        self._write(f"pod-{index}.json", word)
+
+    def there(self, index: int) -> Word | None:
+        """Return the newest word of the pod `index`, None if it is not there: it has said none, or nothing new for
+        _SILENCE seconds; what was said before the first look at it may be a dead pod's."""
+        word, now = self._read(Word, f"pod-{index}.json"), monotonic()
+        before, since = self._heard.get(index, (word, -_SILENCE))
+        if word is None:
+            return before if before and now < since + _SILENCE else None
+        if word != before:
+            since = now
+        self._heard[index] = word, since
+        return word if now < since + _SILENCE else None
+
+    def _write(self, name: str, what: TorchrunLife | Word | _End) -> None:
+        """Write a file of the board in one step, for this user alone."""
+        self._folder.mkdir(0o700, parents=True, exist_ok=True)
+        draft = self._folder / f".{name}.draft"
+        draft.write_text(json.dumps(asdict(what)))
+        draft.chmod(0o600)
+        draft.replace(self._folder / name)
+
+    def _read(self, kind: type[_Said], name: str) -> _Said | None:
+        try:
+            found: _Said = schema.read(kind, documents.json_file(self._folder / name))
+            return found
+        except (OSError, Malformed):
+            return None

@@ -1,0 +1,39 @@
+"""Process of one rank, started by torchrun as `python -m platform.jobs.pods.rank FOLDER [arguments of the launcher]`.
+
+Rank 0 is the driver of the run: it writes its process id and its exit status to files in FOLDER. torchrun itself ends
+with 1 whatever the status was, and passes on no other signal than those that kill.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+PID, STATUS = "driver.pid", "driver.status"
+
+
+def main() -> None:
+    """Run the launcher in this process, and leave what rank 0's supervisor asks for in the folder."""
+    folder = Path(sys.argv.pop(1))
+    driver = os.environ.get("RANK") == "0"
+    if driver:
+        _leave(folder / PID, os.getpid())
+    try:
+        runpy.run_module("platform.launch", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if driver:
+            _leave(folder / STATUS, ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        raise
+
+
+def _leave(path: Path, number: int) -> None:
+    """Write a number to a file in one step."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(str(number))
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""torchrun on the node of one pod: its command and its processes; what they say is kept in the run directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import IO
+
+from platform.cluster.crew.launchers import leftovers
+from platform.jobs.look.logs import NodeLog
+from platform.jobs.pods.rank import PID, STATUS
+
+_KILL_SECONDS = 10.0  # for killed processes to be gone
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """Options of a pod. `shared`: folder of the job's board; `index`: of this pod, `pods` of which have `workers` each;
+    `first`: host name of the first pod; `address`: of this one; `drain`: seconds that its workers are given to end."""
+
+    shared: Path
+    index: int
+    pods: int
+    workers: int
+    first: str
+    address: str
+    drain: int = 60
+
+
+def torch_command(o: PodOptions, address: str, port: int, life: int, folder: str, launch: Sequence[str]) -> list[str]:
+    """Return the command of torchrun on one pod, in a life whose store is at `address` and `port`. It never starts a
+    worker again by itself (--max-restarts): the driver goes on without it, and the next life has it back. Every line of
+    a worker gets its rank and node before it; those of rank 0 are the run's own."""
+    told = [f"{local}:3" for local in range(o.workers) if o.index or local]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *(f"--nnodes={o.pods}", f"--node-rank={o.index}", f"--nproc-per-node={o.workers}"),
+        *("--rdzv-backend=static", f"--rdzv-id={life}", f"--master-addr={address}", f"--master-port={port}"),
+        *("--max-restarts=0", f"--shutdown-timeout={o.drain}", f"--log-dir={folder}/torchrun"),
+        *([f"--tee={','.join(told)}"] if told else []),
+        *("-m", "platform.jobs.pods.rank", folder, *launch),
+    ]
+
+
+class TorchNode:
+    """torchrun on this node, at most one at a time; a context that ends its processes and removes its files."""
+
+    def __init__(self, options: PodOptions, run_dir: Path):
+        self._options, self._log = options, NodeLog(run_dir)
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> TorchNode:
+        self.directory = tempfile.mkdtemp(prefix="torchrun-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def start(self, address: str, port: int, life: int, launch: Sequence[str]) -> None:
+        """Start torchrun for a life of the run, as `torch_command` says."""
+        self.end()
+        for name in (PID, STATUS):
+            Path(self.directory, name).unlink(missing_ok=True)
+        prefix = f"[rank${{rank}} {gethostname()}] "
+        environment = {
+            **os.environ,
+            leftovers.MARK: self.directory,
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix,
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = torch_command(self._options, address, port, life, self.directory, launch)
+        self._torchrun = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        assert self._torchrun.stdout
+        self._reader = threading.Thread(target=self._keep, args=(self._torchrun.stdout,), daemon=True)
+        self._reader.start()
+
+    def _keep(self, said: IO[bytes]) -> None:
+        """Print what torchrun and its workers say, and keep it in the run directory."""
+        with said:
+            for line in said:
+                with suppress(OSError):  # nobody listens
+                    os.write(1, line)
+                self._log.write(line)
+
+    @property
+    def runs(self) -> bool:
+        """Return True if torchrun runs on this node."""
+        return self._torchrun is not None and self._torchrun.poll() is None
+
+    def number(self, name: str) -> int | None:
+        """Return what the driver on this node has left in its file PID or STATUS, None before it has."""
+        with suppress(OSError, ValueError):
+            return int(Path(self.directory, name).read_text())
+        return None
+
+    def end(self) -> None:
+        """End torchrun on this node at once, with all that it has started."""
+        if self._torchrun is None:
+            return
+        self._torchrun.kill()
+        self._torchrun.wait()
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (left := leftovers.marked(self.directory)) and time.monotonic() < deadline:
+            for process in left:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.02)
+        if self._reader:
+            self._reader.join(1.0)
+        self._torchrun = None

@@ -1,0 +1,52 @@
+"""Choice of the kernel in which torch computes attention, as the plan names it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from platform.plan.language.attention_kernels import AUTO
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_CHOOSING = Lock()  # the choice is the process's, of which ranks may be threads
+
+
+def in_kernel(name: str) -> AbstractContextManager[None]:
+    """Return a context in which scaled_dot_product_attention runs in the kernel `name`, or raises RuntimeError if that
+    cannot compute on its operands; under `auto` torch chooses. The backward pass belongs to the kernel that ran."""
+    return nullcontext() if name == AUTO else _alone(_BACKENDS[name])
+
+
+@contextmanager
+def _alone(backend: SDPBackend) -> Iterator[None]:
+    with _CHOOSING, sdpa_kernel(backend):
+        yield
+
+
+def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int) -> str:
+    """Return what keeps this process from computing attention of heads `d_kv` wide in the kernel `name`, in a line, ""
+    if nothing does: a tiny one is computed, and differentiated."""
+    if name == AUTO:
+        return ""
+    x = torch.zeros(1, 1, 8, d_kv, dtype=dtype, device=device, requires_grad=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            with in_kernel(name):
+                F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+        except RuntimeError as error:
+            reasons = [str(w.message).partition(" (Triggered")[0] for w in told]  # per kernel, after a line of its name
+            named = [i + 1 for i, line in enumerate(reasons) if name in line.lower() and line.endswith("because:")]
+            return next(iter(reasons[named[0] :] if named else []), str(error).partition("\n")[0])[:300]
+    return ""

@@ -1,0 +1,105 @@
+"""Sums of squares by row and by column of parameters, of which each rank has parts: for factored second moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.sharding.gradients import counts_here
+from platform.plan.core.factored import summed_sizes, summing_axes
+from platform.plan.core.plan import Plan
+from platform.plan.language.numbers import row_dims
+from platform.plan.language.ops import Parameter
+
+
+class _Part(NamedTuple):
+    """Place of this rank's part in the matrix of a parameter: the rows and columns of the matrix that the rows of the
+    part and its columns are, and how many elements of the first row come before the part. A row or column of padding
+    stands for some other: its gradients are zeros."""
+
+    rows: Tensor
+    columns: Tensor
+    before: int
+
+
+class Factors:
+    """Sums over the ranks of a stage, of which each counts its parts, laid out as the master copies. `plan`: the plan
+    of this rank's stage."""
+
+    def __init__(self, plan: Plan, communicator: Communicator):
+        self._plan, self._communicator = plan, communicator
+        self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
+        by_name = {p.name: p for p in plan.parameters}
+        self.elements = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
+        self._counted = {n for n in self._sizes if counts_here(communicator, plan.split_over(by_name[n]))}
+        here = (by_name[name] for name in plan.factored if name in by_name)
+        self._parts = {p.name: part for p in here if (part := self._part(p))}
+
+    def _part(self, p: Parameter) -> _Part | None:
+        """Return the place of this rank's part of a parameter; None if it has none."""
+        plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
+        start, stop = plan.shard_range(p, at)
+        if not plan.present(p, at) or start >= stop:
+            return None
+        block, shape, cut = plan.block(p, at), plan.global_shape(p), row_dims(p.role, len(p.dims))
+        rows, columns = (_places(block[side], shape[side], device) for side in (slice(0, cut), slice(cut, None)))
+        first, last = start // len(columns), -(-stop // len(columns))
+        return _Part(rows[first:last], columns, start - first * len(columns))
+
+    def shape(self, name: str) -> tuple[int, int] | None:
+        """Return rows and columns of a parameter whose second moments are factored, None for any other."""
+        rows, *columns = self._sizes[name]
+        return (rows, columns[0]) if columns else None
+
+    def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the squares of this rank's part of a parameter's gradient by row and by column of the whole matrix, whose
+        other parts count as zeros."""
+        part, (rows, columns) = self._parts[name], self._sizes[name][:2]
+        squares = x.new_zeros(len(part.rows) * len(part.columns))
+        torch.mul(x.view(-1), x.view(-1), out=squares[part.before : part.before + x.numel()])
+        squares = squares.view(len(part.rows), len(part.columns))
+        return (
+            x.new_zeros(rows).index_add_(0, part.rows, squares.sum(1)),
+            x.new_zeros(columns).index_add_(0, part.columns, squares.sum(0)),
+        )
+
+    def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of the product of a number per row and one per column, laid out as `like`."""
+        part = self._parts[name]
+        whole = torch.outer(rows[part.rows], columns[part.columns]).view(-1)
+        return whole[part.before : part.before + like.numel()].view(like.shape)
+
+    def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
+        """Sum over ranks the numbers that each has `found` of its parts of parameters: by row and by column of the
+        factored ones, and one number of each; with `totals` one number alone. All ranks go through it together."""
+        sizes = {name: (1,) if totals else each for name, each in self._sizes.items()}
+        flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._dtype, device=self._communicator.device)
+        views = {
+            name: list(piece.split(list(each)))
+            for piece, (name, each) in zip(flat.split([sum(s) for s in sizes.values()]), sizes.items(), strict=True)
+        }
+        for name in self._counted & found.keys():
+            for there, x in zip(views[name], found[name], strict=True):
+                there.copy_(x)
+        if self._axes and len(flat):
+            flat.copy_(self._communicator.launch("all_reduce", flat.clone(), self._axes, name="factors").wait())
+        return views
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self._plan.itemsize["accumulate"] == 8 else torch.float32
+
+
+def _places(block: Sequence[tuple[int, int]], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return the numbers, in a row-major tensor of `shape`, of the elements of a block, (offset, extent) by dim.
+    Padding beyond a dim has the number of its last element."""
+    found = torch.zeros(1, dtype=torch.long, device=device)
+    for (offset, extent), size in zip(block, shape, strict=True):
+        here = torch.arange(offset, offset + extent, device=device).clamp(max=size - 1)
+        found = (found[:, None] * size + here).view(-1)
+    return found

@@ -1,0 +1,42 @@
+"""Counting of what several ranks have alike in sums over all ranks: one of them counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Parameter
+
+Coordinates = Mapping[str, int]  # a rank's place: mesh axis -> index
+
+
+def counts_at(at: Coordinates, axes: Iterable[str]) -> bool:
+    """Return True if the rank at mesh coordinates `at` counts its part in a sum over all ranks (loss, gradient norm) of
+    a quantity split over `axes` and replicated over all other axes of its stage: of the replicas, the one at index 0
+    counts."""
+    split = {"stage", *axes}
+    return all(i == 0 for axis, i in at.items() if axis not in split)
+
+
+def counts_gradient(plan: Plan, at: Coordinates, p: Parameter) -> bool:
+    """Return True if the rank at mesh coordinates `at` counts its part of the gradient of `p` in a sum over all ranks:
+    of ranks that replicate it one does, of a tied one the owner stage, of a frozen one none. `plan`: that of the rank's
+    stage."""
+    own = plan.stages_of[p.name][0] == at["stage"] and p.name not in plan.frozen
+    return own and counts_at(at, plan.split_over(p))
+
+
+def counted_stretches(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
+    """Return which stretches of a bucket's gradients, laid out as its masters, the rank at mesh coordinates `at` counts
+    in the norm (`counts_gradient`); what follow each other are one stretch. By the name of the bucket's first
+    parameter; `plan`: that of the rank's stage."""
+    out: dict[str, list[slice]] = {}
+    for bucket in plan.buckets:
+        before = plan.mesh.index(at, plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards
+        stretches = out.setdefault(bucket.parameters[0].name, [])
+        for p in bucket.parameters:
+            start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
+            if start < stop and counts_gradient(plan, at, p):
+                follows = stretches and stretches[-1].stop == start
+                stretches.append(slice(stretches.pop().start if follows else start, stop))
+    return out

@@ -1,0 +1,111 @@
+"""Memory of answering on one worker: keys and values, passes of generation, and their logits, as a run scores its model
+by them between steps (eval.tasks). Nothing of a training step is there meanwhile but parameters and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm, prod
+
+from platform.plan.communication.rule import Conversion, relayout_steps
+from platform.plan.core.ahead import Ahead
+from platform.plan.core.chunks import Chunk, RecordableModel
+from platform.plan.core.fused import settled
+from platform.plan.core.passes import (
+    HEAD,
+    PIECE,
+    ROOM,
+    SCORED,
+    PassShape,
+    PlannedPass,
+    memory_unit,
+    plan_pass,
+    rows_at_once,
+)
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import Layout, padded
+from platform.plan.language.ops import lengthened
+from platform.plan.memory.meter import Meter
+from platform.plan.operations.storages import Value
+
+
+class MeteredPass(Meter):
+    """Runs a pass of generation on storages that only count bytes, in the same steps as
+    `platform.parallel.pass_ops.PassOps` runs it on tensors."""
+
+    def __init__(self, plan: Plan, at: Mapping[str, int], device: str, capacity: int):
+        super().__init__(settled(plan, device, 0.0), 0.0, at, device)
+        self._capacity, self.grad = capacity, False
+        self.ahead = Ahead(self.plan, lambda p, conversion: self.forward(self.parameter(p), conversion), on=False)
+        self._blocks: dict[str, tuple[Value, Value]] = {}  # keys and values, which stay
+
+    def remembered(self, spec):
+        return lengthened(spec, self._capacity)
+
+    def remember(self, name, k, v, kv):
+        out = self.remembered(kv)
+        if not k.elements:
+            return k, v, out
+        if name not in self._blocks:
+            self._blocks[name] = self.block(out), self.block(out)
+        return *self._blocks[name], out
+
+    def recall(self, name, k, v, kv):
+        if k is not None:
+            self._blocks[name] = k, v
+        return self._blocks[name]
+
+
+def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
+    """Return the shape of the passes that score texts of `length` tokens, as many as a pass of training has sequences.
+    `source`: tokens that an encoder reads, 0 without."""
+    capacity = padded(length + 1, lcm(ROOM, memory_unit(plan.scheme, plan.mesh)))
+    rows = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
+    tokens = min(SCORED, length)
+    return PassShape(tokens, rows, capacity, tokens, reads=source > 0)
+
+
+def reading_shape(scored: PassShape, length: int) -> PassShape:
+    """Return the shape of the passes that read texts to be continued, of the size of those that are `scored`."""
+    return PassShape(min(PIECE, length), scored.batch, scored.capacity, 1, scored.reads)
+
+
+def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: int, device: str) -> int:
+    """Return the bytes that passes of a `shape` take at their peak, with what they leave in the cache, on a stage's
+    worker that has a block of every tensor. `model`: that of the run, as passes run it."""
+    found, at = plan_pass(plan, model, shape, stage), {**plan.mesh.coordinates(0), "stage": stage}
+    meter = MeteredPass(found.body, at, device, shape.capacity)
+    for chunk in found.body.chunks:
+        _run(meter, model, found, chunk, chunk.number == plan.chunks[-1].number)
+    return meter.ledger.peak
+
+
+def _run(meter: MeteredPass, model: RecordableModel, found: PlannedPass, chunk: Chunk, last: bool) -> None:
+    """Count the pass of one chunk and, if it is the last, the head and what is computed of its logits."""
+    flow = {name: meter.block(spec) for name, spec in chunk.receives}
+    readers = {(name, o.tokens): o.token_count for o in chunk.operations.values() for name in o.operation.reads}
+    tokens = meter.integers(sum(readers.values()))
+    inputs = {name: name for name in (*model.inputs, "positions", "begins")}
+    meter.begin(chunk)
+    out = model.part(meter, inputs, {**found.told, **flow}, chunk.units)  # type: ignore[attr-defined]
+    if last:
+        head = MeteredPass(found.head, meter.at, meter.device, 0)
+        head.ledger = meter.ledger
+        stream = out["stream"]
+        asked = Value(stream.storage, stream.elements // found.body.sizes["length"] * found.head.sizes["length"])
+        flow = {"memory": None, "stream": asked}  # type: ignore[dict-item]
+        _choose(head, found, model.part(head, {}, flow, (HEAD,))["logits"])  # type: ignore[attr-defined]
+    meter.end()
+    del tokens
+
+
+def _choose(meter: MeteredPass, found: PlannedPass, logits: Value) -> None:
+    """Count what is computed of logits: vocab is gathered, and probabilities are of the type of statistics."""
+    planner, spec = found.head.planner, found.logits
+    layouts = planner.layout(spec), Layout.of({"batch": planner.layout(spec)["batch"]})
+    steps = Conversion(relayout_steps(spec.dims, *layouts), ())
+    whole = meter.forward(logits, planner.shaped(steps, spec, *layouts))
+    n = prod(found.head.local_shape(spec)) and whole.elements
+    wide = meter.widened(whole.storage, n)
+    del logits
+    probabilities = meter.new(n, meter.wide)
+    del wide, probabilities

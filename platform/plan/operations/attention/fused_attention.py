@@ -1,0 +1,83 @@
+"""Attention in one fused kernel."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import prod
+
+from platform.plan.language.attention_kernels import MATH
+from platform.plan.language.ops import scores_of
+from platform.plan.operations.attention.hiding import hides, reads_of
+from platform.plan.operations.attention.kernel_memory import (
+    KEEP_ORDER,
+    AttentionBlock,
+    by_math,
+    hidden,
+    in_one_kernel,
+    permuted,
+)
+from platform.plan.operations.op import Op, extents, planned, where_present
+from platform.plan.operations.storages import Value
+
+
+class FusedAttentionOp(Op):
+    """scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v have the same dims with a
+    length of their own; what hides scores, and `bias`, as in softmax. Dropout of its probabilities is drawn by the
+    kernel itself."""
+
+    def record(self, ops, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+        if bias:
+            ops.check(bias, scores_of(spec, kv))
+        more = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel}
+        more |= hides(name, causal, window, mask, begins)
+        return ops.record(self.kind, name, [q, k, v], [spec, kv, kv], [spec], [mask, begins], **more)
+
+    def plan(self, planner, operation):
+        layout, key = planner.layout(operation.outputs[0]), operation.inputs[1]
+        return planned(planner, operation, layout, **reads_of(planner, operation, layout, key, "length"))
+
+    def flops(self, operation, sizes):
+        query, key, _ = operation.inputs
+        space = {**extents(query, sizes), **extents(key.renamed("length", "memory_length"), sizes)}
+        return 2 * 2 * prod(space.values())
+
+    @where_present
+    def run(self, ops, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+        from torch.nn.functional import scaled_dot_product_attention
+
+        order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
+        back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
+        q, k, v = (t.permute(order) for t in (q, k, v))
+        positions = ops.kernels.positions
+        padding = None if mask is None else positions.padding_mask(mask[self.kind, name])
+        starts = None if begins is None else begins[self.kind, name]
+        whole = not causal or q.shape[2] == k.shape[2]  # else q's are the last of all positions, not the first
+        if bias is None and padding is None and starts is None and not window and whole:
+            seen = None
+        elif bias is None and padding is None:
+            seen, causal = ops.seen(q, k, window, starts), False
+        else:
+            behind = positions.unseen(*ops.lengths(q, k), window, starts) if causal else None
+            seen, causal = positions.attention_mask(q, behind, padding, bias), False
+        rate = ops.dropout_rate if ops.position.training else 0.0
+        more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
+        kernel = ops.planned(self.kind, name).operation["kernel"]
+        with ops.seeded(name, spec, q.device) if rate else nullcontext(), ops.in_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
+
+    @where_present
+    def meter(self, ops, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+        query, key = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv))
+        documents = begins is not None
+        hiding = {"causal": causal, "masked": mask is not None or documents, "biased": bias is not None}
+        block = AttentionBlock.of(query, key, **hiding)
+        if bias is None and mask is None and (window or documents):
+            added: Value | None = ops.seen(block, window, documents)
+        else:
+            added = hidden(ops, block, bias)
+        kernel = ops.planned(self.kind, name).operation["kernel"]
+        if block.batch > 1 and block.length > 1 and not (ops.device == "cuda" and kernel in KEEP_ORDER):
+            q, k, v = (permuted(ops, x) for x in (q, k, v))
+        if kernel == MATH:
+            return by_math(ops, block, (q, k, v), added, ops.dropout_rate)
+        return in_one_kernel(ops, block, ops.block(spec), (q, k, v), added)

@@ -1,0 +1,139 @@
+"""Memory model of attention by kernel: one that is fused keeps a statistic per row of the scores, torch's math path the
+probabilities, and under dropout what it multiplied them by and the product too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
+
+KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory as Q, K and V do
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Extents of a worker's block of an attention, and what hides scores in it: `causal`, `masked` (padding); `biased`:
+    a learned bias is added to them."""
+
+    batch: int
+    heads: int
+    length: int
+    memory_length: int
+    d_kv: int
+    causal: bool
+    masked: bool
+    biased: bool
+
+    @classmethod
+    def of(cls, query: Mapping[str, int], key: Mapping[str, int], **hides: bool) -> AttentionBlock:
+        """Make it of the local extents of Q and K by dim."""
+        return cls(query["batch"], query["heads"], query["length"], key["length"], query["d_kv"], **hides)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads * self.length
+
+    @property
+    def scores(self) -> int:
+        return self.rows * self.memory_length
+
+
+def permuted(ops, x: Value) -> Value:
+    """Return an operand whose gradient will have its dims in attention's order."""
+    out = Value(x.storage, x.elements)
+
+    def backward(gs: Gradients, _: Saved) -> Gradients:
+        if gs[0]:
+            gs[0].permuted = True
+        return gs
+
+    ops.note([out], [x], (), backward)
+    return out
+
+
+def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
+    """Count what is added to the scores, as `platform.parallel.kernels.positions.attention_mask` makes it; None where
+    the kernel itself hides what is ahead, and nothing else is hidden."""
+    if bias is None and not a.masked:
+        return None
+    n = (a.batch if a.masked else 1) * (a.length if a.causal else 1) * a.memory_length
+    unseen = ops.integers(n, 1)
+    if bias is None:
+        seen = ops.integers(n, 1)
+        floats = Value(ops.new(n), n)  # torch makes floats of booleans
+        del seen
+        return floats
+    n = (a.batch if a.masked else 1) * bias.elements
+    return ops.plain(Value(ops.new(n), n), [bias], (unseen,), n if a.masked else 0)
+
+
+def in_one_kernel(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], added: Value | None) -> Value:
+    """Count an attention of Q, K and V, the `operands`, that one kernel computes: it keeps these, its result `out`, the
+    log-sum-exp of each row and what is `added` to the scores."""
+    saved = [*(x.storage for x in operands), out.storage, ops.new(a.rows, ops.wide)]
+    if added is None:
+        return ops.plain(out, operands, tuple(saved))
+    ins = [*operands, added] if a.biased else operands
+    return ops.plain(out, ins, (*saved, added.storage), a.scores if a.biased else 0)
+
+
+def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | None, dropout: float) -> Value:
+    """Count an attention of Q, K and V, the `operands`, that torch's math path computes operation by operation, in the
+    type of statistics; return its result."""
+    narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
+    if narrow:
+        q, k, v = (ops.plain(Value(ops.new(x.elements, ops.wide), x.elements), [x]) for x in operands)
+    scaled = [_step(ops, q.elements, [q])]
+    ahead = [ops.new(a.length * a.memory_length, ops.wide)] if a.causal and not added else []
+    whole = a.batch * a.heads * a.memory_length * a.d_kv
+    if k.elements < whole:  # every head's own copy of K and V
+        k, v = (_step(ops, whole, [x]) for x in (k, v))
+    scaled.append(_step(ops, whole, [k]))
+    scores = _step(ops, a.scores, scaled, [x.storage for x in scaled])
+    if a.causal or added:
+        scores = _sum(ops, scores, added if a.biased else None)
+    scores = _step(ops, a.scores, [scores], keeps=True)  # softmax
+    if dropout:
+        scores = _step(ops, a.scores, [scores], [ops.new(a.scores, ops.wide)])
+    # values that are a slice of a larger tensor do not lie as their matrix product wants them: it copies them
+    sliced = not narrow and v.storage is not None and v.storage.counted > v.elements
+    values = ops.new(v.elements) if sliced else v.storage
+    probabilities = ops.new(a.scores) if narrow else None  # which torch returns beside the result
+    out = _step(ops, a.rows * a.d_kv, [scores, v], [scores.storage, values])
+    del ahead, probabilities
+    return _narrowed(ops, out) if narrow else out
+
+
+def _step(
+    ops,
+    elements: int,
+    ins: Sequence[Value],
+    saved: Sequence[MeteredStorage | None] = (),
+    *,
+    keeps: bool = False,
+) -> Value:
+    """Record an operation whose result and gradients are of the type of statistics. `keeps`: it keeps its result."""
+    out, sizes = Value(ops.new(elements, ops.wide), elements), [x.elements for x in ins]
+    kept = (*saved, out.storage) if keeps else tuple(saved)
+    ops.note([out], ins, kept, lambda gs, _: [ops.new(n, ops.wide) for n in sizes])
+    return out
+
+
+def _sum(ops, scores: Value, bias: Value | None) -> Value:
+    """Record the sum of scores and what is added to them, of which a `bias` has a gradient."""
+    n, ins = scores.elements, [scores, bias] if bias else [scores]
+    out, sizes = Value(ops.new(n, ops.wide), n), [x.elements for x in ins]  # its gradient is that of the scores
+
+    def backward(gs: Gradients, _: Saved) -> Gradients:
+        return [gs[0] if size == n else ops.new(size) for size in sizes]
+
+    ops.note([out], ins, (), backward)
+    return out
+
+
+def _narrowed(ops, x: Value) -> Value:
+    """Record the cast of a result back to the compute type."""
+    out, n = Value(ops.new(x.elements), x.elements), x.elements
+    ops.note([out], [x], (), lambda gs, _: [ops.new(n, ops.wide)])
+    return out

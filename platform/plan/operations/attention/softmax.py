@@ -1,0 +1,76 @@
+"""Softmax, of attention scores or over any dim."""
+
+from __future__ import annotations
+
+from math import inf, prod
+
+from platform.plan.operations.attention.hiding import hides, reads_of
+from platform.plan.operations.op import Op, planned, where_present
+
+
+class SoftmaxOp(Op):
+    """softmax(scale * x + bias) of an activation over `dim`. For attention scores [... length memory_length] only:
+    `causal` hides positions memory_length > length, and with it `window`, if not 0, those at or before length - window
+    (Beltagy et al. 2020), and `begins`, a data tensor [length, batch], those before the position that it gives; `mask`
+    is a data tensor [memory_length, batch] whose padding is hidden; `bias` comes from `relative_bias`. It reads `mask`
+    or `begins`, not both."""
+
+    def record(
+        self, ops, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None, begins=None,
+        bias=None,
+    ):  # fmt: skip
+        ops.check(bias or x, spec)
+        hidden = hides(name, causal, window, mask, begins)
+        return ops.record(self.kind, name, [x], [spec], [spec], [mask, begins], dim=dim, scale=scale, **hidden)
+
+    def plan(self, planner, operation):
+        """Plan maximum and sum of a split dim, all-reduced forward, and one sum backward."""
+        spec, dim = operation.inputs[0], operation["dim"]
+        layout, shape = planner.layout(spec), planner.shape(spec)
+        rows = prod(shape) // shape[spec.dims.index(dim)]
+        over, only = layout[dim], layout.only
+        forward, backward = (planner.statistics(over, only, rows, phase) for phase in ("forward", "backward"))
+        read = reads_of(planner, operation, layout, spec, "memory_length")
+        return planned(planner, operation, layout, statistics=[*forward * 2, *backward], over=over, **read)
+
+    @where_present
+    def run(
+        self, ops, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None, begins=None,
+        bias=None,
+    ):  # fmt: skip
+        found, positions = ops.planned(self.kind, name), ops.kernels.positions
+        x = x * scale
+        if bias is not None:
+            x = x + bias
+        if causal:
+            length, memory = (ops.positions(spec, d, x.device) for d in ("length", "memory_length"))
+            starts = None if begins is None else begins[self.kind, name]
+            x = x.masked_fill(positions.unseen(length, memory, window, starts), -inf)
+        if mask is not None:
+            x = x.masked_fill(positions.padding_mask(mask[self.kind, name]), positions.least_number(x.dtype))
+        x = ops.without_padding(x, spec, [dim], -inf)
+        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over)
+
+    @where_present
+    def meter(
+        self, ops, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None, begins=None,
+        bias=None,
+    ):  # fmt: skip
+        n, shape = x.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
+        x = ops.plain(ops.tensor(n), [x])  # scaled
+        if bias is not None:
+            scores, size = x, bias.elements
+            x = ops.tensor(n)
+            ops.note([x], [scores, bias], (), lambda gs, _: [gs[0], ops.new(size)])
+            del scores
+        if causal:
+            positions = shape["length"] * shape["memory_length"]
+            x = ops.plain(ops.tensor(n), [x], (ops.integers(positions * (1 if begins is None else shape["batch"]), 1),))
+        if mask is not None:
+            x = ops.plain(ops.tensor(n), [x], (ops.integers(shape["batch"] * shape["memory_length"], 1),))
+        if over := ops.planned(self.kind, name).over:
+            part = ops.new(n, ops.wide)
+            part = ops.new(n, ops.wide)
+            del part
+        out = ops.block(spec)
+        return ops.plain(out, [x], (out.storage,), n if over else 0)

@@ -1,0 +1,303 @@
+"""Einsums: products of an activation with parameters (`project`) or with another activation (`einsum`); groups of them
+that share a gather, and SUMMA's panels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import lcm, prod
+from typing import Any
+
+from platform.plan.communication.planned import (
+    JOINS_GRADIENTS,
+    Collective,
+    Einsum,
+    EinsumGroup,
+    Panels,
+    PlannedOperation,
+    shapes,
+)
+from platform.plan.communication.planner import Planner
+from platform.plan.communication.rule import Contraction, Conversion
+from platform.plan.language.layout import Layout
+from platform.plan.language.mesh import Mesh
+from platform.plan.language.ops import Parameter
+from platform.plan.operations.op import Op, extents
+from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
+
+
+class _Products(Op):
+    """Products of the first input with each of the others, one result each."""
+
+    def plan(self, planner, operation):
+        """Plan compute layouts, conversions and collectives of the einsums; those that convert x to the same compute
+        layout form a group, which gathers x once."""
+        x, regathers = operation.inputs[0], planner.scheme.gathered == "again"
+        grouped: dict[tuple[Conversion, Layout], list[tuple[Einsum, Contraction]]] = {}
+        for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
+            c = planner.einsum(x, operand, out)
+            enter_operand = c.inputs[1]
+            if isinstance(operand, Parameter):
+                enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
+            einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers)
+            grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims)), []).append((einsum, c))
+        groups, found = [], []
+        for (enter_x, _), entries in grouped.items():
+            group = EinsumGroup(enter_x, tuple(einsum for einsum, _ in entries), regathered=regathers)
+            if planner.scheme.gathered == "panels":
+                group = _split_into_panels(group, planner.mesh) or group
+            groups.append(group)
+            found += _group_collectives(planner, group, entries[0][1].compute.only)
+        contractions = [c for entries in grouped.values() for _, c in entries]
+        axes = tuple(dict.fromkeys(a for c in contractions for a in c.axes))
+        only = tuple(a for a in contractions[0].compute.only if all(a in c.compute.only for c in contractions))
+        return PlannedOperation(operation, tuple(found), groups=tuple(groups), compute_axes=axes, only=only)
+
+    def computes_on(self, planner, operation):
+        x, pairs = operation.inputs[0], zip(operation.inputs[1:], operation.outputs, strict=True)
+        return [planner.einsum(x, y, out).axes for y, out in pairs if isinstance(y, Parameter)]
+
+    def flops(self, operation, sizes):
+        x = extents(operation.inputs[0], sizes)
+        return sum(2 * prod({**x, **extents(y, sizes)}.values()) for y in operation.inputs[1:])
+
+
+class ProductOp(_Products):
+    """Einsum of two activations as `out`. A dim that `out` lacks is contracted: both have it."""
+
+    def record(self, ops, name, x, x_spec, y, y_spec, out):
+        return ops.record(self.kind, name, [x, y], [x_spec, y_spec], [out])
+
+    def run(self, ops, name, x, x_spec, y, y_spec, out):
+        return _run(ops, ops.planned(self.kind, name), x, [y], [out])[0]
+
+    def meter(self, ops, name, x, x_spec, y, y_spec, out):
+        return _meter(ops, ops.planned(self.kind, name), x, [y], [out])[0]
+
+
+class ProjectOp(_Products):
+    """Einsums of activation x with several parameters `weights`, one result per weight and its type in `outs`; those
+    with equal compute layouts share one gather of x and one reduction of its gradient. `biases`, one per weight or
+    none, are added once, in the output layout."""
+
+    def record(self, ops, x, spec, weights, outs, biases=()):
+        ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs)
+        found = [ops.symbol(out) for out in outs]
+        for y, bias, out in zip(found, biases, outs, strict=bool(biases)):
+            ops.shift(y, out, bias)
+        return tuple(found)
+
+    def run(self, ops, x, spec, weights, outs, biases=()):
+        return _project(_run, ops, x, weights, outs, biases)
+
+    def meter(self, ops, x, spec, weights, outs, biases=()):
+        return _project(_meter, ops, x, weights, outs, biases)
+
+
+def _project(compute, ops, x, weights, outs, biases):
+    """Return the products of x with parameters by `compute`, and their biases: added in the product where nothing is
+    converted between, else by operations of their own."""
+    found = ops.planned("project", weights[0].name)
+    fused = found.adds(ops.planned("shift", b.name) for b in biases)
+    added = [ops.parameter(b) for b in biases] if fused else []
+    results = compute(ops, found, x, [ops.parameter(w) for w in weights], outs, added, ops.deferred)
+    return tuple(map(ops.shift, results, outs, biases) if biases and not fused else results)
+
+
+def _run(ops, planned, x, operands, outs, biases=(), deferred=None):
+    """Compute the planned einsums of the activation x with `operands` (parameters or one activation), group by group,
+    and return the outputs in the order of `operands`. `biases`, `deferred`: see
+    `platform.parallel.kernels.einsum.einsums`."""
+    results: dict[int, Any] = {}
+    for number, group in enumerate(planned.groups):
+        indices = [e.index for e in group.einsums]
+        added = [biases[i] for i in indices] if biases else ()
+        mine = [operands[i] for i in indices]
+        found = ops.kernels.einsum.einsums(ops.coming(planned, number), x, mine, added, deferred=deferred)
+        results.update(zip(indices, found, strict=True))
+    return tuple(results[i] for i in range(len(operands)))
+
+
+def _meter(ops, planned, x, operands, outs, biases=(), deferred=None):
+    """Count the einsums of a planned operation of activation x with `operands`, group by group: in SUMMA panels, as
+    local products, or with communication; return their results in the order of `outs`."""
+    results: dict[int, Value] = {}
+    for number, group in enumerate(planned.groups):
+        mine = [operands[e.index] for e in group.einsums]
+        if group.panels:
+            found = _meter_panels(ops, group, ops.apply(x, group.x), mine, outs)
+        elif group.local and not any(isinstance(w.key, str) for w in mine):
+            there = [ops.block(outs[e.index]) for e in group.einsums]
+            found = [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, mine, strict=True)]
+        else:
+            added = [biases[e.index] for e in group.einsums] if biases else []
+            found = _meter_group(ops, planned, number, x, mine, added, deferred)
+        results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
+    return tuple(results[i] for i in range(len(operands)))
+
+
+def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
+    """Return the group of einsums computed by SUMMA, one panel of the contracted dim at a time, or None if it cannot
+    be: x and all operands must gather one contracted dim in their last step, and no einsum's output may need a
+    conversion."""
+    if any(e.output.forward or e.output.backward for e in group.einsums):
+        return None
+    for dim in group.x_dims:
+        if not all(dim in e.dims and dim not in e.out_dims for e in group.einsums):
+            continue
+        x, x_axes = _without_gather(group.x, group.x_dims.index(dim), mesh)
+        operands = [_without_gather(e.operand, e.dims.index(dim), mesh) for e in group.einsums]
+        axes = operands[0][1]
+        if all(taken == axes for _, taken in operands) and (x_axes or axes):
+            count = lcm(mesh.extent(x_axes), mesh.extent(axes))
+            einsums = (replace(e, operand=rest) for e, (rest, _) in zip(group.einsums, operands, strict=True))
+            return EinsumGroup(x, tuple(einsums), Panels(dim, x_axes, axes, count))
+    return None
+
+
+def _without_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conversion, tuple[str, ...]]:
+    """Return an operand's conversion without its last step, and that step's axes, if the step all-gathers the dim at
+    `position` and its adjoint is a reduce-scatter; else the conversion itself and (). SUMMA broadcasts panels in place
+    of that gather."""
+    if c.forward and c.backward:
+        last, first = c.forward[-1], c.backward[0]
+        if (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position:
+            *_, (_, split, _) = shapes(c.forward, c.before, mesh)
+            return Conversion(c.forward[:-1], c.backward[1:], c.before, split), last.axes
+    return c, ()
+
+
+def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ...]) -> list[Collective]:
+    """Return every collective, forward and backward, of a group of einsums that the ranks at index 0 of the axes `only`
+    compute."""
+    found = planner.collectives(group.x, group.regathered)
+    if panels := group.panels:
+        found += _panel_collectives(panels, panels.x_axes, group.x, planner.mesh, only)
+    for e in group.einsums:
+        found += planner.collectives(e.operand, e.regathered)
+        if panels:
+            found += _panel_collectives(panels, panels.operand_axes, e.operand, planner.mesh, only)
+        found += planner.collectives(e.output)
+    return found
+
+
+def _panel_collectives(
+    panels: Panels, axes: tuple[str, ...], operand: Conversion, mesh: Mesh, only: tuple[str, ...]
+) -> list[Collective]:
+    """Return the collectives by which SUMMA passes one operand of a group, split over `axes`, around in panels: each
+    panel is broadcast in both passes, and its gradient is reduced. `operand`: its remaining conversion; `only`: the
+    axes at whose index 0 alone ranks compute."""
+    if not axes:
+        return []
+    elements = panels.elements(prod(operand.after), axes, mesh)
+    kinds = [("broadcast", "forward"), ("broadcast", "backward"), ("reduce", "backward")]
+    return [Collective(op, axes, elements, "compute", phase, only) for op, phase in kinds for _ in range(panels.count)]
+
+
+def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred) -> list[Value]:
+    """Count group `number` of an operation's einsums of x with `operands`, as
+    `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
+    return them."""
+    group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
+    einsums = group.einsums
+    local = ops.operands(use, group, operands)
+    whole = ops.forward(x, group.x)
+    ops.ahead.onward(use)
+    joined = group.joinable and _follow(ops, operands) and (not biases or _follow(ops, biases))
+    products = _products(ops, planned, group, joined)
+    found = [ops.forward(y, e.output) for y, e in zip(products, einsums, strict=True)]
+    del products
+    stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
+    saved = tuple((s if again else t).storage for s, t, again in zip(stored, [whole, *local], regathered, strict=True))
+    widths, lengths = [w.elements for w in stored], [y.elements for y in found]
+    width, *sizes = [w.elements for w in (whole, *local)]
+    keys = [w.key for w in (*operands, *biases)]
+    added = [b.elements for b in biases]
+
+    def rest(held: tuple) -> Gradients:
+        """Count the gradients of operands and biases from what is `held`: in place where a parameter has one."""
+        products = [_product(ops, k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
+        # all of them are there until the first is reduced
+        steps = [
+            g and ops.convert(g, n, e.operand.backward, e.operand.after)[0]
+            for g, n, e in zip(products, sizes, einsums, strict=True)
+        ]
+        steps += [ops.new(n) for n in added]
+        for i, key in enumerate(keys):
+            if isinstance(key, str) and (g := steps[i]):
+                if not ops.leaves.in_place(key):
+                    ops.leaves.setdefault(key, g)
+                steps[i] = None
+        return steps
+
+    def backward(gs: Gradients, saved: Saved) -> Gradients:
+        local = [
+            ops.convert(g, n, e.output.backward, e.output.after)[0]
+            for g, n, e in zip(gs, lengths, einsums, strict=True)
+        ]
+        local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
+        stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
+        kept = ops.operands(use, group, stored, back=True)
+        x = ops.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
+        ops.ahead.onward(use, back=True)
+        if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
+            local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
+        total = ops.new(width)  # until it is reduced, after the operands' gradients
+        dx = ops.convert(total, width, group.x.backward, group.x.after)[0]
+        if deferred is None:
+            return [dx, *rest((x, local))]
+        del kept, total
+        deferred.append(partial(rest, (x, local)))
+        return [dx, *(None for _ in keys)]
+
+    ops.note(found, [x, *operands, *biases], saved, backward)
+    return found
+
+
+def _products(ops, planned, group: EinsumGroup, joined: bool) -> list[Value]:
+    """Count the products of a group, not yet converted: one storage where the parameters are one matrix."""
+    products = [ops.inner(planned, e.output) for e in group.einsums]
+    if not joined:
+        return products
+    sizes = [y.elements for y in products]
+    del products
+    one = ops.new(sum(sizes))
+    return [Value(one, n) for n in sizes]
+
+
+def _follow(ops, operands: Sequence[Value]) -> bool:
+    """Return True if operands are parameters that lie one after another in a bucket."""
+    names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
+    return len(names) == len(operands) and ops.plan.bucket_of[names[0]].stretch(names) is not None
+
+
+def _product(ops, key, elements: int, operand: Conversion) -> MeteredStorage | None:
+    """Count the gradient of an einsum's operand, not yet reduced: that of a parameter in its own layout is added
+    where it stays."""
+    return None if not operand.backward and ops.in_place(key) else ops.new(elements)
+
+
+def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:
+    """Count one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current and next
+    panel of both operands, and a product; return the results."""
+    einsums, panels, mesh = group.einsums, group.panels, ops.plan.mesh
+    assert panels
+    local = [ops.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
+    sizes = [w.elements for w in local]
+    axes = [panels.x_axes, *(panels.operand_axes for _ in einsums)]
+    pairs = zip([x.elements, *sizes], axes, strict=True)
+    one = sum(panels.elements(n, a, mesh) if a else 0 for n, a in pairs)  # no axes: a view
+    found = [ops.block(outs[e.index]) for e in einsums]
+    ops.new(2 * one + sum(y.elements for y in found))
+    kept = [w if e.regathered else here for w, here, e in zip(operands, local, einsums, strict=True)]
+    width = x.elements
+
+    def backward(gs: Gradients, saved: Saved) -> Gradients:
+        dx, *dws = (ops.new(n) for n in (width, *sizes))
+        ops.new(one * (panels.count + 1))  # parts of all panels until reduced, and the last panel
+        triples = zip(dws, sizes, einsums, strict=True)
+        return [dx, *(ops.convert(w, n, e.operand.backward, e.operand.after)[0] for w, n, e in triples)]
+
+    ops.note(found, [x, *operands], (x.storage, *(w.storage for w in kept)), backward)
+    return found

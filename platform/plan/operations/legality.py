@@ -1,0 +1,96 @@
+"""Legality of a plan: one message per violation, with the nearest legal values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from platform.plan.communication.planner import Planner
+from platform.plan.language.numbers import divisors
+from platform.plan.language.ops import Operation, Spec
+from platform.plan.operations.words import partial_gradients, plan_operation
+
+_ELSEWHERE = "on another axis, or on none"
+KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
+
+
+class IllegalPlan(ValueError):
+    """Error for layouts, sizes or stages under which a model cannot be executed. `violations` has one line each."""
+
+    def __init__(self, violations: Sequence[str]):
+        self.violations = list(violations)
+        super().__init__("\n".join(self.violations))
+
+
+def violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
+    """Check a model's operations under a scheme before they are planned: return one message per axis that would split
+    two dims of a tensor and per dim that its axes do not divide, with the places and the nearest legal values.
+
+    If there are none, return one message per operation whose iteration space is illegal. `microbatch`: sequences per
+    microbatch and replica.
+    """
+    clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
+    splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
+    for o in operations:
+        for t in (*o.inputs, *o.outputs):
+            layout = planner.layout(t)
+            if clash := layout.conflict():
+                clashes[clash][f"{o.kind} {o.name}: {t if isinstance(t, Spec) else ' '.join(t.dims)}"] = None
+            sizes = {**planner.sizes_of(t), "batch": microbatch}
+            for d, axes in layout.items():
+                splits[d, sizes[d], axes][t.region if isinstance(t, Spec) else "parameters"] = None
+    lines = [_clash(*clash, list(found)) for clash, found in clashes.items()]
+    for (d, size, axes), regions in splits.items():
+        if line := _indivisible(planner, d, size, axes, list(regions)):
+            lines.append(line)
+    if not lines:  # every tensor is legal; a clash can still arise in an operation's iteration space
+        fine = set()  # operations already planned, without names: layers are alike
+        for o in operations:
+            if (alike := o.anonymous) in fine:
+                continue
+            try:
+                partial_gradients(planner, o)
+                plan_operation(planner, o)
+                fine.add(alike)
+            except ValueError as error:
+                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
+    return lines
+
+
+def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
+    """Return the message that `axis` would split both dims `first` and `second` of the tensors described in `found`."""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {found[0]}{more};"
+        f" legal: {first} or {second} {_ELSEWHERE}"
+    )
+
+
+def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
+    """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `found`, with the
+    nearest legal sizes of both, or None if they do. Replicas always divide batch; vocab is padded."""
+    axes = [a for a in axes if (d, a) not in (("batch", "data"), ("batch", "zero"))]
+    n = planner.mesh.extent(axes)
+    if d == "vocab" or size % n == 0:
+        return None
+    own = d in ("length", "memory_length") and size != planner.sizes[d]
+    key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
+    whole = divisors(size)
+    parts = [max(k for k in whole if k < n), *(k for k in whole if k > n)][:2]
+    product = " x ".join(planner.scheme.key(a) for a in axes)
+    given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
+    sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
+    either = f"{key}={sizes}, or " if sizes else ""
+    return (
+        f"{key}={size} is not divisible by {given} ({', '.join(found)});"
+        f" nearest legal: {either}{product}={' or '.join(map(str, parts))}"
+    )
+
+
+def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
+    """Return the sizes of dim `d` next below and next above `size` that n ranks divide, 0 for none: multiples of n; for
+    heads, which share d_model, only divisors of it."""
+    if d == "heads":
+        legal = [k for k in divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
+        return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]
+    return [size // n * n, size // n * n + n]  # `size` itself is no multiple

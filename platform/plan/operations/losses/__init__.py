@@ -1,0 +1,1 @@
+"""Operations that end the forward pass: losses of labels and of targets"""

@@ -1,0 +1,132 @@
+"""Base of the operations that models are written in: one class each, which says all that is known of an operation.
+
+| method | who calls it | what it says |
+|---|---|---|
+| `record` | `Recorder`, which reads a model | dims in and out, attributes and the data that is read: an `Operation` |
+| `plan` | `plan_operation`, on the driver | how it splits: compute layout, conversions, collectives with their sizes |
+| `flops` | placement of layers on stages | multiplications and additions of all ranks together |
+| `run` | `ParallelOps`, on a rank | the forward pass on the rank's blocks; autograd derives the backward pass |
+| `meter` | `Meter`, which forecasts memory | bytes: what is allocated, kept for the backward pass, and taken there |
+
+An operation that is said in others (a residual connection: dropout, then a sum) has `compose` in place of them. `ops`
+is the one who calls. No module here imports torch where it is imported itself, as a plan is made without torch: `run`
+computes with the methods of tensors and with `ops.kernels`, the modules of `platform.parallel.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from math import prod
+from typing import Any
+
+from platform.plan.communication.planned import Collective, PlannedOperation
+from platform.plan.communication.planner import Planner
+from platform.plan.communication.rule import Conversion
+from platform.plan.language.layout import Layout
+from platform.plan.language.ops import Operation, Parameter, Spec
+
+
+class Op:
+    """Operation of the models' language, an attribute of `Ops` by its `kind`: on a recorder, `ops.norm(...)` is
+    `record`, on a rank `run`, on a memory meter `meter`, as `ops.method` says."""
+
+    kind: str
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.kind = name
+
+    def __get__(self, ops: Any, owner: type | None = None) -> Any:
+        return self if ops is None else partial(getattr(self, ops.method), ops)
+
+    def compose(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        """Say the operation in other ones."""
+        raise NotImplementedError(f"operation {self.kind} has neither this method nor `compose`")
+
+    def record(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        return self.compose(ops, *arguments, **options)
+
+    def run(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        return self.compose(ops, *arguments, **options)
+
+    def meter(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        return self.compose(ops, *arguments, **options)
+
+    def whole(self, operation: Operation) -> Sequence[str]:
+        """Return the dims along which a rank reads whole rows: gathered before, and split again after."""
+        return ()
+
+    def plan(self, planner: Planner, operation: Operation) -> PlannedOperation:
+        """Plan the operation in the layout of its result, but for the dims `whole`; a data tensor that it reads is laid
+        out as its result. Raises ValueError if its layouts do not allow computing it."""
+        out, dims = operation.outputs[0], self.whole(operation)
+        layout, conversions = planner.layout(out), list[Conversion]()
+        if dims:
+            layout = layout.restrict([d for d in out.dims if d not in dims])
+            given = [t for t in operation.inputs if isinstance(t, Spec)]
+            conversions = [planner.enter(t, layout.restrict(t.dims), layout.axes) for t in given]
+            conversions.append(planner.split(out, layout))
+        read = reading(planner, out, layout.restrict(("length", "batch"))) if operation.reads else {}
+        return planned(planner, operation, layout, conversions, **read)
+
+    def computes_on(self, planner: Planner, operation: Operation) -> list[Sequence[str]]:
+        """Return the axes that split the iteration space in which each parameter is used; over those that do not split
+        the parameter itself, the backward pass leaves its gradient partial."""
+        return [planner.layout(operation.outputs[0]).axes for _ in operation.parameters]
+
+    def flops(self, operation: Operation, sizes: Mapping[str, int]) -> float:
+        """Return the forward FLOPs of matrix products, of all ranks together. `sizes`: global sizes of the model's
+        dims."""
+        return 0.0
+
+
+def where_present(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `run` or `meter` of an operation so that a rank that has no block of its first activation computes nothing,
+    and passes on an empty one that stays connected to the gradients of all of them."""
+
+    @wraps(method)
+    def call(self: Op, ops: Any, *arguments: Any, **options: Any) -> Any:
+        given = [a for a in (*arguments, *options.values()) if ops.is_block(a)]
+        return ops.empty_of(given) if ops.absent(given[0]) else method(self, ops, *arguments, **options)
+
+    return call
+
+
+def planned(
+    planner: Planner,
+    operation: Operation,
+    layout: Layout,
+    conversions: Sequence[Conversion] = (),
+    statistics: Sequence[Collective] = (),
+    **more: Any,
+) -> PlannedOperation:
+    """Assemble the plan of an operation that computes in `layout`: the collectives of its `conversions`, then those
+    that merge its `statistics` (such as the maximum of a softmax) over ranks. `more`: values of further fields of
+    PlannedOperation, by name."""
+    moved = [c for conversion in conversions for c in planner.collectives(conversion)]
+    at = {"compute_axes": layout.axes, "only": layout.only, **more}
+    return PlannedOperation(operation, (*moved, *statistics), conversions=tuple(conversions), **at)
+
+
+def with_vectors(planner: Planner, operation: Operation, statistics: Sequence[Collective] = (), **more: Any) -> Any:
+    """Plan an operation in the layout of its activation, to which its parameters, vectors of some of the dims, are
+    converted. `statistics` and `more` as in `planned`."""
+    have = planner.layout(operation.inputs[0])
+    conversions = [
+        planner.parameter_conversion(operation, p, planner.enter(p, have.restrict(p.dims), have.axes))
+        for p in operation.parameters
+    ]
+    return planned(planner, operation, have, conversions, statistics, **more)
+
+
+def reading(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: str = "length") -> dict[str, Any]:
+    """Return the fields `tokens` and `token_count` for the plan of an operation that reads a data tensor (token ids,
+    labels, a mask) in the layout `tokens` over batch and length; the data tensor is as long as dim `length` of `spec`.
+    """
+    sizes = {"batch": planner.sizes["batch"], "length": planner.sizes_of(spec)[length]}
+    return {"tokens": tokens, "token_count": prod(n // planner.mesh.extent(tokens[d]) for d, n in sizes.items())}
+
+
+def extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the global size of each dim of a tensor. `sizes`: those of the model's dims."""
+    return {d: dict(tensor.sizes).get(d, sizes[d]) for d in tensor.dims}

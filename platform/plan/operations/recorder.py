@@ -1,0 +1,117 @@
+"""The recorder, which turns a model's forward pass into the list of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from platform.plan.language.attention_kernels import AUTO
+from platform.plan.language.functions import PLAIN, LabelLoss
+from platform.plan.language.mistakes import ModelMistake, check_specs
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
+from platform.plan.language.scheme import Scheme
+from platform.plan.operations.words import Ops
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """Stand-in for an activation while a model's forward pass is recorded; it carries only the type."""
+
+    spec: Spec
+
+
+@dataclass
+class Recorder(Ops):
+    """Records the operations of a model's forward pass as data, without computing anything; the scheme decides
+    `fuses_attention`. A data tensor is represented by its name. `loss`: what cross-entropy is in training."""
+
+    scheme: Scheme
+    dropout_rate: float = 0.0
+    recompute: Recompute = NO_RECOMPUTATION
+    fused_dropout: bool = False
+    attention_kernel: str = AUTO
+    loss: LabelLoss = PLAIN
+    operations: list[Operation] = field(default_factory=list)
+    kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
+    sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
+    declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
+    span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
+    spans: list[int] = field(default_factory=list)  # by operation
+    method = "record"
+    _names: set[tuple[str, str]] = field(default_factory=set)
+    _recomputing: bool = False
+
+    def recomputed(self, kind, function, spec, x, *more):
+        if kind == "full":
+            self.span += 1
+            out = self._recomputed(kind, function, spec, x, *more)
+            self.span += 1
+            return out
+        return self._recomputed(kind, function, spec, x, *more)
+
+    def _recomputed(self, kind, function, spec, x, *more):
+        """Record `function` as recomputed if activations of this `kind` are, as `recomputed` says."""
+        if kind != self.recompute.kind:
+            return function(x, *more)
+        self.check(x, spec)
+        self.kept.append(spec)
+        self._recomputing = True
+        out = function(x, *more)
+        self._recomputing = False
+        return out
+
+    def record(
+        self,
+        kind: str,
+        name: str,
+        x: Sequence,
+        inputs: Sequence,
+        outputs: Sequence[Spec],
+        reads: Sequence[str | None] = (),
+        **more: Any,
+    ) -> Any:
+        """Append an operation of a model to the list; return the symbol of its result, or a tuple of several. `x`: the
+        activations, checked against the types with which `inputs` starts; `reads`: the data tensors that it reads,
+        if not None; `more`: its attributes."""
+        for activation, declared in zip(x, inputs, strict=False):
+            self.check(activation, declared)
+        self._judge(kind, name, inputs, outputs)
+        attributes = tuple(sorted(more.items()))
+        read = tuple(name for name in reads if name)
+        operation = Operation(kind, name, tuple(inputs), tuple(outputs), attributes, read, self._recomputing)
+        self.operations.append(operation)
+        self.spans.append(self.span)
+        symbols = tuple(Symbol(s) for s in outputs)
+        return symbols[0] if len(symbols) == 1 else symbols
+
+    def _judge(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
+        """Refuse a recorded operation `kind` `name` of a model with ModelMistake if its inputs or outputs have an
+        unknown region or dim, if a parameter is not declared or declared otherwise, or if an operation of the same kind
+        already has the name."""
+        if self.sizes:
+            check_specs(f"{kind} {name}", [*inputs, *outputs], self.sizes)
+        for p in (t for t in inputs if isinstance(t, Parameter)):
+            if self.declared and self.declared.get(p.name) != p:
+                known = "is declared otherwise" if p.name in self.declared else "is not declared"
+                legal = self.declared if p.name not in self.declared else ()
+                raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
+        if (kind, name) in self._names:
+            raise ModelMistake(name, f"several operations {kind} have this name")
+        self._names.add((kind, name))
+
+    def check(self, x: Symbol, spec: Spec) -> None:
+        """Raise ModelMistake if a model passes something other than an activation, or one of another type than the
+        `spec` that it declares."""
+        if not isinstance(x, Symbol):
+            raise ModelMistake(type(x).__name__, f"what flows is what an operation returned, as {spec}")
+        if x.spec != spec:
+            raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
+
+    @staticmethod
+    def symbol(spec: Spec) -> Symbol:
+        """Return the symbol of an activation of type `spec`."""
+        return Symbol(spec)
+
+    def fuses_attention(self, name, spec):
+        return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)

@@ -1,0 +1,65 @@
+"""Dropout, and residual connections with dropout of what is added."""
+
+from __future__ import annotations
+
+from platform.plan.language.functions import EPS
+from platform.plan.operations.op import Op, where_present
+from platform.plan.operations.storages import INTEGER
+
+_PIECE = 1 << 15  # elements whose mask is drawn at once, as platform.parallel.kernels.dropout.DRAWN_AT_ONCE
+
+
+class DropoutOp(Op):
+    """Activation of which elements are dropped with probability `dropout_rate`, by masks that do not depend on the
+    plan."""
+
+    def record(self, ops, name, x, spec):
+        if not ops.dropout_rate:
+            ops.check(x, spec)
+            return x
+        return ops.record(self.kind, name, [x], [spec], [spec])
+
+    @where_present
+    def run(self, ops, name, x, spec):
+        drawing, kernel = ops.drawing(name, spec, x.device), ops.kernels.dropout
+        draw = ops.region(kernel.dropped) if ops.compiles else kernel.in_pieces
+        return kernel.dropout(x, drawing, draw) if drawing else x
+
+    @where_present
+    def meter(self, ops, name, x, spec):
+        if not ops.dropout_rate:
+            return x
+        drawn = 2 * min(x.elements, _PIECE)  # the states of the random numbers of a piece, before and after a shift
+        out = ops.block(spec)
+        ops.integers(drawn)
+        return ops.plain(out, [x], (), drawn, INTEGER)
+
+
+class ResidualOp(Op):
+    """x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
+
+    def compose(self, ops, name, x, y, spec):
+        return ops.pointwise("add", x, ops.dropout(name, y, spec))
+
+    def run(self, ops, name, x, y, spec):
+        drawing = None if ops.absent(x) or not ops.compiles else ops.drawing(name, spec, x.device)
+        return (
+            ops.kernels.residual.residual(x, y, drawing, ops.region) if drawing else self.compose(ops, name, x, y, spec)
+        )
+
+
+class ResidualNormOp(Op):
+    """The `residual` of x and y, and the `norm` of it, which the next layer reads."""
+
+    def compose(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
+        total = ops.residual(name, x, y, spec)
+        return total, ops.norm(total, spec, kind, gain, bias, eps)
+
+    def run(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
+        found = ops.planned("norm", gain.name)
+        if ops.absent(x) or not ops.compiles or found.over:
+            return self.compose(ops, name, x, y, spec, kind, gain, bias, eps)
+        first, *second = ops.converted(found)
+        drawing = ops.drawing(name, spec, x.device)
+        last = second[0] if bias else None
+        return ops.kernels.residual.residual_norm(x, y, first, last, kind, eps, drawing, ops.region)

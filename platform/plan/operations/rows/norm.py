@@ -1,0 +1,62 @@
+"""Normalisation over the last dim."""
+
+from __future__ import annotations
+
+from math import prod
+
+from platform.plan.language.functions import EPS
+from platform.plan.operations.op import Op, where_present, with_vectors
+from platform.plan.operations.storages import Value
+
+
+class NormOp(Op):
+    """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over its last dim (d_model in Transformers), the
+    only dim of the parameters `gain` and `bias`. `eps` is added to the variance."""
+
+    def record(self, ops, x, spec, kind, gain, bias, eps=EPS):
+        parameters = [gain] if bias is None else [gain, bias]
+        return ops.record(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
+
+    def plan(self, planner, operation):
+        """Plan a norm whose statistics are merged over the axes that split its dim."""
+        spec = operation.inputs[0]
+        have = planner.layout(spec)
+        over, rows = have[spec.dims[-1]], prod(planner.shape(spec)[:-1])
+        op, merged = ("all_gather", 2 * rows) if operation["norm"] == "layernorm" else ("all_reduce", rows)
+        found = [
+            *planner.statistics(over, have.only, merged, "forward", op),
+            *planner.statistics(over, have.only, merged, "backward"),
+        ]
+        return with_vectors(planner, operation, found, over=over)
+
+    @where_present
+    def run(self, ops, x, spec, kind, gain, bias, eps=EPS):
+        found = ops.planned(self.kind, gain.name)
+        first, *second = ops.converted(found)
+        statistics = ops.kernels.statistics
+        if ops.compiles and kind == "rmsnorm" and not found.over:  # LayerNorm is one kernel as it is
+            return ops.region(statistics.rms_norm)(x, first, eps)
+        return statistics.norm(x, first, second[0] if bias else None, kind, eps, ops.communicator, found.over)
+
+    @where_present
+    def meter(self, ops, x, spec, kind, gain, bias, eps=EPS):
+        found = ops.planned(self.kind, gain.name)
+        vectors = ops.converted(found)
+        n = prod(ops.plan.local_shape(spec))
+        rows = n // ops.plan.local_shape(spec)[-1]
+        g = vectors[0].storage
+        if not found.over and kind == "layernorm":
+            saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
+            return ops.plain(ops.block(spec), [x, *vectors], saved)
+        wide = ops.widened(x.storage, n)
+        if not found.over:
+            normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)
+            return ops.plain(ops.block(spec), [x, *vectors], (wide, normal, rstd, g), n, ops.wide)
+        centred = ops.new(n, ops.wide) if kind == "layernorm" else wide
+        normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)
+        result = ops.new(n, ops.wide)
+        if bias:
+            result = ops.new(n, ops.wide)
+        out = Value(ops.widened(result, n) and (result if wide is x.storage else ops.new(n)), n)
+        del centred, result, wide
+        return ops.plain(out, [x, *vectors], (normal, rstd, g), 3 * n, ops.wide)

@@ -1,0 +1,134 @@
+"""Functions element by element. They are not recorded: nothing of them is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from platform.plan.language.functions import POINTWISE
+from platform.plan.language.mistakes import ModelMistake
+from platform.plan.operations.op import Op, where_present
+
+_OF_RESULT = {"relu", "tanh", "sigmoid"}  # functions that save their result, not their input
+
+
+@cache
+def _functions() -> Mapping[str, Callable[..., Any]]:
+    """Return the functions of tensors by the names that models call them."""
+    import torch.nn.functional as F
+
+    def gated_silu(gate, x):
+        """Multiply x by SiLU of its gate (SwiGLU, Shazeer 2020)."""
+        return F.silu(gate) * x
+
+    def gated_gelu(gate, x):
+        """Multiply x by GELU of its gate (GEGLU, Shazeer 2020)."""
+        return F.gelu(gate) * x
+
+    def gated_gelu_tanh(gate, x):
+        """Multiply x by the tanh approximation of GELU of its gate (GEGLU in T5's second version)."""
+        return F.gelu(gate, approximate="tanh") * x
+
+    def gated_relu(gate, x):
+        """Multiply x by ReLU of its gate (ReGLU, Shazeer 2020)."""
+        return F.relu(gate) * x
+
+    return {
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "silu": F.silu,
+        "tanh": lambda x: x.tanh(),
+        "sigmoid": lambda x: x.sigmoid(),
+        "identity": lambda x: x,
+        "absolute": lambda x: x.abs(),
+        "add": lambda x, y: x + y,
+        "multiply": lambda x, y: x * y,
+        "gated_silu": gated_silu,
+        "gated_gelu": gated_gelu,
+        "gated_gelu_tanh": gated_gelu_tanh,
+        "gated_relu": gated_relu,
+    }
+
+
+class PointwiseOp(Op):
+    """Pointwise function by name (gelu, gelu_tanh, relu, silu, tanh, identity, absolute, sigmoid; add, multiply, or
+    gated_ and one of the first four, whose gate is first) of one or two activations that share a layout."""
+
+    def record(self, ops, function, *x):
+        _check(function, len(x))
+        for other in x[1:]:
+            ops.check(other, x[0].spec)
+        return x[0]
+
+    def run(self, ops, function, *x):
+        compute = _functions()[function]
+        gated = function.startswith("gated_")  # the others are one kernel as they are
+        return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
+
+    def meter(self, ops, function, *x):
+        if function == "identity":
+            return x[0]
+        if function.startswith("gated_"):
+            return ops.pointwise("multiply", ops.pointwise(function.removeprefix("gated_"), x[0]), x[1])
+        n = min(v.elements for v in x)
+        out = ops.tensor(n)
+        if function == "add":
+            parts = len(x)  # a number: the closure must not keep x alive
+            ops.note([out], x, (), lambda gs, _: [gs[0]] * parts)
+            return out
+        return ops.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
+
+
+class PointwiseEachOp(Op):
+    """Pointwise function `functions[i]` of slice i of x along `dim`, such as one per expert or branch."""
+
+    def record(self, ops, functions, x, spec, dim):
+        for function in functions:
+            _check(function, 1)
+        ops.check(x, spec)
+        return x
+
+    @where_present
+    def run(self, ops, functions, x, spec, dim):
+        import torch
+
+        i, known = spec.dims.index(dim), _functions()
+        first, n = ops.blocks[spec][i]
+        mine = functions[first : first + n]
+        return torch.stack([known[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
+
+    @where_present
+    def meter(self, ops, functions, x, spec, dim):
+        """Count pointwise functions per slice, as on the rank whose functions save most, if ranks differ."""
+        shape = dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
+        n, slices = shape[dim], range(0, len(functions), shape[dim])
+        most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)
+        saved = [x.storage] if set(functions) - _OF_RESULT - {"identity"} else []
+        saved += [ops.new(x.elements // n) for _ in range(most)]
+        return ops.plain(ops.block(spec), [x], tuple(saved), x.elements)
+
+
+class ScaleOp(Op):
+    """Activation x times `factor`, a number."""
+
+    def record(self, ops, x, spec, factor):
+        ops.check(x, spec)
+        return x
+
+    @where_present
+    def run(self, ops, x, spec, factor):
+        return x * factor
+
+    @where_present
+    def meter(self, ops, x, spec, factor):
+        return ops.plain(ops.block(spec), [x])
+
+
+def _check(function: str, arguments: int) -> None:
+    """Raise ModelMistake for an unknown pointwise function, or one that takes another number of activations."""
+    if function not in POINTWISE:
+        raise ModelMistake(function, "no such pointwise function", POINTWISE)
+    if POINTWISE[function] != arguments:
+        raise ModelMistake(function, f"takes {POINTWISE[function]} activations, not {arguments}")

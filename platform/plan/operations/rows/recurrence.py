@@ -1,0 +1,96 @@
+"""Gated linear recurrence over length (the core of RG-LRU, De et al. 2024, and of minGRU, Feng et al. 2024)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from platform.plan.language.mistakes import ModelMistake
+from platform.plan.operations.op import Op
+from platform.plan.operations.storages import Gradients, Saved, Value
+
+
+class RecurrenceOp(Op):
+    """Activation h of type `spec` [.. length ..] with h[t] = gate[t] * h[t - 1] + x[t] along length, element by
+    element, and h[-1] = 0. Where length is split, it is gathered first: step t needs all before it."""
+
+    def record(self, ops, name, gate, x, spec):
+        if "length" not in spec.dims:
+            raise ModelMistake(name, f"a recurrence goes along length, which {spec} lacks")
+        return ops.record(self.kind, name, [gate, x], [spec, spec], [spec])
+
+    def whole(self, operation):
+        return ("length",)
+
+    def run(self, ops, name, gate, x, spec):
+        *into, leave = ops.planned(self.kind, name).conversions
+        gate, x = (ops.apply(t, conversion) for t, conversion in zip((gate, x), into, strict=True))
+        if not ops.absent(x):
+            widened = ops.kernels.statistics.widened
+            x = _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
+        return ops.apply(x, leave)
+
+    def meter(self, ops, name, gate, x, spec):
+        found = ops.planned(self.kind, name)
+        *into, leave = found.conversions
+        gate, x = (ops.apply(t, conversion) for t, conversion in zip((gate, x), into, strict=True))
+        if not x.elements:
+            return ops.apply(x, leave)
+        n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
+        wide, kept = ops.widened(gate.storage, n), ops.new(n, ops.wide)
+        _meter_scan(ops, n)
+        out = Value(ops.new(n) if narrow else kept, n)
+
+        def backward(gs: Gradients, _: Saved) -> Gradients:
+            given = ops.new(n, ops.wide)
+            _meter_scan(ops, n)
+            gradients = [ops.new(n, ops.wide), given]
+            return [ops.new(n) for _ in gradients] if narrow else gradients
+
+        ops.note([out], [gate, x], (wide, kept), backward)
+        return ops.apply(out, leave)
+
+
+def _meter_scan(ops, n: int) -> None:
+    """Count what a scan of n elements takes beside its result: the products of gates, and one product more."""
+    products, more = ops.new(n, ops.wide), ops.new(n, ops.wide)
+    del products, more
+
+
+@cache
+def _scan() -> Any:
+    """Return the autograd function of the recurrence: h = scan(gate, x), whose backward is one from the end."""
+    import torch
+
+    def scan(gate, x, dim, way=1):
+        """Compute h in log2(length) rounds, in which each step takes in twice as many before it (Hillis, Steele 1986);
+        `way` -1: from the last step to the first."""
+        h, products, n, reach = x.clone(), gate.clone(), x.shape[dim], 1
+        while reach < n:
+            late, early = (reach, 0) if way > 0 else (0, reach)
+            decay = products.narrow(dim, late, n - reach)
+            h.narrow(dim, late, n - reach).add_(decay * h.narrow(dim, early, n - reach))
+            decay.copy_(decay * products.narrow(dim, early, n - reach))
+            reach *= 2
+        return h
+
+    class Scan(torch.autograd.Function):
+        """Keeps gates and result: dx[t] = g[t] + gate[t + 1] * dx[t + 1], dgate[t] = dx[t] * h[t - 1]."""
+
+        @staticmethod
+        def forward(ctx, gate, x, dim):
+            h = scan(gate, x, dim)
+            ctx.save_for_backward(gate, h)
+            ctx.dim = dim
+            return h
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (gate, h), dim = ctx.saved_tensors, ctx.dim
+            dx = scan(gate.roll(-1, dim), gradient, dim, -1)  # what rolls to the end is never read
+            before = torch.zeros_like(h)
+            n = h.shape[dim] - 1
+            torch.mul(dx.narrow(dim, 1, n), h.narrow(dim, 0, n), out=before.narrow(dim, 1, n))
+            return before, dx, None
+
+    return Scan

@@ -1,0 +1,1 @@
+"""Operations that move, join, cut or contract the dims of one activation"""

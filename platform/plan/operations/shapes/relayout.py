@@ -1,0 +1,53 @@
+"""Moves of an activation to another region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from platform.plan.communication.rule import Conversion, Step
+from platform.plan.language.layout import Layout
+from platform.plan.operations.op import Op, planned
+
+
+class RelayoutOp(Op):
+    """Activation x in another region, hence another layout, or with renamed dims (length -> memory_length), matched by
+    position; `out`: its new type."""
+
+    def record(self, ops, name, x, spec, out):
+        if spec == out:
+            ops.check(x, spec)
+            return x
+        return ops.record(self.kind, name, [x], [spec], [out])
+
+    def plan(self, planner, operation):
+        """Plan a conversion from the layout of the input, its dims renamed, to that of the output."""
+        spec, out = operation.inputs[0], operation.outputs[0]
+        renamed = dict(zip(spec.dims, out.dims, strict=True))
+        have, goal = planner.layout(spec), planner.layout(out)
+        source = Layout.of({renamed[d]: axes for d, axes in have.items()}, have.only)
+        conversion = planner.enter(out, goal, goal.axes, source=source)
+        if planner.scheme.slice_via == "all_gather":
+            conversion = _without_all_to_all(conversion, planner.scheme.branches)
+        return planned(planner, operation, goal, [conversion], only=tuple(a for a in goal.only if a in have.only))
+
+    def run(self, ops, name, x, spec, out):
+        return x if spec == out else ops.apply(x, ops.planned(self.kind, name).conversions[0])
+
+    meter = run
+
+
+def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
+    """Replace each all-to-all over the branch axes `axes` in a conversion by an all-gather and a slice, as in SUPER
+    (Jain et al.), which has none: `branch.slice_via=all_gather`."""
+
+    def replaced(steps: Sequence[Step]) -> tuple[Step, ...]:
+        out: list[Step] = []
+        for s in steps:
+            if s.op == "all_to_all" and s.axes[0] in axes:
+                out += [Step("all_gather", s.axes, s.joined, only=s.only), Step("slice", s.axes, s.dim, only=s.only)]
+            else:
+                out.append(s)
+        return tuple(out)
+
+    return replace(conversion, forward=replaced(conversion.forward), backward=replaced(conversion.backward))

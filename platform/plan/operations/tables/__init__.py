@@ -1,0 +1,1 @@
+"""Operations that read a table or make an activation of ids: lookups, one-hots, features, position biases"""

@@ -1,0 +1,65 @@
+"""Lookup of a table's rows by token ids, as an embedding does."""
+
+from __future__ import annotations
+
+from platform.plan.communication.rule import Contraction
+from platform.plan.language.ops import Spec
+from platform.plan.operations.op import Op, planned, reading
+
+
+class LookupOp(Op):
+    """Rows of the parameter `table` [vocab, ...] that the data tensor `tokens` [length, batch] of ids selects: `out`
+    [length batch ...], an einsum with a one-hot that is never materialised, over the table's first dim, whatever its
+    name. At negative ids, which are padding, a row is finite."""
+
+    def record(self, ops, name, table, tokens, out):
+        return ops.record(self.kind, name, [], [table], [out], [tokens])
+
+    def contraction(self, planner, operation) -> Contraction:
+        """Return the contraction of the one-hot with the table. The one-hot is never materialised, so its layout is
+        free: rows split as the table's are, tokens whole."""
+        table, out = operation.parameters[0], operation.outputs[0]
+        row, layout = table.dims[0], planner.layout(table)
+        token_dims = tuple(d for d in out.dims if d not in table.dims)
+        one_hot = Spec(out.region, (*token_dims, row), (*out.sizes, *table.sizes))
+        return planner.contraction([(one_hot, layout.restrict((row,))), (table, layout)], out)
+
+    def plan(self, planner, operation):
+        """Plan the conversions of the table and of the result, which is partial over the axes that split the table's
+        rows."""
+        table, out = operation.parameters[0], operation.outputs[0]
+        c = self.contraction(planner, operation)
+        conversions = planner.parameter_conversion(operation, table, c.inputs[1]), c.output
+        tokens = c.compute.restrict([d for d in out.dims if d not in table.dims])
+        over = c.compute[table.dims[0]]
+        return planned(planner, operation, c.compute, conversions, over=over, **reading(planner, out, tokens))
+
+    def computes_on(self, planner, operation):
+        return [self.contraction(planner, operation).axes]
+
+    def run(self, ops, name, table, tokens, out):
+        found = ops.planned(self.kind, name)
+        tokens = tokens[self.kind, name]
+        _, leave = found.conversions
+        (weight,) = ops.converted(found)
+        if ops.absent(weight):
+            return ops.apply(weight, leave)
+        rows = ops.kernels.table_rows.rows
+        if found.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
+            row = tokens.clamp_min(0) - ops.communicator.index(found.over) * weight.shape[0]
+            mine = (row >= 0) & (row < weight.shape[0])
+            x = rows(weight, row.clamp(0, weight.shape[0] - 1))
+            x = x * mine.view(*mine.shape, *(1 for _ in weight.shape[1:])).to(weight.dtype)
+        else:
+            x = rows(weight, tokens.clamp_min(0))
+        return ops.apply(x, leave)
+
+    def meter(self, ops, name, table, tokens, out):
+        found = ops.planned(self.kind, name)
+        _, leave = found.conversions
+        (weight,) = ops.converted(found)
+        count = found.token_count
+        x = ops.plain(ops.inner(found, leave), [weight], (ops.integers(count),))
+        if found.over:  # the mask of this rank's rows
+            x = ops.plain(ops.inner(found, leave), [x], (ops.new(count),))
+        return ops.apply(x, leave)

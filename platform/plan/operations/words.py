@@ -1,0 +1,121 @@
+"""All operations that models are written in, and the plan of one that was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from platform.plan.communication.planned import PlannedOperation
+from platform.plan.communication.planner import Planner
+from platform.plan.communication.rule import partial_axes
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
+from platform.plan.operations.attention.attention import AttentionOp
+from platform.plan.operations.attention.cached import RecallOp, RememberOp
+from platform.plan.operations.attention.fused_attention import FusedAttentionOp
+from platform.plan.operations.attention.softmax import SoftmaxOp
+from platform.plan.operations.einsums import ProductOp, ProjectOp
+from platform.plan.operations.losses.cross_entropy import CrossEntropyOp
+from platform.plan.operations.losses.linear_cross_entropy import LinearCrossEntropyOp
+from platform.plan.operations.losses.squared_error import SquaredErrorOp
+from platform.plan.operations.op import Op
+from platform.plan.operations.rows.connections import DropoutOp, ResidualNormOp, ResidualOp
+from platform.plan.operations.rows.norm import NormOp
+from platform.plan.operations.rows.pointwise import PointwiseEachOp, PointwiseOp, ScaleOp
+from platform.plan.operations.rows.recurrence import RecurrenceOp
+from platform.plan.operations.rows.rotate import RotateOp
+from platform.plan.operations.rows.shift import ShiftOp
+from platform.plan.operations.rows.sinusoid import SinusoidOp
+from platform.plan.operations.shapes.concatenate import ConcatenateOp
+from platform.plan.operations.shapes.expand_kv import ExpandKvOp
+from platform.plan.operations.shapes.reduce import ReduceOp
+from platform.plan.operations.shapes.relayout import RelayoutOp
+from platform.plan.operations.shapes.reshape import ReshapeOp
+from platform.plan.operations.tables.from_ids import FeaturesOp, OneHotOp
+from platform.plan.operations.tables.lookup import LookupOp
+from platform.plan.operations.tables.relative_bias import RelativeBiasOp
+
+
+class Ops:
+    """Operations that a model is written in. Tensors are opaque to it: symbols in the recorder (`method` record), local
+    blocks on a rank (run), counted storages in the memory meter (meter)."""
+
+    method: ClassVar[str]
+    dropout_rate: float = 0.0
+    recompute: Recompute = NO_RECOMPUTATION
+
+    lookup, one_hot, features, relative_bias = LookupOp(), OneHotOp(), FeaturesOp(), RelativeBiasOp()
+    project, einsum = ProjectOp(), ProductOp()
+    relayout, reshape, concatenate = RelayoutOp(), ReshapeOp(), ConcatenateOp()
+    reduce, expand_kv = ReduceOp(), ExpandKvOp()
+    shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
+    pointwise, pointwise_each, scale = PointwiseOp(), PointwiseEachOp(), ScaleOp()
+    dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
+    attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()
+    remember, recall = RememberOp(), RecallOp()
+    cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
+
+    def recomputed(self, kind: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
+        """Return function(x, *more), one activation, computed with activation checkpointing if `self.recompute` is of
+        this `kind`, "selective" or "full": then only the arguments are kept, and the backward pass calls `function`
+        again. x is of type `spec`; n ranks that replicate it keep 1/n of it each."""
+        return function(x, *more)
+
+    def fuses_attention(self, name: str, spec: Spec) -> bool:
+        """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves length,
+        memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
+        raise NotImplementedError
+
+    def remembered(self, spec: Spec) -> Spec:
+        """Return the type of all keys or values that causal attention reads, where this pass makes those of type
+        `spec`: the same, unless passes before have made others."""
+        return spec
+
+    def watch(self, name: str, x: Any, spec: Spec) -> Any:
+        """Return the activation x, the output of the layer `name`, which those who follow a run may see."""
+        return x
+
+    def product(self, name: str, x: Any, spec: Spec, others: Sequence[tuple[Any, Spec] | Parameter], out: Spec) -> Any:
+        """Return the einsum of activation x with any number of other operands, (activation, its type) or parameters,
+        computed pairwise from the left: each intermediate product is in the region of `out` and has the dims that are
+        still needed. A good order contracts early.
+
+        Every dim that `out` lacks must be in two or more operands; `reduce` sums over a dim of a single one.
+        """
+        for i, y in enumerate(others):
+            y_dims, y_sizes = (y.dims, y.sizes) if isinstance(y, Parameter) else (y[1].dims, y[1].sizes)
+            later = [t.dims if isinstance(t, Parameter) else t[1].dims for t in others[i + 1 :]]
+            needed = {*out.dims, *(d for dims in later for d in dims)}
+            dims = tuple(d for d in dict.fromkeys((*spec.dims, *y_dims)) if d in needed)
+            sizes = tuple((d, n) for d, n in dict((*spec.sizes, *y_sizes)).items() if d in dims)
+            made = Spec(out.region, dims, sizes) if later else out
+            if isinstance(y, Parameter):
+                (x,) = self.project(x, spec, (y,), (made,))
+            else:
+                x = self.einsum(f"{name}.{i}", x, spec, *y, made)
+            spec = made
+        return x
+
+
+def operation_of(kind: str) -> Op:
+    """Return the operation of this kind."""
+    return getattr(Ops, kind)
+
+
+def plan_operation(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Plan one operation of a recorded model: its compute layout, the conversions of its operands and results, and
+    every collective with its size. Raises ValueError if its layouts do not allow computing it."""
+    return operation_of(operation.kind).plan(planner, operation)
+
+
+def partial_gradients(planner: Planner, operation: Operation) -> dict[str, tuple[str, ...]]:
+    """Return, by name of each parameter of an operation, the axes over which the operation's backward pass leaves the
+    gradient partial, to be reduced later."""
+    axes = operation_of(operation.kind).computes_on(planner, operation)
+    parameters = zip(operation.parameters, axes, strict=True)
+    return {p.name: partial_axes(planner.layout(p), used) for p, used in parameters}
+
+
+def flops(operation: Operation, sizes: Mapping[str, int]) -> float:
+    """Return the forward FLOPs of an operation's matrix products on all ranks together. `sizes`: global sizes of the
+    model's dims."""
+    return operation_of(operation.kind).flops(operation, sizes)

@@ -1,0 +1,166 @@
+"""Generator: continues the texts of a batch, on all ranks together, and scores given texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.statistics import widened
+from platform.parallel.pass_ops import KeyValueCache
+from platform.plan.core.passes import PIECE, ROOM, SCORED, PassShape, memory_unit, rows_at_once
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import padded
+from platform.train.generation.batch import Batch
+from platform.train.generation.beams import Beams, candidates
+from platform.train.generation.choosing import choose
+from platform.train.generation.rank_pass import RankPass, answering_model
+from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
+from platform.train.step.rank_parameters import Weights
+
+Reading = Callable[[Tensor, slice], Tensor]  # of logits [tokens, rows of a rank, vocab], and which rows these are
+
+
+class Generator:
+    """Runs passes of generation on the rank of `communicator`, whose `weights` lie as the run's `plan` says. All ranks
+    call its methods together, with equal arguments, and get equal results."""
+
+    def __init__(self, config: Config, plan: Plan, communicator: Communicator, weights: Weights):
+        self._config, self._plan, self._communicator, self._weights = config, plan, communicator, weights
+        self._unit = rows_at_once(plan.scheme, plan.mesh)
+        self._room = lcm(ROOM, memory_unit(plan.scheme, plan.mesh))
+        self._models: dict[int, Any] = {}  # by what an encoder reads
+        self._passes: dict[tuple[PassShape, int], RankPass] = {}
+
+    def write(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int] = ()) -> list[Written]:
+        """Continue each text by up to `tokens` tokens, chosen as `how` says, until one of `ends`."""
+        if how.beams > 1:
+            return self._search(texts, tokens, how, ends)
+        batch = self._batch(texts)
+        cache, stops = self._cache(batch.longest + tokens), torch.tensor(list(ends), dtype=torch.int64)
+        out = torch.full((batch.rows, tokens), -1)
+        going = torch.arange(batch.rows) < batch.texts
+        run, logits = self._read(batch, cache)
+        for i in range(tokens):
+            choice = lambda x, mine: choose(x[-1], how, batch.numbers[mine], i)  # noqa: B023, E731
+            new = self._told(run, logits, torch.zeros_like(batch.numbers), choice)
+            out[:, i] = torch.where(going, new, -1)
+            going &= ~torch.isin(new, stops)
+            if i + 1 == tokens or not going.any():
+                break
+            run, logits = self._pass(batch, new.unsqueeze(1), batch.longest + i, cache)
+        return [_written(row[row >= 0], stops) for row in out[: batch.texts]]
+
+    def _search(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int]) -> list[Written]:
+        """Continue each text by the best continuation that a beam search finds, as `write` does. Beams of a text are
+        rows next to each other, on the same ranks, so that they may go on from each other's cache."""
+        batch = self._batch(texts, copies=how.beams)
+        cache, rows = self._cache(batch.longest + tokens), torch.arange(batch.rows).view(-1, how.beams)
+        beams = [Beams(how, ends) for _ in rows]
+        run, logits = self._read(batch, cache)
+        for i in range(tokens):
+            empty = torch.zeros(batch.rows, min(2 * how.beams, how.vocab), 2, dtype=torch.float64)
+            found = self._told(run, logits, empty, lambda x, _: candidates(x[-1], how))
+            going = [b for b in range(batch.texts) if not beams[b].done]
+            for b in going:
+                rows[b] = b * how.beams + torch.tensor(beams[b].step(found[b * how.beams : (b + 1) * how.beams]))
+            if i + 1 == tokens or all(b.done for b in beams[: batch.texts]):
+                break
+            cache.reorder(rows.flatten())
+            new = torch.tensor([ids[-1] if ids else 0 for b in beams for ids in b.ids])
+            run, logits = self._pass(batch, new.unsqueeze(1), batch.longest + i, cache)
+        return [b.best() for b in beams[: batch.texts]]
+
+    def score(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
+        """Score each text from token number `starts[i]`, which is 1 or more, to its end."""
+        batch = self._batch(texts, left=False)
+        cache = self._cache(batch.longest)
+        place = torch.arange(1, batch.longest).expand(batch.rows, -1)
+        ends = torch.tensor([len(ids) for ids in texts.ids] + [0] * (batch.rows - batch.texts))
+        begins = torch.tensor([*starts, *[0] * (batch.rows - batch.texts)])
+        counts = (place >= begins.unsqueeze(1)) & (place < ends.unsqueeze(1))
+        total = torch.zeros(batch.rows, 2, dtype=torch.float64)
+        for first in range(0, batch.longest - 1, SCORED):
+            at = slice(first, min(first + SCORED, batch.longest - 1))
+            tokens, labels, counted = batch.ids[:, at], batch.ids[:, at.start + 1 : at.stop + 1], counts[:, at]
+            run, logits = self._pass(batch, tokens, first, cache, asked=at.stop - first)
+
+            def sums(x: Tensor, mine: slice, labels: Tensor = labels, counted: Tensor = counted) -> Tensor:
+                return _scores(x, labels[mine].t().to(x.device), counted[mine].t().to(x.device))
+
+            total += self._told(run, logits, torch.zeros_like(total), sums)
+        return [Scored(found, misses == 0) for found, misses in total[: batch.texts].tolist()]
+
+    def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
+        """Return a batch of texts for passes under this plan."""
+        source = self._source(texts)
+        return Batch(texts, self._unit, left=left, copies=copies, source=source, most=self._config.model.length + 1)
+
+    def _source(self, texts: AskedTexts) -> int:
+        """Return the tokens of an encoder's row: as configured where positions are learned, else those of the longest
+        text; 0 without an encoder."""
+        m = self._config.model
+        most = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
+        return most if m.positions == "learned" or not most else min(most, padded(max(map(len, texts.sources)), 16))
+
+    def _cache(self, tokens: int) -> KeyValueCache:
+        return KeyValueCache(padded(tokens, self._room))
+
+    def _read(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
+        """Run the passes that read the texts of a batch; return what `_pass` does, of the last one."""
+        *others, last = range(0, batch.longest, PIECE)
+        for first in others:
+            self._pass(batch, batch.ids[:, first : first + PIECE], first, cache)
+        return self._pass(batch, batch.ids[:, last:], last, cache)
+
+    def _pass(
+        self, batch: Batch, tokens: Tensor, offset: int, cache: KeyValueCache, asked: int = 1
+    ) -> tuple[RankPass, Tensor | None]:
+        """Run the pass that reads `tokens` [rows, n] behind the `offset` that are in `cache`; return it, and the logits
+        [asked, rows of this rank, vocab] after the last `asked` of them, None on ranks of other stages."""
+        source = 0 if batch.source is None else batch.source.shape[1]
+        shape = PassShape(tokens.shape[1], batch.rows, cache.capacity, asked, reads=source > 0 and offset == 0)
+        if any((s.batch, s.capacity) != (shape.batch, shape.capacity) or n != source for s, n in self._passes):
+            self._passes.clear()
+        if (shape, source) not in self._passes:
+            model = self._models.setdefault(source, answering_model(self._config, source))
+            made = RankPass(self._plan, self._communicator, self._weights, model, shape)
+            self._passes[shape, source] = made
+        run = self._passes[shape, source]
+        with self._communicator.clock.section("forward"):
+            return run, run.run(batch.data(tokens, offset), offset, cache)
+
+    def _told(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
+        """Return `out` [rows, ...] filled, on all ranks, with the `numbers` that the ranks that speak for rows compute
+        of their logits."""
+        communicator = self._communicator
+        if logits is not None and run.speaks:
+            first, count = run.sequences
+            mine = slice(first, first + count)
+            found = numbers(logits, mine)
+            with communicator.clock.waiting_for_device():
+                out[mine] = found.to(out)
+        if world := self._plan.mesh.ordered(self._plan.mesh.axes):
+            told = communicator.launch("all_reduce", out.to(communicator.device), world).wait()
+            with communicator.clock.waiting_for_device():
+                out = told.cpu()
+        return out
+
+
+def _written(ids: Tensor, stops: Tensor) -> Written:
+    """Return what was written, from all ids up to the one that ended it."""
+    ended = bool(torch.isin(ids[-1:], stops).any())
+    return Written(ids[: len(ids) - ended].tolist(), ended)
+
+
+def _scores(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+    """Return the sums over length of log-probabilities of `labels` and of those that are not the likeliest, fp64
+    [rows, 2], where `counted`; labels and counted are [length, rows], logits [length, rows, vocab]."""
+    p = torch.log_softmax(widened(logits), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).double()
+    missed = logits.argmax(-1) != labels
+    return torch.stack([(p * counted).sum(0), (missed & counted).double().sum(0)], -1)

@@ -1,0 +1,71 @@
+"""A member that answers what no worker answers: in this process, each in a thread of its own."""
+
+import json
+import threading
+
+import pytest
+
+from platform.boundary.schema import Malformed
+from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.crew.base.job import assign
+from platform.cluster.crew.base.launcher import Launcher
+from platform.cluster.crew.base.remote import RemoteCrew
+from platform.cluster.crew.launchers.host import serve
+from platform.cluster.wire.channel import text
+from platform.train.protocol import replies
+from platform.train.protocol.replies import Taken
+from tests.doubles.simulated_worker import SimulatedWorker, report
+
+RIGHT = json.loads(text(report(1, 2)))
+WRONG = [5, None, "x", [], {}, {"step": "1"}, {"step": True}, RIGHT | {"samples": [0]}]
+WRONG += [RIGHT | {key: value} for key in RIGHT for value in (None, "x", [[]]) if value != RIGHT[key] and key != "held"]
+WRONG += [RIGHT | {"held": "x"}]
+
+
+class Garbled(SimulatedWorker):
+    """`step` answers what it is told to."""
+
+    def __init__(self, config, number, **others):
+        self.number = number
+
+    def step(self, value, rank):
+        return value if self.number == rank else Taken(1) if self.number else report(1, 2)
+
+
+class Threads(Launcher):
+    def open(self, job, size):
+        return "127.0.0.1"
+
+    def launch(self, job, numbers, board):
+        for number in numbers:
+            place = assign(job, number, local_rank=0, local_world_size=1, group_rank=0)
+            told = type(place)(**vars(place) | {"log": "", "environment": {}}), board.address
+            args, alone = (*told, board.token(number)), {"own_process": False}
+            threading.Thread(target=serve, args=args, kwargs=alone, daemon=True).start()
+
+    def ended(self, number, seconds):
+        return None
+
+    def kill(self, number):
+        pass
+
+    def dismiss(self, polite):
+        pass
+
+
+def test_a_wrong_answer_is_the_end_of_who_gives_it(job):
+    with RemoteCrew(Threads(), job(2, "tests.cluster.wire.test_replies:Garbled"), 1) as crew:
+        crew.seat(job(2), [0, 1])
+        assert crew.call("step", None, 7)[0] == report(1, 2)
+        with pytest.raises(WorkerFailed, match="died in step.*: what it answers is no answer") as caught:
+            crew.call("step", "x", 1)
+        assert caught.value.culprit.member.number == 1
+        crew.release()
+        assert [*crew.members] == [0, 2]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_no_report(value):
+    assert replies.read("step", 0, RIGHT) == report(1, 2) and replies.read("step", 1, {"step": 1}) == Taken(1)
+    with pytest.raises(Malformed):
+        replies.read("step", 0, value)

@@ -1,0 +1,64 @@
+"""Draw what shapes a run's weights beside the plan, alike for all its plans: the optimizer, which parameters are
+trained, averages, a batch that grows, the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from platform.config.fields import Config
+from platform.model import build_model
+from platform.optimizer.optimizers import OPTIMIZERS
+from platform.plan.language.numbers import divisors
+
+OWN_LOSSES: dict[str, Any] = {
+    "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
+    "calm": lambda of: 0.01 * of.log_sum_exp**2 - 0.9 * of.log_probability - 0.1 * of.mean_log_probability,
+}
+RUN_WIDE = ("ema", "freeze", "ramp_from", "ramp_by", "ramp_samples", "loss")  # keys of train that a run keeps
+SETTINGS: dict[str, Sequence[dict[str, Any]]] = {  # of optimizers, beside their defaults
+    "sgd": ({}, {"nesterov": True}, {"momentum": 0.0}),
+    "muon": ({"momentum": 0.95}, {"nesterov": True, "matrix_lr": "original"}, {"newton_schulz": 2}),
+    "lion": ({"betas": [0.9, 0.99]},),
+}
+
+
+def draw_training(r: Random, configs: Sequence[Config]) -> None:
+    """Draw which weights are trained, averages, a batch that grows, and the loss."""
+    train, batch, model = configs[0].train, configs[0].train.global_batch, configs[0].model
+    train.ema = r.choice((0.0, 0.0, 0.5))
+    if r.random() < 0.25:
+        train.freeze = [_pattern(r, p.name) for p in r.sample(build_model(model).parameters(), r.choice((1, 1, 2)))]
+    if r.random() < 0.3 and batch > 1 and all(c.pipeline.kind != "file" for c in configs):
+        train.ramp_from = r.randint(1, batch - 1)
+        train.ramp_by = r.choice(divisors(batch - train.ramp_from))
+        train.ramp_samples = r.randint(1, 3 * batch)
+    if model.kind != "two_layer" and not model.label_smoothing:
+        train.loss = r.choice(("", "", "", *OWN_LOSSES))
+    for c in configs[1:]:
+        for name in RUN_WIDE:
+            setattr(c.train, name, getattr(train, name))
+
+
+def _pattern(r: Random, name: str) -> str:
+    """Draw a pattern that matches the parameter `name`, and maybe others."""
+    layer, _, rest = name.rpartition(".")
+    return r.choice((name, name, f"{layer}.*" if layer else name, f"*{rest}"))
+
+
+def draw_optimizer(r: Random, configs: Sequence[Config]) -> None:
+    """Draw the optimizer that the plans of a run have in common, with factors for some parameters."""
+    m = configs[0].model
+    kinds = ["adamw", "adamw", *OPTIMIZERS]
+    if 1 in (m.length, m.source_length) or m.window == 1:  # gradients of attention are rounding, no update may be
+        kinds = [kind for kind in kinds if kind not in ("muon", "lion")]
+    kind = r.choice(kinds)
+    drawn: dict[str, Any] = {"kind": kind, **r.choice(SETTINGS.get(kind, ({},)))}
+    if r.random() < 0.3:
+        drawn["groups"] = [{"match": ".*(gain|up|bias)", "lr": 0.5, "weight_decay": 2.0}]
+    for c in configs:
+        for name, value in drawn.items():
+            setattr(c.optimizer, name, value)
+        if kind == "lion":  # the sign of a gradient that is zero but for rounding, as a key bias has, is a coin's
+            c.model.bias, c.model.attention_bias, c.model.norm = False, "", "rmsnorm"

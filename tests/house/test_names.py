@@ -1,0 +1,84 @@
+"""No name stands for two things: files and folders, private functions, methods."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+
+from tests.house.rooms import PACKAGE
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+ENTRIES = {"__init__", "__main__"}
+
+# Names of a file and of a folder, or of two folders, that still stand for two things: this list may only shrink. A
+# file may have the name of the room that it is the heart of, if it lies in it.
+SHARED = {"base", "blocks", "losses", "rows"}
+
+# Private names at the top of more than one file: how many there are. The number may only fall.
+PRIVATE_TWICE = 92
+
+# A method's name has an object: `read_header`, not `read`. Methods that are one of these words: the numbers may only
+# fall.
+BARE = {
+    "begin": 16,
+    "of": 14,
+    "read": 32,
+    "say": 4,
+    "take": 7,
+    "tell": 5,
+    "told": 1,
+    "write": 32,
+}
+
+
+def places() -> dict[str, list[str]]:
+    """Return the names of files and folders, each with where it stands."""
+    found = defaultdict(list)
+    for path in FILES:
+        if path.stem not in ENTRIES:
+            found[path.stem].append(str(path.relative_to(PACKAGE)))
+    for folder in {path.parent for path in FILES} - {PACKAGE}:
+        found[folder.name].append(f"{folder.relative_to(PACKAGE)}/")
+    return found
+
+
+def heart(paths: list[str]) -> bool:
+    """Return True for a file in a room of its name, or in a room inside that one."""
+    folders = [path for path in paths if path.endswith("/")]
+    return len(paths) == 2 and len(folders) == 1 and all(path.startswith(folders[0]) for path in paths)
+
+
+def test_no_name_stands_for_two_places():
+    twice = {name: paths for name, paths in places().items() if len(paths) > 1 and not heart(paths)}
+    assert twice.keys() <= SHARED, twice
+
+
+def test_a_shared_name_is_seen():
+    assert heart(["plan/", "plan/core/plan.py"]) and not heart(["answers/", "train/answers/"])
+    assert not heart(["model/blocks.py", "checkpoint/blocks/"])
+
+
+def test_private_names_are_not_defined_twice():
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith("_"):
+                found[node.name].add(str(path.relative_to(PACKAGE)))
+    entries = {name for name, paths in found.items() if all(path.endswith("__main__.py") for path in paths)}
+    twice = {name for name, paths in found.items() if len(paths) > 1} - entries  # entry points are built alike
+    assert 0 < len(twice) <= PRIVATE_TWICE, f"{len(twice)}: {sorted(twice)}"
+
+
+def methods(source: str) -> list[str]:
+    """Return the names of the methods in a source, without underscores before them."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return [item.name.lstrip("_") for node in classes for item in node.body if isinstance(item, ast.FunctionDef)]
+
+
+def test_a_method_s_name_has_an_object():
+    count = Counter(name for path in FILES for name in methods(path.read_text()))
+    assert {name: count[name] for name in BARE if count[name] > BARE[name]} == {}
+
+
+def test_a_bare_method_is_seen():
+    assert methods("class A:\n  def _read(self): ...\n  def read_header(self): ...") == ["read", "read_header"]

@@ -1,0 +1,45 @@
+"""What a worker may hold, and what a job asks for, is by the state that the configured optimizer keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from platform.jobs.options import JobOptions
+from platform.jobs.sizing import job_size
+from platform.parallel.communicator.base import SingleRank
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import MemoryBudget
+from tests.harness.oracle import configure, trainer_of
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"kind": "sgd"},
+    "sgd without momentum": {"kind": "sgd", "momentum": 0.0},
+    "lion": {"kind": "lion"},
+    "muon": {"kind": "muon"},
+}
+
+
+@pytest.mark.parametrize("frozen", [[], ["embedding*"]], ids=["all", "some frozen"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_what_the_optimizer_keeps(name, frozen):
+    """To the byte: counted in the state of torch after a step."""
+    c = configure(layers=1, global_batch=4)
+    c.train.freeze = frozen
+    for key, value in OPTIMIZERS[name].items():
+        setattr(c.optimizer, key, value)
+    plan = make_plan(c)
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+    trainer.step(1)
+    kept = [x for held in trainer.optimizer.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
+    state = sum(x.nbytes for x in kept if x.dim())  # not the number of the step
+    weights = plan.parameter_count * 8
+    assert job_size(c, plan, JobOptions()).state == weights + state
+    budget = MemoryBudget(c, 1.0)
+    budget.memory = 2 * weights + state
+    assert budget.may_hold(c)
+    budget.memory -= 1
+    assert not budget.may_hold(c)
