@@ -86,9 +86,9 @@ def test_a_mistake_in_an_own_model_is_named_with_its_place(tmp_path, monkeypatch
 
 
 def test_every_pointwise_word_can_be_computed():
-    from platform.parallel import pointwise_ops
+    from platform.plan.operations.rows import pointwise
 
-    assert pointwise_ops.POINTWISE_FUNCTIONS.keys() == POINTWISE.keys()
+    assert pointwise._functions().keys() == POINTWISE.keys()
 
 
 SOURCES = {

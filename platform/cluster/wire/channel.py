@@ -21,7 +21,7 @@ from platform.cluster.wire.messages import Challenge, Greeting, Hello, Welcome
 LIMIT = 1 << 28  # bytes of one message
 READ_BYTES = 1 << 16  # small enough for malloc to reuse; a larger buffer would be mapped anew for each read
 _HEADER = struct.Struct("!I")
-_DIAL_SECONDS = 60.0  # how long to redial a driver whose backlog is full
+_DIAL_SECONDS = 60.0  # how long to redial a driver whose backlog is full, and to wait for what it says
 _NOT_THE_DRIVER = "who answers is not the driver"
 _LOST_SECONDS = 20  # without any packet before the other machine is considered gone
 
@@ -181,7 +181,7 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
     hold the `token` of member `number`; return the connection as a Line. Closes the connection on any error."""
     line, nonce = Line(connection), secret.new()
     try:
-        connection.settimeout(None)
+        connection.settimeout(_DIAL_SECONDS)  # whoever accepts and is silent is not waited for longer
         tune(connection)
         challenge = _first(line, Challenge).challenge
         proof = secret.proof(token, secret.MEMBER, challenge, nonce)
@@ -191,6 +191,7 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
         if not secret.same(welcome.welcome, secret.proof(token, secret.DRIVER, challenge, nonce)):
             raise PermissionError(_NOT_THE_DRIVER)
         line.told = welcome.told
+        connection.settimeout(None)
     except BaseException:
         line.close()
         raise

@@ -14,8 +14,9 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
+from platform.cluster.wire import secret
 from platform.cluster.wire.channel import Line, encode
-from platform.cluster.wire.messages import Welcome
+from platform.cluster.wire.messages import Challenge, Welcome
 from platform.cluster.wire.switchboard import Switchboard
 from tests.harness.dialled import dialled
 
@@ -108,6 +109,7 @@ def test_whoever_writes_another_address_into_the_store_learns_nothing_and_comman
         follower = threading.Thread(target=follow)
         follower.start()
         connection = Line(stranger.accept()[0])
+        connection.send(encode(Challenge(secret.new())))
         heard = next(connection.messages())
         assert board.token(1) not in str(heard) and key not in str(heard)
         connection.send(encode(Welcome(heard["hello"]["proof"], {"worker": "os:system"})))

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from platform.cluster.crew.base.rendezvous import open_store
-from platform.cluster.wire import switchboard
+from platform.cluster.wire import channel, switchboard
 from platform.cluster.wire.channel import dial, encode
 from platform.cluster.wire.files import OWN, PER_MEMBER
 from platform.cluster.wire.messages import Answer
@@ -132,6 +132,13 @@ def test_the_log_is_told_of_every_tenfold_of_strangers(board, caplog):
         cut_off(board, b"GET / HTTP/1.1\r\n\r\n")
     said = [record.getMessage() for record in caplog.records]
     assert [line.split()[4] for line in said] == ["1", "10"]
+
+
+def test_a_peer_that_says_nothing_is_not_waited_for_longer_than_a_minute(monkeypatch):
+    """Somebody else's server at the driver's address, that waits for its client to speak first."""
+    monkeypatch.setattr(channel, "_DIAL_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError, match="does not answer: timed out"):
+        dial(silent.getsockname(), "0" * 64, 0)
 
 
 def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):
