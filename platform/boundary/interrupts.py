@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 75}  # exit status
 COMMANDS = ("launch", "generate", "evaluate", "doctor", "plan", "checkpoint", "weights", "data", "jobs")
 Handler = Callable[[int, FrameType | None], Any]
+_is_command = False  # this process was started as one of COMMANDS
 
 
 class Interrupted(BaseException):
@@ -34,6 +35,8 @@ def watch_imports() -> None:
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     if module and module[0].removeprefix("platform.") in COMMANDS and module[0].startswith("platform."):
+        global _is_command
+        _is_command = True
         _handle(_leave)
 
 
@@ -49,8 +52,15 @@ def run_interruptible(command: Callable[[], int]) -> int:
         _say(str(interrupted))
         return interrupted.status
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        end_handling(before)
+
+
+def end_handling(before: Mapping[int, Any]) -> None:
+    """Handle signals as `before` again: number -> handler. In a process that is a command they are ignored instead: it
+    has its exit status, which a late one would replace, such as Slurm's after GraceTime (Python itself gives them back
+    to the system in its last moments, which kills)."""
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_IGN if _is_command else handler)
 
 
 def _handle(handler: Handler) -> dict[int, Any]:

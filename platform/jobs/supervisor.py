@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Protocol
 
+from platform.boundary.interrupts import end_handling
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
@@ -105,8 +106,7 @@ class Supervisor:
             self._reason = Path(opened.enter_context(TemporaryDirectory(prefix="supervisor-")), "reason")
             os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
             opened.callback(os.environ.pop, REASON, None)
-            for number in SIGNALS:
-                opened.callback(signal.signal, number, signal.signal(number, self.ask))
+            opened.callback(end_handling, {number: signal.signal(number, self.ask) for number in SIGNALS})
             try:
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
                 lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

@@ -56,6 +56,34 @@ def test_what_was_begun_is_tidied_up_and_handlers_return(capfd):
     assert not issubclass(Interrupted, Exception)
 
 
+# Sends this process signals once the command has its exit status.
+LATE = """
+import atexit, os, signal, sys
+def late():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+atexit.register(late)
+class AtTheVeryEnd:
+    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGTERM):
+        kill(me, number)
+sys.last_of_all = AtTheVeryEnd()
+"""
+
+
+@pytest.mark.parametrize("words, status", [(["platform.plan", "+experiment=gpt_quick"], 0), (["platform.plan", "x"], 2)])
+def test_a_signal_after_the_end_does_not_replace_the_status(words, status, tmp_path, root):
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == status, (done.stdout, done.stderr)
+    assert "stopped by" not in done.stderr
+
+
 def test_what_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -15,8 +15,9 @@ class MemoryMap:
 
     Where the ranks of a node share memory, the node is the `homes` of all of them: each can read what any of them has
     written, also after that one is dead. Else every rank is a home of its own. If `divided`, ranks of one home that
-    hold the same blocks write an equal part of them each; else each writes all that it holds. A part that only one
-    failure domain has is copied to others (`copies`); domains are the nodes or, where there is one node, the homes.
+    hold the same blocks write an equal part of them each; else each writes all that it holds, as one of them may turn
+    out to be damaged. A part that only one failure domain has is copied to others (`copies`); domains are the nodes or,
+    where there is one node, what can be lost there: a home or, where ranks may be distrusted, a rank.
     """
 
     def __init__(self, state: Sequence[HeldTensor], nodes: Sequence[Hashable], shared: bool, divided: bool = True):
@@ -25,7 +26,8 @@ class MemoryMap:
         self.state, self.chains, self.shared = state, chains_of(state), shared
         self.homes: Sequence[Hashable] = nodes if shared else range(len(nodes))
         self._divided = shared and divided
-        self.copies = copies(self.chains, nodes if len(set(nodes)) > 1 else self.homes)
+        within = self.homes if self._divided else range(len(nodes))
+        self.copies = copies(self.chains, nodes if len(set(nodes)) > 1 else within)
         self._held = defaultdict(list)  # rank -> its chains
         for chain in self.chains:
             for rank in chain.holders:

@@ -100,11 +100,15 @@ class HomeSnapshot:
     `values`: plain data."""
 
     def __init__(self, buffers: Sequence[Buffer], values: Any):
+        """Make it from the `buffers` of the home's ranks: those of own blocks before those of copies, as a copy of what
+        one of these ranks holds itself is not needed."""
         self.values = values
         self._parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
         for buffer in buffers:
             for (tensor, box), at, end in buffer.places:
-                self._parts[tensor.name].setdefault(box, buffer.data[at:end].view(*box.extent, tensor.itemsize))
+                parts = self._parts[tensor.name]
+                if not any(box.overlap(other) == box for other in parts):
+                    parts[box] = buffer.data[at:end].view(*box.extent, tensor.itemsize)
 
     def read(self, part: Share, memory: Tensor) -> None:
         """Copy the bytes of a part of a global tensor into `memory`, uint8 [bytes]. Raises AssertionError if the home
@@ -185,7 +189,7 @@ class RankSnapshots:
         if lacking := [mate for mate, snapshot in found.items() if snapshot is None]:
             raise RuntimeError(f"rank {lacking[0]} holds no snapshot of step {step}")
         snapshots = list(filter(None, found.values()))
-        buffers = [buffer for one in snapshots for buffer in (one.own, one.copies)]
+        buffers = [*(one.own for one in snapshots), *(one.copies for one in snapshots)]
         return HomeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
 
     def _of(self, mate: int) -> Iterator[Snapshot]:

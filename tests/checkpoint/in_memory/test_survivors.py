@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from platform.checkpoint.blocks.chain import Chain, chains_of
 from platform.checkpoint.blocks.placement import Block
 from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.in_memory.recover import lost_to, recover, surviving
+from platform.checkpoint.in_memory.recover import is_recoverable, keepers, lost_to, recover, surviving
 from platform.checkpoint.in_memory.shared_memory import SharedMemory, open_home
 from platform.checkpoint.in_memory.snapshots import HomeSnapshot, RankSnapshots
 from platform.parallel.communicator.base import SingleRank
@@ -95,6 +95,23 @@ def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, nodes, new, bu
     seats = dict(zip(alive, draw.permutation(new).tolist(), strict=False))
     after = Job.random(tensors, new, draw)
     after.check(pass_to(after, left(held, seats), {seats[rank]: memories[rank].of_home(0) for rank in alive}, budget))
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), nodes=st.lists(st.integers(0, 2), min_size=2, max_size=6), shared=st.booleans())
+def test_whoevers_memory_is_distrusted_nothing_is_lost(seed, nodes, shared):
+    """Also where one node's ranks share memory: what only the damaged rank holds, as ZeRO's shards, has a copy."""
+    draw = np.random.default_rng(seed)
+    tensors, world = values(SHAPES, seed % 1000), len(nodes)
+    before = Job.random(tensors, world, draw)
+    memories = hold([before], nodes, shared, divided=False)
+    held, wrong = memories[0].held, int(draw.integers(world))
+    assert lost_to(held, range(world), [wrong]) == []
+    assert is_recoverable(keepers(held, [wrong]), {home for rank, home in enumerate(held.homes) if rank != wrong})
+    survived = surviving(held.chains, held.copies, held.readers({rank: rank for rank in range(world)}, [wrong]))
+    after = Job.random(tensors, world, draw)
+    homes = {rank: memory.of_home(0, [wrong]) for rank, memory in enumerate(memories) if rank != wrong or shared}
+    after.check(pass_to(after, survived, homes, 1 << 20))
 
 
 @pytest.mark.parametrize("shared", [False, True])
