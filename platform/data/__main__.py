@@ -92,6 +92,8 @@ def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
 def _convert(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
     """Write every split of every source of a corpus as .bin files, and its tokenizer if it has one of its own."""
     prefix: Path = given.prefix
+    if config.data.kind == "synthetic":
+        raise ConfigError(violation("data", "synthetic", "its tokens have no end", ["data=stdlib"]))
     if any(isinstance(stream, PairStream) for part in corpus.parts for stream in part.streams.values()):
         raise ConfigError(violation("data", config.data.kind, "pairs are no stream of tokens", ["data=text"]))
     if any(isinstance(stream, StreamedTokens) for part in corpus.parts for stream in part.streams.values()):
