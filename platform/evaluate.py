@@ -27,6 +27,7 @@ from platform.config.fields import Config
 from platform.config.groups.data_group import Data
 from platform.data.tokenizers.tokenizer_files import JSON
 from platform.generate import answered, note, plan_answers, sorted_words
+from platform.plan.language.numbers import count_of
 
 if TYPE_CHECKING:
     from platform.cluster.asking.loss_table import Measured
@@ -128,7 +129,9 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
             translated = bleu(asked, corpus, split, row.samples, given.beams)
     print_losses(rows, print_line)
     if translated:
-        print_line(f"BLEU {translated['bleu']:.2f} of {translated['pairs']} pairs ({translated['signature']})")
+        print_line(
+            f"BLEU {translated['bleu']:.2f} of {count_of(translated['pairs'], 'pair')} ({translated['signature']})"
+        )
     return {"sources": [row.plain() for row in rows], **translated}
 
 

@@ -40,7 +40,8 @@ def test_an_example_is_short_and_says_what_it_shows(path):
     assert first.endswith(".") and f"    python examples/{path.name}\n" in rest
 
 
-RUN = [pytest.param(p, marks=pytest.mark.full if p.stem == "fine_tune" else (), id=p.stem) for p in EXAMPLES]
+QUICK = ("one_block", "own_model", "own_schedule")  # the others take as long each; `make test-all` runs all
+RUN = [pytest.param(p, marks=() if p.stem in QUICK else pytest.mark.full, id=p.stem) for p in EXAMPLES]
 
 
 @pytest.mark.parametrize("path", RUN)

@@ -329,10 +329,10 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
     yield from missing_for_tasks(config)
     e, size = config.elastic, plan.mesh.size
     if 0 < e.max_workers < size:
-        constraint = f"must be 0 or >= the {size} workers of the plan"
+        constraint = f"must be 0 or >= {count_of(size, 'worker')}, as the plan has"
         yield violation("elastic.max_workers", e.max_workers, constraint, [0, size])
     elif e.min_workers > (most := e.max_workers or size):
-        constraint = f"must be <= the {most} workers that the run may have"
+        constraint = f"must be <= {count_of(most, 'worker')}, which the run may have"
         yield violation("elastic.min_workers", e.min_workers, constraint, [most])
 
 

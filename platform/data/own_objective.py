@@ -12,6 +12,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.extending.own_settings import with_settings
 from platform.data.objectives import GIVEN, OBJECTIVES, Keys, Objective, SampleShape
 from platform.data.tokens.streams import PADDING, Ints
+from platform.plan.language.numbers import count_of
 
 
 def make_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:
@@ -77,7 +78,9 @@ class OwnObjective:
         of = f"data.objective={self.name}: "
         if rows.dtype.kind not in "iu" or rows.ndim != 2 or len(rows) != len(index):
             made = f"makes {name!r} as {rows.dtype} of shape {list(rows.shape)}"
-            raise ConfigError(f"{of}{made} for {len(index)} samples: rows of integers are needed, one for each")
+            raise ConfigError(
+                f"{of}{made} for {count_of(len(index), 'sample')}: rows of integers are needed, one for each"
+            )
         if rows.size and (rows.min() < PADDING or rows.max() >= most):
             row, column = np.argwhere((rows < PADDING) | (rows >= most))[0]
             where = f"sample {index[row]} has {rows[row, column]} in {name!r}, at place {column}"
@@ -92,7 +95,7 @@ class OwnObjective:
         of, there, said = f"samples {index[0]} to {index[-1]}", labels.sum(), self.predicted(stream, index)
         if wrong:
             of, there, said = f"sample {index[wrong[0]]}", labels[wrong[0]], each[wrong[0]]
-        reason = f"{of}: {there} labels, and predicted says {said}"
+        reason = f"{of}: {count_of(there, 'label')}, and predicted says {said}"
         raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
     def _count(self, what: str, value: Any, least: int) -> int:

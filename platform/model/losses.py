@@ -16,6 +16,7 @@ from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
+from platform.plan.language.numbers import count_of
 from platform.plan.language.ops import LOSSES as KINDS
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
         found = loss(Likelihood(*given))
         if not isinstance(found, torch.Tensor) or found.shape != given[0].shape:
             shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            raise ValueError(f"{shape} for {len(given[0])} labels, of which each needs one number")
+            raise ValueError(f"{shape} for {count_of(len(given[0]), 'label')}, of which each needs one number")
         gradients = torch.autograd.grad(found.sum(), given, allow_unused=True, materialize_grads=True)
         return found.detach(), list(gradients)
 

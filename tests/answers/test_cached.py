@@ -109,9 +109,9 @@ def legal(case) -> bool:
 
 CASES = product(FACTORS, legal)
 PLAIN = {  # whose words are those of the others, too
-    "model": ["gpt", "modern", "original", "t5"],
-    "scheme": ["1d_sp", "2d", "3d", "layout sequence"],
-    "branch": ["none", "dsp", "dsp_csub"],
+    "model": ["modern", "t5"],
+    "scheme": ["1d_sp", "3d"],
+    "branch": ["none", "dsp"],
     "zero": [0, 3],
 }
 COVER = cover(CASES, plain=PLAIN, cost=lambda case: ranks(case) ** 0.5)

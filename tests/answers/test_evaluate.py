@@ -51,6 +51,7 @@ def test_the_loss_is_that_of_the_samples_held_out(table, learned, tmp_path):
     assert row["perplexity_per_token"] == pytest.approx(math.exp(row["loss"]))
 
 
+@pytest.mark.full
 def test_a_text_of_ones_own_under_another_plan(table, tmp_path):
     text = tmp_path / "own.txt"
     text.write_text("\n".join(SENTENCES * 8))

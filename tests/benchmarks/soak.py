@@ -309,8 +309,8 @@ class Soak:
         """Yield what was lost between two lives that should not have been, and tell what was done again."""
         again: Counter[str] = Counter()
         for i, (life, after) in enumerate(zip(self.lives, self.lives[1:], strict=False)):
-            done = max((row["step"] for row in rows[: after.rows]), default=0)
             if after.rows > life.rows and (followed := rows[after.rows :]):  # else it had nothing to lose
+                done = rows[after.rows - 1]["step"]  # by it: a life before may have got farther, and been killed
                 steps = done + 1 - followed[0]["step"]
                 again[life.end] += steps
                 if steps < 0 or (steps and life.saves):

@@ -70,11 +70,11 @@ sys.last_of_all = AtTheVeryEnd()
 """
 
 
-@pytest.mark.parametrize("words, status", [(["platform.plan", "+experiment=gpt_quick"], 0), (["platform.plan", "x"], 2)])
-def test_a_signal_after_the_end_does_not_replace_the_status(words, status, tmp_path, root):
+@pytest.mark.parametrize("word, status", [("+experiment=gpt_quick", 0), ("x", 2)])
+def test_a_signal_after_the_end_does_not_replace_the_status(word, status, tmp_path, root):
     (tmp_path / "sitecustomize.py").write_text(LATE)
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, "-m", "platform.plan", word],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
         capture_output=True,
         text=True,

@@ -72,10 +72,8 @@ def whole(place) -> Callable[[str], list[dict]]:
     return cache(lambda kind: train(place, *KINDS[kind], *ONE, f"run.dir={kind}-whole"))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["streamed", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS if kind != "streamed")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, kind):
     run = f"run.dir={kind}-parts"
     first = train(place, *KINDS[kind], *TWO, "train.stop_at=2", run)
@@ -176,6 +174,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 def test_an_objective_of_ones_own(place, tmp_path, monkeypatch):
     """It learns the second half of every sample; one process and two have the same losses."""
     (tmp_path / "own_goals.py").write_text(OWN)

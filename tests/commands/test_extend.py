@@ -67,6 +67,7 @@ def test_text_of_its_own(elsewhere):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_explained(elsewhere):
     done = launch(elsewhere, "extend=[my_module]", *SMALL.split(), "parallel.data=1", module="platform.plan")
     assert done.returncode == 0, done.stderr

@@ -42,6 +42,7 @@ def numbers(rows: list[dict]) -> list[float]:
     return [row[key] for row in rows for key in ("loss", "grad_norm", "val_loss") if row.get(key) is not None]
 
 
+@pytest.mark.full
 def test_two_plans_learn_the_same_by_it(here):
     whole = train(here, *ONE, "data.objective=weighed", "run.dir=whole")
     split = train(here, *STAGES, "data.objective=weighed", "run.dir=split")

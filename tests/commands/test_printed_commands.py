@@ -15,6 +15,7 @@ from platform.monitor import MetricsLog
 from platform.planning.make_plan import make_plan
 from tests.commands.test_extend import MODULE, SCHEME
 from tests.harness.commands import QUICK, in_this_process
+from tests.harness.suite import thinned
 
 INLINE = ["cluster=inline", "tensor=serial", "parallel.data=1", "cluster.device=cpu"]
 SIZES = ["train.global_batch=2", "train.microbatch=2", "model.d_model=12", "model.heads=3", "model.length=8"]
@@ -85,11 +86,11 @@ TYPED = [
     [QUICK, "cluster=inline", "tensor=serial", "parallel.data=1", "checkpoint.resume=must", "checkpoint.url=x y"],
     ["+experiment=two_layer"],
     ["+experiment=cube_bert"],
-    pytest.param(["+experiment=gpt175b", "checkpoint.url=s3://bucket/x"], marks=pytest.mark.full),
+    ["+experiment=gpt175b", "checkpoint.url=s3://bucket/x"],
 ]
 
 
-@pytest.mark.parametrize("typed", TYPED, ids=" ".join)
+@pytest.mark.parametrize("typed", thinned(TYPED), ids=" ".join)
 def test_next_is_legal_for_the_model_at_hand(folder, monkeypatch, typed):
     from platform.launch import command_of
 

@@ -109,6 +109,7 @@ def test_a_run_that_learns_no_more_ends_and_stays_ended(tmp_path):
     assert json.dumps(event["best_loss"]) == json.dumps(rows[0]["val_loss"])
 
 
+@pytest.mark.full
 def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
     texts = ["eval.every=2", "eval.prompts=[ab,'a wolf, and']", "eval.prompt_tokens=3", "train.steps=4", "run.dir=r"]
     for how in (ONE, "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1".split()):

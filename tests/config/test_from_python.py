@@ -4,9 +4,11 @@ line."""
 from __future__ import annotations
 
 import math
+import random
 import threading
 from collections.abc import Callable
 from copy import deepcopy
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +72,21 @@ def refused(door: Callable[..., Any], *given: Any, **named: Any) -> list[str]:
     return []
 
 
+def drawn(key: str, part: int) -> list[tuple[int, Any]]:
+    """One of `part` of the values for a key, by chance but ever the same, with their numbers."""
+    values = list(enumerate([*STRANGE, *PLAIN]))
+    return sorted(random.Random(key).sample(values, len(values) // part), key=itemgetter(0))
+
+
+@pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("group", ["", *Config.__dataclass_fields__])
-def test_a_value_of_any_kind_for_every_key(made, group, monkeypatch, tmp_path):
+def test_a_value_of_any_kind_for_every_key(made, group, part, monkeypatch, tmp_path):
     """None raises anything else, and what has another type is never accepted."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(driver, "run", lambda *given, **named: 0)
     keys = Config.__dataclass_fields__ if not group else [k for k in KEYS if k.partition(".")[0] == group and "." in k]
     for key in keys:
-        for number, value in enumerate([*STRANGE, *PLAIN]):
+        for number, value in drawn(key, part):
             config = deepcopy(made)
             place, _, name = key.rpartition(".")
             setattr(getattr(config, place) if place else config, name, value)

@@ -17,7 +17,7 @@ from tests.fuzz.draw_data import SOURCES, TEXTUAL
 from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS
 from tests.fuzz.runner import run
 
-SEED, COUNT, HALF = 0, 130, 65
+SEED, COUNT, HALF = 0, 130, 40
 PARTS, EACH = 20, 250  # one part stays within the time limit of a test
 
 
@@ -81,6 +81,7 @@ def test_negative_control_averages_of_another_decay(monkeypatch):
         run(plans, SEED, COUNT)
 
 
+@pytest.mark.full
 def test_negative_control_the_last_size_of_a_growing_batch(monkeypatch):
     """Where the mean is over the labels of a whole batch while it is smaller."""
     share = trainer.share_of

@@ -232,6 +232,7 @@ write data.tokenizer={tokenizer} --tokens=100
 generate --beams=9007199254740992
 evaluate data=text data.path={text} data.tokenizer={tokenizer} data.validation=0
 convert data=pairs data.path={pairs} model.kind=encoder_decoder
+convert data=synthetic data.path=
 prepare model.vocab=12
 prepare data.tokenizer=train model.vocab=3
 launch --cfg=job --package=trian

@@ -17,9 +17,8 @@ SPLIT = "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=2 parallel.ze
 STAGES = "cluster=processes tensor=serial parallel.data=1 pipeline=1f1b pipeline.stages=2".split()
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.full) for name in ("sgd", "adafactor"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["muon", "sgd", "adafactor"])
 def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
     for where, more in (
         (ONE, ["run.dir=whole"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from platform.checkpoint.moves.reshard import read_tensor
@@ -96,6 +97,7 @@ def test_a_run_of_its_own(tmp_path):
     assert trained_on.saved.config["dtype"] == "float32"
 
 
+@pytest.mark.full
 def test_the_same_by_way_of_a_checkpoint(tmp_path):
     """And a key that the user typed is said, as the model then computes otherwise."""
     folder = written(tmp_path / "hf", "llama")
@@ -165,6 +167,7 @@ def test_tables_grow_alike_under_every_plan(tmp_path, case):
     assert grown == ({"embedding"} if found.model.tied else {"embedding", "head"})
 
 
+@pytest.mark.full
 def test_a_mixture_with_other_weights(tmp_path):
     """No hint leads astray: with other weights the samples are others, which resume.allow cannot change; what the
     refusal names, a run of its own from these weights, runs."""

@@ -78,6 +78,7 @@ def test_in_and_out_again_is_equal_in_every_byte(tmp_path, model, capsys):
     assert line.endswith("/tokenizer.json is not what was written") and not (tmp_path / "again").exists()
 
 
+@pytest.mark.full
 def test_a_trained_tokenizer_travels_with_what_was_added(tmp_path, text):
     model = "model.layers=1 model.d_model=32 model.length=16 model.vocab=320 model.activation=gelu_tanh".split()
     added = ["data.special_tokens=[<tool>]", "data.chat_template=chatml"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from platform.boundary.refusals import violation
 from platform.config.fields import Config
+from platform.plan.language.numbers import count_of
 
 
 def violations_of_optimizer(config: Config) -> Iterator[str]:
@@ -17,9 +18,11 @@ def violations_of_optimizer(config: Config) -> Iterator[str]:
     if o.kind == "sgd" and o.nesterov and not o.momentum:
         yield violation("optimizer.nesterov", True, "optimizer.momentum=0: there is none to look ahead", [False])
     if o.schedule == "wsd" and o.decay_steps > (most := config.train.steps - o.warmup_steps):
-        yield violation("optimizer.decay_steps", o.decay_steps, f"after warm-up come {most} updates", [most])
+        yield violation(
+            "optimizer.decay_steps", o.decay_steps, f"after warm-up come {count_of(most, 'update')}", [most]
+        )
     if o.schedule == "cosine_restarts" and o.cycles > (most := max(1, config.train.steps - o.warmup_steps)):
-        yield violation("optimizer.cycles", o.cycles, f"after warm-up come {most} updates", [most])
+        yield violation("optimizer.cycles", o.cycles, f"after warm-up come {count_of(most, 'update')}", [most])
     yield from _violations_of_pattern("optimizer.matrices", o.matrices)
     for i, group in enumerate(o.groups):
         where = f"optimizer.groups.{i}"

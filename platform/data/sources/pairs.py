@@ -20,6 +20,7 @@ from platform.data.reading.record_files import ROWS
 from platform.data.sources import texts
 from platform.data.sources.source_kind import SourceKind, Texts, held_out, tokenizer_for, type_of
 from platform.data.vocabulary import Vocabulary
+from platform.plan.language.numbers import count_of
 
 
 def pair_files(data: Data) -> list[DataFile]:
@@ -64,7 +65,9 @@ def _lines(source: DataFile, target: DataFile) -> Iterator[tuple[str, str]]:
         if None not in pair:
             yield pair
     if lines[0] != lines[1]:
-        raise ConfigError(f"data.target_path={target}: {lines[1]} lines beside the {lines[0]} of data.path={source}")
+        raise ConfigError(
+            f"data.target_path={target}: {count_of(lines[1], 'line')} beside the {lines[0]} of data.path={source}"
+        )
 
 
 def _text_lines(file: DataFile, key: str) -> Iterator[str]:

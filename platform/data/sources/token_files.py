@@ -23,6 +23,7 @@ from platform.data.reading.record_files import ROWS
 from platform.data.sources.document_entry import Documents, Encoded, Form, write_documents
 from platform.data.sources.source_kind import SourceKind, check_largest, held_files, violations_of_finding
 from platform.data.vocabulary import Vocabulary
+from platform.plan.language.numbers import count_of
 
 _MAGIC = b"MMIDIDX\0\0"  # of Megatron-LM's .idx
 _COUNTS = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, documents and one
@@ -165,7 +166,9 @@ def _megatron(file: Path, index: Path, size: int) -> TokenFile:
         raise ConfigError(f"version {version} and type {code} of Megatron-LM's format are not known")
     itemsize, ends = np.dtype(_CODES[code]).itemsize, _COUNTS.size + 12 * sequences + 8 * documents
     if there not in (ends, ends + sequences):  # the last part, of one byte each, is that of other modes
-        raise ConfigError(f"{there} bytes, where {sequences} sequences and {documents} documents take {ends}")
+        raise ConfigError(
+            f"{there} bytes, where {count_of(sequences, 'sequence')} and {count_of(documents, 'document')} take {ends}"
+        )
     lengths = np.memmap(index, "<i4", "r", _COUNTS.size, (sequences,)) if sequences else np.empty(0, "<i4")
     pointers, bounds = (
         np.memmap(index, "<i8", "r", start, (n,)) if n else np.empty(0, "<i8")

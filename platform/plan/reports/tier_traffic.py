@@ -17,6 +17,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import staged_collectives
 from platform.plan.language.layout import at_zero
 from platform.plan.language.mesh import Mesh
+from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
 
@@ -58,7 +59,7 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
 def traffic_line(rows: Sequence[TierTraffic]) -> str:
     """Format the traffic of a step by tier as a line for people."""
     parts = [
-        f"{human(row.bytes)}B in {row.messages:,} messages {row.tier}"
+        f"{human(row.bytes)}B in {count_of(row.messages, 'message', ',')} {row.tier}"
         + (f" (busiest link {human(row.busiest)}B)" if row.busiest else "")
         for row in rows
     ]

@@ -82,6 +82,7 @@ def test_nothing_torn_is_trusted():
     assert incomplete, "it died while it wrote"
 
 
+@pytest.mark.full
 def test_negative_control_what_does_not_say_that_it_is_written_to_is_found_torn():
     assert any(torn(left_behind(TORN)) for _ in range(25))
 

@@ -58,6 +58,7 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     ray.shutdown()
 
 
+@pytest.mark.full
 def test_machines_go_and_come(two_machines, job, monkeypatch):
     """Hired members wait for a place without keeping anybody; one on a machine about to go is known."""
     other = next(iter(two_machines.worker_nodes))

@@ -25,8 +25,8 @@ def test_a_small_device_gets_no_plan_that_it_has_no_room_for(config, drive):
 @pytest.mark.parametrize(
     ("least", "most", "line"),
     [
-        (5, 0, "elastic.min_workers=5: must be <= the 4 workers that the run may have; nearest legal: 4"),
-        (1, 3, "elastic.max_workers=3: must be 0 or >= the 4 workers of the plan; nearest legal: 0, 4"),
+        (5, 0, "elastic.min_workers=5: must be <= 4 workers, which the run may have; nearest legal: 4"),
+        (1, 3, "elastic.max_workers=3: must be 0 or >= 4 workers, as the plan has; nearest legal: 0, 4"),
     ],
 )
 def test_sizes_that_can_never_be(config, drive, least, most, line):

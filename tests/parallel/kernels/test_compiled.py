@@ -131,15 +131,9 @@ def launched(function, *arguments) -> tuple[int, float]:
     return kernels, sum(t.nbytes for t in touched) / arguments[0].numel()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    ("function", "most"),
-    [
-        ("dropped", 4.5),
-        pytest.param("sum", 6.5, marks=pytest.mark.full),
-        pytest.param("sum and norm", 8.5, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("function", "most"), [("dropped", 4.5), ("sum", 6.5), ("sum and norm", 8.5)])
 def test_bytes_per_element_in_bf16(function, most):
     """One kernel each, in which a mask costs nothing that is read or written: drawn as a whole it costs 280 bytes."""
     block = [(0, 64), (0, 8), (0, 256)]

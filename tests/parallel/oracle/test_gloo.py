@@ -8,7 +8,7 @@ import torch
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, run, serial
-from tests.harness.pairwise import product
+from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
 
 FACTORS = {
@@ -38,7 +38,10 @@ def world(case) -> int:
 CASES = product(FACTORS, lambda case: 1 < world(case) <= 8)
 
 
-@suite("oracle (gloo processes)", CASES)
+PLAIN = {"scheme": [("1d", {"t": 2}), ("3d", {"x": 2, "y": 1, "z": 2})]}
+
+
+@suite("oracle (gloo processes)", CASES, cover(CASES, plain=PLAIN))
 def test_equals_one_process(case, pool):
     c = configure(
         *case["scheme"],

@@ -34,7 +34,7 @@ def legal(case) -> bool:
 CASES = product(FACTORS, legal)
 PLAIN = {  # whose words are those of the others, too; and the schemes whose attention they may split
     "model": ["original", "modern", "packed_gpt", "whole_bert", "whole_t5"],
-    "scheme": ["serial", "1d", "1d_sp", "2d_gather", "3d", "3d_literal"],
+    "scheme": ["1d_sp", "2d_gather", "3d"],
 }
 
 

@@ -101,7 +101,7 @@ def drawn(core, draw: random.Random):
 
 CASES = [drawn(case, random.Random(i)) for i, case in enumerate(product(CORE, legal))]
 SEVERAL = [drawn(case, random.Random(f"{i} {k}")) for i, case in enumerate(CASES) for k in range(4)]
-PLAIN = {"stages": [2, 3], "chunks": [1, 2], "scheme": ["serial", "1d_sp", "2d 1x2", "3d 2,1,1"]}
+PLAIN = {"stages": [2], "chunks": [1, 2], "scheme": ["1d_sp", "3d 2,1,1"], "model": ["gpt", "t5"]}
 COVER = cover(SEVERAL, plain=PLAIN, cost=lambda case: (ranks(case) * case["stages"] * case["chunks"]) ** 0.25)
 
 

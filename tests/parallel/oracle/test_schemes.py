@@ -112,10 +112,9 @@ def legal(case) -> bool:
 
 CASES = product(FACTORS, legal)
 PLAIN = {
-    "scheme": ["serial", "1d t2", "1d_sp t2", "3d 2,1,2", "2d 2x2", "2d_gather 2x2", "2p5d 2,1,2", "layout rows,cols",
-               "layout sequence", "layout memory_length"],
-    "branch": [("none", {}), ("dsp", {"g": 2}), ("dsp_slice", {"g": 2})],
-}  # fmt: skip
+    "scheme": ["1d_sp t2", "3d 2,1,2", "layout rows,cols"],
+    "branch": [("none", {}), ("dsp", {"g": 2})],
+}
 COVER = cover(CASES, plain=PLAIN, cost=lambda case: ranks(case) ** 0.5)
 
 
