@@ -112,6 +112,32 @@ def test_strangers_at_the_ports_of_a_run(tmp_path):
     assert len(out.splitlines()) < 60, "nobody fills a log"
 
 
+ASKED = {  # arguments of each command
+    "generate": ("saved", "--prompts=ids.jsonl", "--tokens=12", "cluster=processes", "tensor=1d", "tensor.axes.t=2"),
+    "evaluate": ("saved", "--samples=16", "cluster=processes", "tensor=1d", "tensor.axes.t=2"),
+    "doctor": (*RUN[:1], *PLAN),
+}
+
+
+@pytest.mark.parametrize("command", ASKED)
+def test_strangers_at_the_ports_of_who_examines_and_answers(tmp_path, command):
+    process = started("launch", *RUN, "train.steps=2", "checkpoint.every=2", "run.dir=saved", cwd=tmp_path)
+    out = process.communicate(timeout=TIMEOUT)[0]
+    assert process.returncode == 0, out
+    (tmp_path / "ids.jsonl").write_text('{"ids": [1, 2, 3]}\n')
+    answers = []
+    for disturbed in (False, True):
+        process = started(command, *ASKED[command], cwd=tmp_path)
+        with Strangers(process) if disturbed else ExitStack() as strangers:
+            out = process.communicate(timeout=TIMEOUT)[0]
+        assert process.returncode == 0, out
+        answers.append([line for line in out.splitlines() if "refused" not in line])
+    assert strangers.sent > 20 and strangers.ports
+    assert len(out.splitlines()) < 60, "nobody fills a log"
+    if command != "doctor":  # which says how long things took
+        assert answers[0] == answers[1]
+
+
 def test_a_driver_that_is_stopped_for_a_while(tmp_path):
     expected = undisturbed(tmp_path, 200)
     process = started("launch", *RUN, "train.steps=200", "elastic.hang_seconds=2", "run.dir=run", cwd=tmp_path)
