@@ -28,9 +28,11 @@ SHIPPED = dict(bounds.KEYS)  # other tests of this process register names of the
 WORDS = "the plan is data and every worker knows its place in mesh".split()
 MEMORY = 10e9  # bytes of the machine, whatever runs these tests
 REFUSED = 2  # exit status
-# one of what is counted, in the plural: "1 workers"; not a value, as in data=1, nor one of several numbers
+# one of what is counted, in the plural; not a value, as in data=1, nor the last of several numbers
 ONE_OF_MANY = re.compile(
-    r"(?<![\w.,=:-])(?<! or )(?<!, )1 (?!axis\b)(?:[a-z]+[^s\W]s|batches|passes|matches)\b(?! (?:of|is|are)\b)"
+    r"(?<![\w.,=:-])(?<! or )(?<!, )1 (?:workers|nodes|ranks|GPUs|CPUs|cores|pods|steps|updates|samples|sequences|"
+    r"tokens|documents|lines|pairs|labels|sources|files|messages|entries|characters|bytes|stages|chunks|units|layers|heads|"
+    r"microbatches|batches|passes|retries)\b"
 )
 
 

@@ -17,6 +17,7 @@ ENDS = (
     ": cannot be read (",
     " has no texts ",
     "; its fields",
+    " is no list of tokens",
 )  # words of lines that say all there is to say
 LISTS = ("elastic.faults", "model.window_layers", "resume.allow", "eval.prompts", "eval.tasks")  # a line is of one item
 MOST = 8  # hints in a row

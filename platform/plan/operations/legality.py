@@ -75,16 +75,31 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
         return None
     own = d in ("length", "memory_length") and size != planner.sizes[d]
     key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
-    whole = divisors(size)
-    parts = [max(k for k in whole if k < n), *(k for k in whole if k > n)][:2]
-    product = " x ".join(planner.scheme.key(a) for a in axes)
     given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
     sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
     either = f"{key}={sizes}, or " if sizes else ""
     return (
         f"{key}={size} is not divisible by {given} ({', '.join(found)});"
-        f" nearest legal: {either}{product}={' or '.join(map(str, parts))}"
+        f" nearest legal: {either}{', or '.join(_legal_extents(planner, size, axes))}"
     )
+
+
+def _legal_extents(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
+    """Return hints on `axes`, whose product does not divide `size`: per axis the extents next below and next above that
+    divide it beside the others, or those of the product if no axis alone can mend it."""
+    n, hints = planner.mesh.extent(axes), []
+    for a in axes:
+        own = planner.mesh.axes[a]
+        if size % (n // own) == 0:
+            hints.append(f"{planner.scheme.key(a)}={_nearest_divisors(size // (n // own), own)}")
+    product = " x ".join(planner.scheme.key(a) for a in axes)
+    return hints or [f"{product}={_nearest_divisors(size, n)}"]
+
+
+def _nearest_divisors(size: int, n: int) -> str:
+    """Return the divisors of `size` next below and next above n, which is none, as "2 or 4"."""
+    below, above = [k for k in divisors(size) if k < n], [k for k in divisors(size) if k > n]
+    return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
 def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
