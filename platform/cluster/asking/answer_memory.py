@@ -3,13 +3,11 @@ refused before a model is loaded."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from math import inf
-from pathlib import Path
 
 from platform.boundary.refusals import violation
+from platform.cluster.run.devices import machine_memory
 from platform.config.fields import Config, Model
 from platform.plan.core.passes import ROOM
 from platform.plan.core.plan import Plan
@@ -17,7 +15,6 @@ from platform.plan.language.layout import padded
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
 
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
 _LOGIT = 8  # bytes: tokens are chosen in double precision
 
 
@@ -57,11 +54,3 @@ def _memory(config: Config, workers: int) -> float:
     if cluster.kind in ("inline", "processes") and cluster.device != "cuda" and not device_count():
         return machine_memory()
     return inf
-
-
-def machine_memory() -> float:
-    """Return the bytes that processes on this machine may have together."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # "max": no limit
-        found = min(found, int(_CGROUP.read_text()))
-    return found

@@ -24,7 +24,7 @@ def device_of(config: Config, kind: str, workers: int) -> Device | None:
     if kind == "cuda":
         return _seen() or _labelled(config) or _named(c.gpu)
     if crew_kind(c) in ("inline", "local", "processes"):
-        return Device(_host_memory() / workers, f"its share of this machine, 1/{workers},")
+        return Device(machine_memory() / workers, f"its share of this machine, 1/{workers},")
     return None
 
 
@@ -57,7 +57,7 @@ def _named(gpu: str) -> Device | None:
     return Device(memory, f"{gpu}") if memory else None
 
 
-def _host_memory() -> int:
+def machine_memory() -> int:
     """Return the bytes of memory of this machine, or of its container if that has a lower limit."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
