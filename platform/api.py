@@ -76,7 +76,7 @@ FILES = CONF.parent  # the folder of conf/, jobs/ (Kubernetes, Slurm) and dashbo
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a run that Python code started. `metrics` and `events` are those of the whole run, earlier drivers'
+    """Outcome of a run that Python code started. `metrics` and `events` cover the whole run, earlier drivers
     included."""
 
     status: int  # exit status of the same command: 0, 1 or 75 (docs/run-directory.md)

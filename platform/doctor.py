@@ -107,7 +107,7 @@ def _folder(config: Config) -> Iterator[Path]:
 
 def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], None]) -> Report:
     """Start the workers of a run with its spares, as far as there is room, and examine them; return the report. `say`:
-    tells the user what goes on. Raises ConfigError, NoPlaces, WorkerFailed."""
+    prints progress to the user. Raises ConfigError, NoPlaces, WorkerFailed."""
     from platform.cluster.control.forming.examination import examine
     from platform.cluster.control.forming.seat_plan import arrange
     from platform.cluster.control.forming.seat_plan import places as places_of
@@ -164,7 +164,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of an examination. `bad`: worker's number -> check -> why; `shared`: what is bad on most, check -> why."""
+    """Report of an examination. `bad`: worker's number -> check -> why; `shared`: checks bad on most, check -> why."""
 
     rows: list[Row]
     bad: dict[int, dict[str, str]]
@@ -182,7 +182,7 @@ class Report:
         return {"status": self.status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
 
     def text(self) -> str:
-        """Return the report as text: a table of the workers, then what is bad, with what to look at."""
+        """Return the report as text: a table of the workers, then the bad checks, with what to look at."""
         from platform.train.health.symptoms import BY_NAME, CHECKS
 
         checks = [check for check in CHECKS if any(check.name in row.findings["readings"] for row in self.rows)]

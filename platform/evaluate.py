@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> CommandLine:
+    """Return the parser of the command line."""
     parser = CommandLine(
         prog="python -m platform.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +90,7 @@ def _evaluate(given: argparse.Namespace) -> int:
 
 
 def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Measure the model of a command line and print it; return what was measured."""
+    """Measure the model of a command line; print and return the results."""
     from platform.cluster.asking.answer_memory import violations_of_memory
     from platform.cluster.asking.loss_table import print_losses
     from platform.cluster.asking.session import open_session
@@ -155,9 +156,9 @@ def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence
 
 
 def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
-    """Complete the keys of data in place: the tokenizer is that of the model, in the folder `tokenizer`, a path that
-    was typed is read as a whole, and if the model keeps documents `apart`, so does the data. Raises ConfigError if the
-    model has no tokenizer, and text needs one."""
+    """Complete the keys of data in place: the tokenizer is the model's, in the folder `tokenizer`, a typed path is read
+    as a whole, and if the model keeps documents `apart`, so does the data. Raises ConfigError if the model has no
+    tokenizer, and text needs one."""
     data = config.data
     if "data.tokenizer" not in typed and data.kind != "synthetic":
         if not tokenizer and data.kind != "tokens":

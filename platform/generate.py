@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> CommandLine:
+    """Return the parser of the command line."""
     parser = CommandLine(
         prog="python -m platform.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,8 +76,8 @@ def answered(
     run: Callable[[argparse.Namespace], int],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Parse the arguments of a command that asks a trained model (None: those of this process), and run it; return its
-    exit status, or print its refusal or a worker's failure, each line with the command's `name`."""
+    """Parse the arguments of a command that asks a trained model (None: this process's), and run it; return its exit
+    status, or print its refusal or a worker's failure, each line with the command's `name`."""
     from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -162,7 +163,7 @@ def plan_answers(
     change: Callable[[Config], None] = lambda config: None,
 ) -> PlannedAnswers:
     """Compose the configuration of a trained model with the user's `arguments` on top, and plan it: without any, one
-    process computes everything. `data`: what it reads, by default nothing; `change`: completes the configuration in
+    process computes everything. `data`: data that it reads, by default none; `change`: completes the configuration in
     place. Raises ConfigError with all mistakes."""
     from platform.composition.arguments import typed_values
     from platform.data.vocabulary import given_vocabulary
@@ -249,8 +250,7 @@ def _violations_of_words(given: argparse.Namespace, words: Sequence[str]) -> Ite
 
 
 def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text that `ids` add to the text of the ids `before`: some tokenizers treat the beginning of a text
-    otherwise."""
+    """Return the text that `ids` add after the ids `before`: some tokenizers treat the beginning of text otherwise."""
     if vocabulary is None:
         return " ".join(map(str, ids))
     start, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])
@@ -270,7 +270,7 @@ def _tell(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
 
 
 def note(line: str) -> None:
-    """Tell the user what is no answer."""
+    """Print a line that is no answer to stderr."""
     print_line(line, sys.stderr)
 
 

@@ -175,8 +175,8 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes in `axes` of the mesh axes that a job keeps in `group` (tensor or branch): of those that its
-    scheme has (`declared`), and of those in `typed`, the keys that the user typed, unless undeclared and of size 1
+    """Return the sizes in `axes` of the mesh axes that a job keeps in `group` (tensor or branch): of the axes that its
+    scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless undeclared and of size 1
     (without effect).
 
     Undeclared axes that only an experiment sets are dropped; undeclared typed ones stay, to be refused later.
@@ -306,8 +306,7 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
 
 
 def _workers(config: Config) -> int | None:
-    """Return the number of workers that are available to a job if `parallel.data` is -1 (use all of them), else
-    None."""
+    """Return the number of workers available to a job if `parallel.data` is -1 (use all of them), else None."""
     if config.parallel.data != -1:
         return None
     from platform.cluster.run.resources import available_workers
@@ -331,7 +330,7 @@ def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
 
 
 def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
-    """Make the Command of one run, by which it tells the user how to start it again: its typed arguments, and a
+    """Make the Command of one run, by which it shows the user how to start it again: its typed arguments, and a
     function that counts the workers of a run with other arguments (0 if that is refused)."""
     from platform.cluster.run.commands import Command
     from platform.planning.make_plan import make_plan

@@ -47,15 +47,14 @@ class Limits(NamedTuple):
 
 
 def limits(memory: int, seconds: float, output: int) -> Limits:
-    """Return the limits of an answer that needs some `memory` beside that of the parser itself; at most half of the
-    machine's."""
+    """Return the limits of an answer that needs `memory` beside the parser's own; at most half the machine's memory."""
     itself = _ITSELF + _THREAD * (os.cpu_count() or 1)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Limits(min(itself + memory, max(itself, machine // 2)), int(seconds) + 1, output)
 
 
 class _Ended(Exception):
-    """Tells that a child has ended, or takes too long."""
+    """Exception for a child that has ended, or takes too long."""
 
 
 class Parser:
@@ -99,6 +98,7 @@ class Parser:
         return payload
 
     def _asked(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None) -> tuple[bytes, bytes]:
+        """Send a request, serve the child's reads of the file, and return the kind and payload of its reply."""
         head = json.dumps({**request, "memory": bounds.memory, "seconds": bounds.seconds}).encode()
         self._write(REQUEST.pack(len(head), len(body)) + head)
         self._write(body)

@@ -1,4 +1,4 @@
-"""Readers of JSON and YAML that somebody else may have written, with bounds on bytes, values and time to open a file.
+"""Readers of JSON and YAML from untrusted sources, with bounds on bytes, values and time to open a file.
 
 They return plain data, whose shape `platform.boundary.schema` checks. All raise Malformed with the reason, and OSError
 if a file cannot be read.
@@ -55,8 +55,8 @@ def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
 
 
 def half_character(text: str) -> str:
-    """Return where a text has half a surrogate pair, which UTF-8 cannot hold: what JSON escapes so, or the bytes of an
-    argument that are no UTF-8. "" for a text without."""
+    """Return where a text has half a surrogate pair, which UTF-8 cannot hold: from an escape in JSON, or from an
+    argument that is no UTF-8. "" for a text without."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -65,8 +65,7 @@ def half_character(text: str) -> str:
 
 
 def one_line(raw: bytes | bytearray, most: int = 300) -> str:
-    """Decode foreign bytes meant for people, such as a note in a file or an error's text, as one printable line of at
-    most `most` characters."""
+    """Decode foreign bytes, such as a note in a file, as one printable line of at most `most` characters."""
     text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
     return "".join(c if c.isprintable() else "?" for c in text)[:most]
 
@@ -93,8 +92,7 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
 
 
 def _too_many(raw: bytes | bytearray, values: int) -> bool:
-    """Return True if a JSON text has more than `values` values, counted before parsing by the marks , [ { outside its
-    strings."""
+    """Return True if a JSON text has more than `values` values, counted before parsing by , [ { outside strings."""
     if len(raw) <= values:
         return False
     marks = b",[{"
@@ -118,6 +116,7 @@ def _repeated(names: Iterable[str]) -> str:
 
 
 def _finite(text: str) -> float:
+    """Convert a number's text in JSON to a float. Raises Malformed if it is not finite."""
     if not isfinite(number := float(text)):
         raise Malformed(f"{shown(text)} is too large a number")
     return number
@@ -166,6 +165,5 @@ def _first_line(error: Exception) -> str:
 
 
 def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
-    """Parse the JSON file at `path`, of at most `most` bytes and `values` values, as `from_json` does. Raises Malformed
-    or OSError."""
+    """Parse a JSON file of at most `most` bytes and `values` values, as `from_json`. Raises Malformed, OSError."""
     return from_json(read_bytes(path, most), most, values)

@@ -45,9 +45,10 @@ def passes(error: BaseException) -> bool:
 
 @contextmanager
 def own_code(what: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK) -> Iterator[None]:
-    """Raise OwnCodeError in place of whatever the user's own code `what`, such as "extend=my_module", raises within the
-    context, SystemExit too; errors of the types `unchanged`, and stop signals, pass. In the main thread it is told
-    after TELL_AFTER seconds that the code still runs, and where, and the code ends after `limit` seconds."""
+    """Raise OwnCodeError in place of any exception that the user's own code `what`, such as "extend=my_module", raises
+    within the context, SystemExit too; errors of the types `unchanged`, and stop signals, pass. In the main thread a
+    warning after TELL_AFTER seconds says that the code still runs, and where; the code is ended after `limit`
+    seconds."""
     try:
         with _alarm(what, limit):
             yield

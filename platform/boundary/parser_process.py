@@ -1,6 +1,6 @@
 """Child process of `platform.boundary.confined`: answers requests to parse foreign bytes within limits that each sets.
 
-It reads frames from its standard input and writes frames to what was its standard output: lengths of 8 bytes, JSON and
+It reads frames from its standard input and writes frames to its original standard output: lengths of 8 bytes, JSON and
 raw bytes, never pickles. It knows nothing of the process that started it, and has neither its environment nor its
 files.
 """

@@ -30,7 +30,7 @@ _known: dict[str, str] = {}  # secret -> text shown in its place; global, so tha
 
 def redact(value: T) -> T:
     """Replace the secrets in a text, or in every text of nested plain data, before it is shown or stored: registered
-    ones, and those of any URL. Names in maps and numbers stay. Idempotent."""
+    secrets, and secrets in any URL. Names in maps and numbers stay. Idempotent."""
     if isinstance(value, str):
         return _redact(value)  # type: ignore[return-value]
     if isinstance(value, Mapping):
@@ -148,8 +148,7 @@ def _secrets_in(rest: str) -> Iterator[str]:
 
 
 def known_secrets() -> dict[str, str]:
-    """Return the registered secrets as secret -> replacement, an argument for `register_secrets` in the processes that
-    this one starts."""
+    """Return the registered secrets as secret -> replacement, for `register_secrets` in processes started here."""
     return dict(_known)
 
 
@@ -175,7 +174,7 @@ def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 class Shield:
-    """Text stream that redacts the secrets in what is written to it, and passes it on to `stream`."""
+    """Text stream that redacts secrets in the text written to it, and passes it on to `stream`."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

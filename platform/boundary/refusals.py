@@ -56,8 +56,7 @@ def in_words(value: Any) -> str:
 
 
 def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
-    """Return the legal values of a configuration key, to suggest for a refused `value`, most similar first: the three
-    nearest integers, or all names by spelling."""
+    """Return the legal values, nearest to a refused `value` first: three integers, or all names by spelling."""
     values = list(legal)
     if all(type(v) is int for v in (value, *values)):
         return sorted(values, key=lambda v: (abs(v - value), v))[:3]

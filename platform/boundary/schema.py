@@ -1,4 +1,4 @@
-"""Checked conversion of plain data that somebody else may have written into a shape declared as Python types.
+"""Checked conversion of untrusted plain data into a shape declared as Python types.
 
 The shape is a dataclass (read from a map), a NamedTuple (from a list of the same length) or a type such as
 `dict[str, list[int]]`; `Annotated[int, Span(1, 9)]` adds a bound, and `object` leaves a value unread. Data of another
@@ -32,8 +32,7 @@ class Malformed(ValueError):
         self.reason, self.place = reason, place
 
     def within(self, key: str | int) -> Malformed:
-        """Return this error with its place seen from the map or list that holds the wrong part at `key`, a name or an
-        index."""
+        """Return this error with its place as seen from the map or list with the wrong part at `key`, name or index."""
         first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
         between = "." if self.place and not self.place.startswith("[") else ""
         return Malformed(self.reason, f"{first}{between}{self.place}")
@@ -119,8 +118,9 @@ def read(kind: Any, value: Any) -> Any:
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """Return the map that `read` turns into this dataclass, with its values as they are, less those that are empty
-    (false) as by default; serves `json.dumps` as `default`. Raises TypeError for any other value."""
+    """Return the map that `read` turns into this dataclass, with its values as they are, without empty (false) fields
+    whose default_factory makes an empty value too; serves `json.dumps` as `default`. Raises TypeError for any other
+    value."""
     if is_dataclass(value) and not isinstance(value, type):
         found = ((field, getattr(value, field.name)) for field in fields(value))
         return {f.name: each for f, each in found if each or f.default_factory is MISSING or f.default_factory()}
@@ -200,8 +200,7 @@ def _exactly(kind: type, otherwise: str) -> Reader:
 
 
 def _at(place: Any, read_part: Reader, part: Any) -> Any:
-    """Apply `read_part` to one part of a map or list; a Malformed that it raises gets `place`, the name or index of the
-    part."""
+    """Apply `read_part` to the part of a map or list at `place` (name or index), which a Malformed from it gets."""
     try:
         return read_part(part)
     except Malformed as error:

@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def one_refusal(text: str) -> str:
-    """Return a refusal as one printable line, whatever a library put into its message."""
+    """Return a refusal as one printable line, even if a library put line ends or control characters into it."""
     return printable(" ".join(text.splitlines()))
 
 
@@ -43,8 +43,7 @@ def print_refusals(name: str, refusals: Iterable[object]) -> None:
 
 
 def write_text(stream: TextIO | None, text: str) -> None:
-    """Write a text to a standard stream and flush it, ignoring errors: if the stream is closed or broken, the text is
-    lost, and the next one is tried again."""
+    """Write a text to a standard stream and flush it, ignoring errors: on a closed or broken stream it is lost."""
     if stream is not None:  # Python sets a standard stream to None if it was closed at the start
         with suppress(OSError, ValueError):  # ValueError: the stream was closed later
             encoding = getattr(stream, "encoding", None) or "utf-8"  # which may lack a character
@@ -67,23 +66,22 @@ def flush_streams() -> None:
 
 
 class QuickExit:
-    """Ends this process, once `status` is set, after all else that was registered to be done at its exit, without
-    freeing what it has imported, which takes most of a second for torch. Make it first: what was registered before is
-    not done."""
+    """Ends this process, once `status` is set, after the exit handlers registered later, without freeing imported
+    modules, which takes most of a second for torch. Make it first: exit handlers registered earlier do not run."""
 
     def __init__(self) -> None:
         self.status: int | None = None
         atexit.register(self._leave)
 
     def _leave(self) -> None:
+        """Flush the standard streams and end the process with `status`, if it is set."""
         if self.status is not None:
             flush_streams()
             os._exit(self.status)
 
 
 def print_while_read(command: Callable[[], int]) -> int:
-    """Run a command that only prints, such as `platform.plan`, and return its exit status: 0 also if its reader, such
-    as `| head`, leaves before the end."""
+    """Run a command that only prints, and return its exit status: 0 also if its reader, such as `| head`, leaves."""
     try:
         return run_interruptible(command)
     except BrokenPipeError:
@@ -94,8 +92,7 @@ def print_while_read(command: Callable[[], int]) -> int:
 
 @contextmanager
 def tolerated(tell: Callable[[str], None], what: str) -> Iterator[None]:
-    """Warn through `tell`, instead of raising OSError, if a file that a run can do without, called `what`, cannot be
-    written within the context."""
+    """Turn an OSError within the context into a warning that `what`, a file not needed by a run, is not written."""
     try:
         yield
     except OSError as error:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 
 def missing_directories(path: Path) -> list[Path]:
-    """Return the directories, deepest first, that creating the directory `path` would create, to remove them if the run
-    is refused."""
+    """List the directories that creating `path` would create, deepest first, to remove them if the run is refused."""
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
@@ -24,8 +23,7 @@ def remove_empty(directories: Iterable[Path]) -> None:
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Remove the files and folders `names` in `directory`, made for a refused run, if they exist; errors are
-    ignored."""
+    """Remove the files and folders `names` in `directory`, made for a refused run, if they exist; ignore errors."""
     for path in (directory / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

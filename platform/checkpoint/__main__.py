@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _answer(given: argparse.Namespace) -> int:
+    """Run the chosen command and return its exit status, 1 or 2 after printing why it was refused."""
     try:
         return given.run(given)
     except BrokenPipeError:

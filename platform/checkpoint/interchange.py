@@ -229,8 +229,8 @@ def store_pieces(
     carried: CarriedFiles | None = None,
 ) -> str:
     """Make a checkpoint on `storage` of pieces from another format, a block file for each of `files`, with one piece in
-    memory at a time; return the checkpoint's directory. `shapes`: of all tensors, by name; `carried`: files that it
-    carries. Partial files are deleted after a failure."""
+    memory at a time; return the checkpoint's directory. `shapes`: shapes of all tensors, by name; `carried`: files that
+    it carries. Partial files are deleted after a failure."""
     with _directory(storage, meta.step) as directory:
         reports = [
             _write_pieces(storage, directory, number, pieces, fetch, shapes) for number, pieces in enumerate(files)
@@ -290,8 +290,7 @@ IMPORT: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {"safetensors"
 
 @contextmanager
 def _no_process_group() -> Iterator[None]:
-    """Hide the warning of torch.distributed.checkpoint (DCP) that it runs without a process group, as it does here on
-    purpose."""
+    """Hide the warning of torch.distributed.checkpoint that it runs without a process group, as intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -307,8 +306,7 @@ def _new_target(target: str) -> tuple[Storage, str]:
 
 
 def split_file(url: str) -> tuple[Storage, str]:
-    """Split the path or URL of a file in another format into its folder, opened as a storage, and the file's name in
-    that folder."""
+    """Split the path or URL of a file in another format into its folder, as a storage, and its name in that."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
         return open_storage(folder, "target"), name

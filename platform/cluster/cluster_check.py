@@ -1,4 +1,4 @@
-"""Proofs of a cluster by a finished run (`cluster.check`), read from what the run recorded. Pure."""
+"""Proofs of a cluster by a finished run (`cluster.check`), read from the run's records. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWER = 0.9  # of the loss at the start: a run on text that learns gets below i
 
 
 class Finding(NamedTuple):
-    """Proof that a run was to give. `text`: what was seen."""
+    """Proof that a run was to give. `text`: evidence for or against it."""
 
     what: str
     proven: bool
@@ -26,8 +26,8 @@ class Finding(NamedTuple):
 def proofs_of_cluster(
     journal: Sequence[JournalEvent], rows: Sequence[Mapping[str, Any]], verified: str
 ) -> list[Finding]:
-    """Judge what the run has proven of its cluster. `rows`: of its metrics; `verified`: why its newest checkpoint could
-    not be read back, "" if it could."""
+    """Judge what the run has proven of its cluster. `rows`: rows of its metrics; `verified`: why its newest checkpoint
+    could not be read back, "" if it could."""
     wanted = max((e.world_size for e in journal if isinstance(e, events.Starting)), default=0)
     formed = [e.workers for e in journal if isinstance(e, events.Formed)]
     largest = max(formed, key=len, default=[])
@@ -90,7 +90,7 @@ def _checkpoints(journal: Sequence[JournalEvent], verified: str) -> Finding:
 
 
 def _failures(journal: Sequence[JournalEvent]) -> Finding:
-    """Judge that nothing failed: a run survives failures, a check is to tell of them."""
+    """Judge that nothing failed: a run survives failures, but a check reports them."""
     found = [f"rank {e.rank} {e.kind} on {e.node}" for e in journal if isinstance(e, events.Failure)]
     return Finding("no failures", not found, ", ".join(found) or "none")
 

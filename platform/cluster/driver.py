@@ -60,9 +60,9 @@ def run(
     phases: Phases | None = None,
 ) -> int:
     """Train the model of `config` under `plan` to the run's last step, as its driver, and return the exit status
-    (docs/contract.md). `command`: the command line of the run, by default that of the experiment alone.
-    `worker`: "module:Class" of the workers, "" for the platform's own. `guard`: calls the user's callbacks.
-    `phases`: those that the run has reached before.
+    (docs/contract.md). `command`: the command line of the run, by default with the experiment alone. `worker`:
+    "module:Class" of the workers, "" for the platform's own. `guard`: calls the user's callbacks. `phases`: phases that
+    the run has reached before.
 
     Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it (a
     checkpoint that they refuse); all other ends are handled by `platform.cluster.endings`. Under torchrun every process
@@ -159,8 +159,7 @@ def _check_and_drive(
 
 
 def _check_initial(config: Config, resumes: bool) -> None:
-    """Raise ConfigError if a run could not start from the weights of train.init, or would read their tokens by another
-    tokenizer, unless it resumes from others."""
+    """Raise ConfigError if a run that does not resume cannot use the weights of train.init with its tokenizer."""
     if not resumes and config.train.init not in ("", "random"):
         from platform.weights.initial import initial_weights
 
@@ -170,8 +169,8 @@ def _check_initial(config: Config, resumes: bool) -> None:
 
 
 def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Raise ConfigError if the vocabulary of the data, None if it has none or that is not known yet, is another than
-    that of the weights of train.init."""
+    """Raise ConfigError if `vocabulary`, the data's (None if it has none or it is not known yet), differs from the
+    vocabulary of the weights of train.init."""
     if vocabulary and config.train.init not in ("", "random"):
         from platform.checkpoint.storage.manifest import Refused
         from platform.weights.beside import check_tokenizer, files_beside
@@ -184,8 +183,8 @@ def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
 
 
 def _carried(config: Config, found: Origin | None, corpus: Corpus, say: Callable[[str], None]) -> dict[str, bytes]:
-    """Return the files that the checkpoints of a run carry: of its tokenizer, and what says how text is generated, as
-    the checkpoint that it resumes from or the weights of train.init have it, whose tokens it reads."""
+    """Return the files that the checkpoints of a run carry: its tokenizer's, and the settings of text generation of the
+    checkpoint that it resumes from, else of the weights of train.init, if it reads their tokens."""
     files = dict(corpus.files)
     if config.train.init in ("", "random") or config.data.foreign_tokenizer:
         return files
@@ -202,7 +201,7 @@ def _carried(config: Config, found: Origin | None, corpus: Corpus, say: Callable
 
 
 def _say_what_next(state: DriverState, config: Config, size: int) -> None:
-    """Tell the user of a finished run on `size` workers where its files are, and what could follow."""
+    """Print where the files of a finished run on `size` workers are, and what could follow."""
     state.say(f"run directory: {state.directory.path}")
     if state.done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
@@ -213,7 +212,7 @@ def _say_what_next(state: DriverState, config: Config, size: int) -> None:
 
 
 def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
-    """Tell the user what a finished run has proven of its cluster; return FAILED if anything is missing, else DONE."""
+    """Print what a finished run has proven of its cluster; return FAILED if anything is missing, else DONE."""
     from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
 
     found = proofs_of_cluster(journal.events(), monitor.rows(), checkpoints.unreadable())

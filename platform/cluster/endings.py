@@ -1,7 +1,7 @@
 """Endings of a run: one table from the exception that ended it to the journal's last event, the message and the exit
 status.
 
-Every end but a refused configuration goes through `end`, which reports what was saved and how to continue, and raises
+Every end but a refused configuration goes through `end`, which reports the saved state and how to continue, and raises
 nothing.
 """
 
@@ -39,9 +39,9 @@ class Unsaved(Exception):
 
 @dataclass
 class DriverState:
-    """State of a run's driver, from which its end is reported; it fills up as the run comes up. `command`: the command
-    line that started it; `steps`: the number of the last step; `guard`: calls the user's callbacks; `phases`: when
-    it reached what; `status`: exit status."""
+    """State of a run's driver, from which its end is reported; it is filled in as the run starts. `command`: the
+    command line that started it; `steps`: the number of the last step; `guard`: calls the user's callbacks; `phases`:
+    times at which it reached each phase; `status`: exit status."""
 
     config: Config
     directory: RunDirectory
@@ -86,7 +86,7 @@ class DriverState:
 
     @property
     def kept(self) -> str:
-        """Return a sentence for the user at the end of a run: what of it is saved, and how to continue."""
+        """Return a sentence for the user at the end of a run: its saved state, and how to continue."""
         return self.checkpoints.kept if self.checkpoints else "nothing was done; the same command does it"
 
     @property
@@ -135,8 +135,7 @@ def _gave_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
 
 
 def _unexpected(error: BaseException, state: DriverState) -> Ending:
-    """Describe, for journal and user, the end of a run by an exception that nobody foresaw, whose traceback it writes
-    to a log."""
+    """Describe, for journal and user, the end by an unforeseen exception, whose traceback it writes to a log."""
     cause = f"{type(error).__name__}: {error}".partition("\n")[0]
     where = _write_down(error, state)
     text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {state.done}: {state.kept}"
@@ -156,7 +155,7 @@ STATUS: dict[type[events.End], int] = {events.Done: DONE, events.Drained: STOPPE
 
 
 def end(error: BaseException | None, state: DriverState) -> int:
-    """Report to journal and user how the run ended, what is saved and what failures cost; return the exit status.
+    """Report to journal and user how the run ended, the saved state and the cost of failures; return the exit status.
     `error`: the exception that ended the run, None if its last step is done and saved."""
     if state.checkpoints and error:
         state.checkpoints.confirm()
@@ -174,8 +173,7 @@ def end(error: BaseException | None, state: DriverState) -> int:
 
 
 def _progress(error: BaseException | None, state: DriverState) -> dict[str, Any]:
-    """Return the fields on the run's progress for the last event of its journal, `End`: steps done, saved and lost,
-    useful seconds."""
+    """Return the progress fields of the journal's `End` event: steps done, saved and lost, useful and lost seconds."""
     controller = state.controller
     useful = {"useful_seconds": controller.take_useful_seconds()} if controller else {}
     if error is None:
@@ -200,7 +198,7 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
 
 
 def _tell_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
-    """Tell journal and user how long each phase of the run's start and end took; the run ends with this."""
+    """Report to journal and user how long each phase of the run's start and end took; the run ends with this."""
     phases.reach("ended")
     reached: dict[str, Any] = dict(phases.seconds)
     journal.write(events.Timing(**reached))

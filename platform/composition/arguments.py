@@ -101,14 +101,12 @@ DEEPEST = 20  # deepest nesting of brackets in such an argument, those inside qu
 
 
 def parse(argument: str) -> Override:
-    """Parse a command-line argument as users type it into Hydra's Override. Raises HydraException if Hydra's grammar
-    refuses it."""
+    """Parse a command-line argument into Hydra's Override. Raises HydraException if its grammar refuses it."""
     return _grammar(rewrite(argument), loader())
 
 
 def _parse(argument: str) -> Override | None:
-    """Parse a command-line argument that `rewrite` returned into Hydra's Override, or return None if Hydra's grammar
-    refuses it."""
+    """Parse an argument that `rewrite` returned into Hydra's Override; None if Hydra's grammar refuses it."""
     from hydra.errors import HydraException
 
     try:
@@ -118,8 +116,7 @@ def _parse(argument: str) -> Override | None:
 
 
 def loader() -> Any:
-    """Return Hydra's config loader, which lists and reads the groups of YAML files, while Hydra is initialised, else
-    None."""
+    """Return Hydra's config loader, which reads the groups of YAML files; None while Hydra is not initialised."""
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
@@ -236,8 +233,7 @@ def translate_error(argument: str, error: Exception) -> str:
 
 
 def _default(key: str) -> list[Any]:
-    """Return the default of a configuration key as a list of one value to suggest; [] if there is no such key or its
-    default is empty."""
+    """Return a key's default as a list of one value to suggest; [] if it is empty or there is no such key."""
     value = flat_values(Config()).get(key)
     return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
 

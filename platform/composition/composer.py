@@ -98,8 +98,8 @@ class Composer:
         return self._options[group]
 
     def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:
-        """Divide arguments into those that choose YAML files (tensor=3d), those that set values (train.steps=4), and
-        those refused as neither, with their errors."""
+        """Return the arguments that choose YAML files (tensor=3d), the arguments that set values (train.steps=4), and
+        the arguments refused as neither, with their errors."""
         from hydra.errors import HydraException
 
         choices: list[str] = []

@@ -25,8 +25,8 @@ LONGEST = 10_000  # most characters in one text
 
 def allow(key: str, value: Any, *functions: Any) -> None:
     """Add `value`, such as a model's name, to the legal choices of a configuration key, such as "model.kind", when a
-    user's module (named in `extend`) registers it with some `functions`. Raises ConfigError for what is no name, for a
-    name of ours, and for a function that cannot be called."""
+    user's module (named in `extend`) registers it with some `functions`. Raises ConfigError for a value that is no
+    name, for a name of ours, and for a function that cannot be called."""
     if not isinstance(value, str) or not re.fullmatch(_NAME, value):
         raise ConfigError(violation(key, value, "no name to register: letters, digits, _, - and . are legal"))
     if value in _OURS[key]:
@@ -39,8 +39,7 @@ def allow(key: str, value: Any, *functions: Any) -> None:
 
 
 def flat_values(config: Config) -> dict[str, Any]:
-    """Return every key of a configuration with its value, flattened: {"seed": 0, "train.steps": 100, "tensor.axes": {},
-    ...}."""
+    """Return every key of a configuration with its value, flat: {"seed": 0, "train.steps": 100, ...}."""
     out: dict[str, Any] = {}
     for group, value in vars(config).items():
         grouped = is_dataclass(value) and group not in KEYS
@@ -49,8 +48,7 @@ def flat_values(config: Config) -> dict[str, Any]:
 
 
 def not_built(key: str, value: Any) -> str | None:
-    """Return "not built yet (CAPABILITY)" if `value` of a configuration key is declared at its field as planned but not
-    implemented, else None."""
+    """Return "not built yet (CAPABILITY)" if a key's `value` is declared as planned at its field, else None."""
     what = KEYS[key].not_built.get(value)
     return what and f"not built yet ({what})"
 
@@ -77,6 +75,7 @@ def violations_of_types(config: Any) -> dict[str, list[str]]:
 
 
 def _violations_of_type(key: str, value: Any, hint: Any) -> dict[str, list[str]]:
+    """Return key -> refusal line if the value does not have the type `hint`, else {}."""
     if fits(value, hint):
         return {}
     return {key: [violation(key, shown_value(value), f"must be {type_in_words(hint)}")]}

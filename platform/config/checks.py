@@ -43,8 +43,7 @@ def violations_of_configuration(config: Config) -> list[str]:
 
 
 def _refused(config: Config, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:
-    """Return the refusal line of `key` with its value in `config`, which does not go with the values of other keys;
-    `constraint` says why, `legal` are the values to suggest."""
+    """Return the refusal line of `key`, at odds with others: `constraint` says why, `legal` are values to suggest."""
     return violation(key, flat_values(config)[key], constraint, legal)
 
 
@@ -221,8 +220,7 @@ def _verify_every(config: Config) -> Iterator[str]:
 
 
 def _deterministic(config: Config) -> Iterator[str]:
-    """Yield a refusal line if a deterministic run's workers on CPUs may get other numbers of threads when they start
-    again on other machines."""
+    """Yield a refusal line if a deterministic run's CPU workers may have other numbers of threads when restarted."""
     cluster = config.cluster
     if config.train.deterministic and cluster.kind == "ray" and cluster.device != "cuda" and not cluster.threads:
         constraint = "train.deterministic=true needs one number on all machines, as sums on a CPU depend on it"
@@ -310,8 +308,7 @@ def slices_heads(branch: Branch) -> bool:
 
 
 def _axis_names(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each tensor or branch axis whose name is reserved or no identifier of ASCII
-    characters."""
+    """Yield a refusal line for each tensor or branch axis whose name is reserved or no ASCII identifier."""
     for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
         for name, size in axes.items():
             if name in RESERVED:

@@ -1,4 +1,4 @@
-"""Groups of keys that say how a run executes: none of them changes what is computed, all may change on resume."""
+"""Groups of keys that say how a run executes: none of them changes its results, all may change on resume."""
 
 from __future__ import annotations
 

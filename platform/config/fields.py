@@ -206,7 +206,7 @@ class Pipeline:
 
 @dataclass
 class Config:
-    """Whole configuration of a run; `platform.config.identity` tells which keys a resumed run must keep."""
+    """Whole configuration of a run; `platform.config.identity` lists the keys that a resumed run must keep."""
 
     run: Run = field(default_factory=Run)
     extend: list[str] = key(
@@ -253,8 +253,7 @@ SentConfig = Annotated[Config, By(Config.from_dict)]  # as driver and workers ex
 
 
 def key_fields() -> dict[str, Field[Any]]:
-    """Return the dataclass field of every configuration key by the key's full name, such as `train.steps`, in the order
-    of declaration."""
+    """Return the dataclass field of every configuration key by its full name, such as `train.steps`, in order."""
     found: dict[str, Field[Any]] = {}
     for f in fields(Config):
         group = _group(f)
@@ -284,8 +283,7 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
 
 @cache
 def declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return, of the dataclass `cls`, the types of all fields by name, and the dataclasses of those that are groups of
-    keys."""
+    """Return, of the dataclass `cls`, the types of all fields by name, and the dataclasses of the groups of keys."""
     groups = {f.name: group for f in fields(cls) if (group := _group(f))}
     return get_type_hints(cls), groups
 
@@ -305,8 +303,7 @@ def allow_objective(kind: str, name: str) -> None:
 
 
 def objective_of(config: Config) -> str:
-    """Return the training objective of a configuration, such as "causal": `data.objective`, else the default for
-    `model.kind` and the data."""
+    """Return the training objective: `data.objective`, else the default for `model.kind` and the data."""
     default = "pairs" if config.data.kind == "pairs" else OBJECTIVES.get(config.model.kind, ("",))[0]
     return config.data.objective or default
 
@@ -316,7 +313,7 @@ LOSS_OF: dict[str, str] = {}  # value of data.objective -> the loss that it come
 
 
 def loss_of(config: Config) -> str:
-    """Return the name of the loss that a configuration trains with: `train.loss`, else that of its objective."""
+    """Return the name of the loss that a configuration trains with: `train.loss`, else the loss of its objective."""
     return config.train.loss or LOSS_OF.get(objective_of(config), CROSS_ENTROPY)
 
 
@@ -326,8 +323,7 @@ def short_hash(values: Any) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """Return a value of any type, whose own methods may fail, as a refusal shows it: with its type, unless that is
-    plain."""
+    """Return any value, whose own methods may fail, as a refusal shows it: by its type, unless that is plain."""
     if type(value) in (str, int, float, bool, type(None), list, dict) and is_plain(value):
         return in_words(value)
     return f"a {type(value).__name__}"

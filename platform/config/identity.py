@@ -1,6 +1,5 @@
-"""Identity of a run: the keys that must stay the same when it resumes, those that `resume.allow` may free, and the
-default run directory, which is derived from the configuration, so that the same command resumes the same run.
-"""
+"""Identity of a run: the keys that must stay the same when it resumes, the keys that `resume.allow` may free, and the
+default run directory, which is derived from the configuration, so that the same command resumes the same run."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: 
 
 
 def own_settings(what: str) -> Any:
-    """Make the field of a configuration key that holds the settings of the user's own code, `what` naming it; its
-    dataclass declares them (`platform.config.extending.own_settings`)."""
+    """Make the field of a key with the settings of a user's `what`, see `platform.config.extending.own_settings`."""
     constraint = "what its dataclass declares"
     return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint)
 

@@ -26,14 +26,12 @@ _PARTS = {  # key -> (what its entries are called, their legal names)
 
 
 def allow_dims(names: Iterable[str]) -> None:
-    """Add the tensor dims of a model that a user registers to the dims that `tensor.layout` and scheme tables may
-    name."""
+    """Add the dims of a user's model to the dims that `tensor.layout` and scheme tables may name."""
     KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
 def axes_of(tensor: Tensor) -> list[str]:
-    """Return the mesh axes that a tensor-parallel scheme declares, outer to inner: `tensor.order`, else those in its
-    tables."""
+    """Return the mesh axes of a tensor-parallel scheme, outer to inner: `tensor.order`, else its tables'."""
     tables = [*tensor.regions.values(), *tensor.parameters.values()]
     return tensor.order or list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
 
@@ -147,8 +145,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
-    """Yield a refusal line for the tensor scheme `serial` or the branch scheme `none`, which split nothing, with a
-    table that splits something."""
+    """Yield a refusal line for scheme `serial` or `none`, which split nothing, with a table that splits something."""
     if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
         constraint = "a table that splits something needs a name of its own"
         yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
@@ -158,8 +155,7 @@ def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
 
 
 def _unknown(key: str, names: Iterable[str], what: str, legal: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line, as a value of `key`, for each of `names` that is not in `legal`; `what` says what they
-    name, such as "region"."""
+    """Yield a refusal line, as a value of `key`, for each name not in `legal`; `what`: their kind, like "region"."""
     for name in names:
         if name not in legal:
             yield violation(key, name, f"no such {what}", closest(name, legal))

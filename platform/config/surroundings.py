@@ -44,7 +44,8 @@ _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W
 
 def violations_of_surroundings(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
     """Return one refusal line per directory, storage URL or environment variable that a run of `config` cannot use on
-    this machine, judging without creating or connecting to anything; `environment`: by default os.environ."""
+    this machine, judging without creating or connecting to anything; `environment`: variables, by default
+    os.environ."""
     lines = list(_variables(config, os.environ if environment is None else environment))
     checkpoint, folders = config.checkpoint, {"run.dir": config.run.dir, "data.cache": config.data.cache}
     for key, path in {**folders, "checkpoint.url": checkpoint.url}.items():

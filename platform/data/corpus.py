@@ -90,7 +90,7 @@ class Corpus:
         return {s: sum(self._samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
 
     def samples_of(self, split: str) -> int:
-        """Return the number of samples of a split to evaluate, `train` or one of `validations`: of an epoch."""
+        """Return the number of samples in an epoch of a split to evaluate, `train` or one of `validations`."""
         kind, _, name = split.partition("/")
         return sum(self._samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
 
@@ -112,8 +112,7 @@ class Corpus:
         return found
 
     def predicted(self, split: str, start: int, end: int) -> int:
-        """Count the labels in samples [start, end) of the split's global order that are not padding: the mean loss is
-        over these."""
+        """Count the labels that are not padding, which the loss averages over, in samples [start, end) of a split."""
         places = self._places(split, np.arange(start, end))
         return sum(self.objective.predicted(stream, index) for stream, _, index in places)
 
@@ -180,9 +179,10 @@ def open_corpus(
 ) -> Corpus:
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
-    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
-    an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
-    where another process of this run has found it; then no text is read, tokenised or hashed, unless it is streamed.
+    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: number of
+    segments of a sample that an encoder distinguishes; 0 = none. `shared`: a folder in which other machines are to find
+    its tokens too. `entry`: its cache entry, found by another process of this run; then no text is read, tokenised or
+    hashed, unless it is streamed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: the lines of
     `violations_of_sources`, a fault deep inside a file, a split without one whole sample.
@@ -282,16 +282,14 @@ def _trusted(
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
-    """Return the special tokens of a vocabulary; of tokens that have none, `data.separator`; else the special tokens of
-    a trained tokenizer."""
+    """Return a vocabulary's special tokens; without one, `data.separator` of tokens, or a trained tokenizer's."""
     if vocabulary or data.kind != "tokens":
         return vocabulary.special if vocabulary else SpecialIds()
     return SpecialIds((data.separator,), data.separator)
 
 
 def _opened(folder: Path) -> Vocabulary | None:
-    """Open the vocabulary of a cache entry that another process of this run has verified. Raises OSError if it is not
-    what that has found."""
+    """Open the vocabulary of a cache entry that another process of this run verified. Raises OSError if it differs."""
     try:
         return open_vocabulary(folder)
     except Malformed as error:
@@ -308,8 +306,8 @@ def _of_entries(
     length: int,
     trusted: bool = False,
 ) -> Corpus:
-    """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: what they have in
-    common, with the tokenizer, if there is one. Its shares are to be set. `trusted`: another process of this run has
+    """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: the entry that they
+    share, with the tokenizer, if there is one. The caller sets its shares. `trusted`: another process of this run has
     found them."""
     vocabulary = open_vocabulary(folder)
     special, parts = special_of(vocabulary, sources[0].data), []

@@ -128,7 +128,7 @@ def of_source(source: DataSource, line: str) -> str:
 
 @contextmanager
 def naming(source: DataSource) -> Iterator[None]:
-    """Say of the keys of this source what a ConfigError within the context says of those of group data."""
+    """Name this source's keys, in place of the keys of group data, in a ConfigError within the context."""
     try:
         yield
     except ConfigError as error:

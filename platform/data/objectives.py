@@ -39,7 +39,7 @@ OWN = SpecialIds()
 
 
 class Objective(Protocol):
-    """Interface of a training objective: how it makes samples of a stream of tokens, and what is predicted in them."""
+    """Interface of a training objective: makes samples of a stream of tokens, and chooses the tokens to predict."""
 
     @property
     def needs(self) -> int: ...  # tokens of a stream for one sample
@@ -71,8 +71,8 @@ class Causal:
     """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
     on, so that every token but the first is predicted once; of a packed stream it is row i.
 
-    What is not predicted: tokens that the stream says are not to be learned, and, `within` documents or in packed rows,
-    a document's first token, unless it is what ends the one before.
+    Tokens that the stream marks as not to be learned are not predicted, nor, `within` documents or in packed rows, is a
+    document's first token, unless it also ends the document before.
     """
 
     length: int
@@ -131,8 +131,8 @@ class Causal:
 @dataclass(frozen=True)
 class Masked:
     """Masked objective (BERT, 3.1): predicts some tokens from all others. Of the predicted ones, 80 % are replaced by
-    the mask, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model distinguishes (its
-    documents, the last ones together); 0: it does not."""
+    the mask, 10 % by a random token, and 10 % stay. `segments`: number of segments of a sample that the model
+    distinguishes (its documents, the last ones together), 0 for none."""
 
     length: int
     vocab: int
@@ -285,8 +285,8 @@ def register_objective(
     """Register a user's objective as `data.objective=NAME`, for the kinds of models `models`: `make(shape)` returns one
     that makes samples of this shape. A kind that `register_model` adds names it in its own `objectives`.
 
-    `weighted`: its samples have the data tensor `label_weights` too, fp64, what each label counts in training; the mean
-    is over the sum of their magnitudes. `loss`: what it trains with unless `train.loss` says otherwise; "" is
+    `weighted`: its samples have the data tensor `label_weights` too, fp64, the weight of each label in training; the
+    mean is over the sum of their magnitudes. `loss`: its loss function unless `train.loss` names another; "" is
     cross-entropy. `settings`: a dataclass of data.objective_settings, which `make` gets as `settings`.
     """
     admit("data.objective", name, settings, make)

@@ -12,8 +12,7 @@ from platform.data.permutation import mix
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Endless stream of uniform random tokens in [0, vocab), indexed like an array: stream `number` of those that
-    `seed` gives."""
+    """Endless stream of uniform random tokens in [0, vocab), chosen by `seed` and `number`; indexed like an array."""
 
     seed: int
     number: int
@@ -27,8 +26,7 @@ class RandomTokens:
 
 
 def encode_bytes(text: str, vocab: int) -> list[int]:
-    """Encode a prompt for a model that was trained on synthetic tokens: the text's UTF-8 bytes as ids, modulo the
-    vocabulary."""
+    """Encode a prompt for a model of synthetic tokens: the text's UTF-8 bytes as ids, modulo the vocabulary."""
     return [byte % vocab for byte in text.encode()]
 
 

@@ -61,8 +61,8 @@ def encode_documents(
     vocabulary: Vocabulary, pieces: Iterable[tuple[int, str]], characters: int = 0
 ) -> Iterator[NDArray[np.uint32]]:
     """Encode pieces of text, (number of the document, text) each, into one stream of token ids with what begins
-    documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: of all documents, to report
-    progress, 0 if not known."""
+    documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: total length of the documents, to
+    report progress, 0 if unknown."""
     current, done, progress = -1, 0, _Progress(characters)
     whole = _joined(pieces) if vocabulary.given else pieces
     for batch in _batches(whole):

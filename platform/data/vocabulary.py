@@ -45,9 +45,9 @@ _LARGEST_TEMPLATE = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokenizer of a corpus: texts to ids and back. `files`: of which it is made, by name; `named`: its special tokens
-    by role, such as eos; `special`: their ids; `given`: it was not trained on the corpus, so that a document is only
-    encoded right as a whole."""
+    """Tokenizer of a corpus: texts to ids and back. `files`: its files, by name; `named`: its special tokens by role,
+    such as eos; `special`: their ids; `given`: it was not trained on the corpus, so that a document is only encoded
+    right as a whole."""
 
     tokenizer: Tokenizer | ConfinedTokenizer
     files: TokenizerFiles

@@ -90,7 +90,7 @@ def _answer(command: Callable[[], int]) -> int:
 
 
 def _seconds(text: str) -> float:
-    """Read a duration. Raises ArgumentTypeError for what is none."""
+    """Parse a duration. Raises ArgumentTypeError unless it is from 0 to SECONDS seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -101,7 +101,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Read a number of times. Raises ArgumentTypeError for what is none."""
+    """Parse a number of times. Raises ArgumentTypeError unless it is an integer from 0 on."""
     if not re.fullmatch("[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"must be an integer from 0 on, not {text!a}")
     return int(text)
@@ -161,6 +161,7 @@ def _logs(given: argparse.Namespace) -> int:
 
 
 def _keep(given: argparse.Namespace) -> int:
+    """Keep the end of Ray's logs when this process is stopped; return the exit status."""
     from platform.jobs.look.logs import keep_at_the_end
 
     keep_at_the_end(given.run_dir)
@@ -168,6 +169,7 @@ def _keep(given: argparse.Namespace) -> int:
 
 
 def _supervise(given: argparse.Namespace) -> int:
+    """Supervise the drivers of a run, and stop its Ray job, if it is in one; return the exit status."""
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
     told = Supervision(given.launch, given.retries, given.time_limit, notice=given.notice)
@@ -177,6 +179,7 @@ def _supervise(given: argparse.Namespace) -> int:
 
 
 def _node(given: argparse.Namespace) -> int:
+    """Run Ray on this node, as the head and with the run if its launch is given; return the exit status."""
     from platform.jobs.ray_node import NodeOptions, run_follower, run_head
     from platform.jobs.supervisor import Supervision
 
@@ -188,6 +191,7 @@ def _node(given: argparse.Namespace) -> int:
 
 
 def _pod(given: argparse.Namespace) -> int:
+    """Run torchrun in this pod of a job, and in the first pod the supervisor; return the exit status."""
     from platform.jobs.pods.pod import run_pod
     from platform.jobs.pods.torch_node import PodOptions
     from platform.jobs.supervisor import Supervision

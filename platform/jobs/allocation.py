@@ -32,8 +32,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _counted(text: str) -> int:
-    """Return the sum of the numbers at the ends of [gpu:][TYPE:]COUNT[(...)], separated by commas; 1 for a type without
-    a number."""
+    """Return the sum of the COUNTs in [gpu:][TYPE:]COUNT[(...)], separated by commas; 1 for a type without one."""
     parts = re.sub(r"\([^)]*\)", "", text).split(",")
     ends = [part.rpartition(":")[2] for part in parts]
     return sum(int(end) if end.isdigit() else 1 for end in ends)
@@ -46,8 +45,7 @@ def _listed(text: str) -> int:
 
 
 def cpus_here(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the CPUs of this node in the allocation: Slurm's number for the task, else for the node, else those that
-    this process may use."""
+    """Return the number of CPUs here: Slurm's for the task, else for the node, else this process's affinity."""
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         if (text := environment.get(name, "")).isdigit() and int(text):
             return int(text)
@@ -55,8 +53,8 @@ def cpus_here(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
-    """Return the IP address of this node by which the others reach it: that of the network interface named, else the
-    one from which `peer` (a host of the same job; "" for none) is reached. `version`: of IP, 4 or 6.
+    """Return the IP address of this node by which the others reach it: the address of the network interface named, else
+    the one from which `peer` (a host of the same job; "" for none) is reached. `version`: IP version, 4 or 6.
 
     A host's own name is no way to find it: many resolve it to 127.0.1.1, or to an address of the other version. Raises
     ConfigError for an interface without such an address, and where only loopback is found and there is a peer.
@@ -91,13 +89,13 @@ def interface_with(address: str) -> str:
 
 
 def addresses(version: int) -> list[tuple[str, str]]:
-    """Return (interface, address) of this machine's interfaces that have a routable address of this version of IP,
-    loopback last."""
+    """Return (interface, address) of interfaces here with a routable address of this IP version, loopback last."""
     found = _ipv4() if version == 4 else _ipv6()
     return sorted(found, key=lambda pair: pair[0] == "lo")
 
 
 def _ipv4() -> list[tuple[str, str]]:
+    """Return (interface, address) of every network interface that has an IPv4 address."""
     found = []
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():
@@ -126,7 +124,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def free_port(address: str) -> int:
-    """Return a TCP port that nobody listens on at this address now: nodes may be shared with other jobs."""
+    """Return a TCP port that is free at this address now: nodes may be shared with other jobs."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with closing(socket.create_server((address, 0), family=family)) as listener:
         return int(listener.getsockname()[1])

@@ -44,8 +44,7 @@ _OF_RAY = ("head_select", "head_tolerate", "wait")  # options that an Indexed Jo
 
 
 def kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
-    """Write the manifest of the run that the arguments `typed` describe, with options `job.KEY=VALUE` among them
-    (`KubernetesOptions`). Raises ConfigError."""
+    """Write the manifest of a run from arguments and options job.KEY=VALUE (KubernetesOptions). Raises ConfigError."""
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
     within(run.config, run.options.mount)
     _check_launcher(run)
@@ -69,8 +68,8 @@ def kubernetes_claim(typed: Sequence[str], config_dir: str | None = None) -> tup
 
 
 def _check_launcher(run: PlannedRun) -> None:
-    """Raise ConfigError for what a job whose workers torchrun starts cannot have: options of Ray's head, and workers
-    beside those of the plan."""
+    """Raise ConfigError if a job whose workers torchrun starts has options of Ray's head, workers beyond the plan's, or
+    nodes with different numbers of workers."""
     o, elastic = run.options, run.config.elastic
     if o.launcher == "ray":
         return
@@ -94,6 +93,7 @@ def _check_launcher(run: PlannedRun) -> None:
 
 
 def _title(run: PlannedRun) -> str:
+    """Return the comment at the top of a job's file, with its kind, its nodes and their workers."""
     size = run.size
     what = count_of(size.workers, "GPU") if size.device == "cuda" else f"{count_of(size.workers, 'worker')} on CPUs"
     kind = _KINDS[run.options.launcher]
@@ -210,8 +210,7 @@ def _owner(o: KubernetesOptions) -> list[dict[str, str]] | None:
 
 
 def _near(o: KubernetesOptions) -> dict[str, Any] | None:
-    """Return the affinity of worker pods to each other, None for none. It is a wish: a spare node far off is better
-    than none."""
+    """Return the preference for worker pods near each other (a far spare node is better than none), None for none."""
     if not o.topology:
         return None
     workers = {"elastic-platform/job": o.name, "elastic-platform/role": "worker"}
@@ -226,6 +225,7 @@ def _toleration(taint: str) -> dict[str, str]:
 
 
 def _ray_version() -> str:
+    """Return the version of Ray that is installed here."""
     from importlib.metadata import version
 
     return version("ray")

@@ -30,8 +30,8 @@ _WAIT = 600  # seconds of cluster.wait: nodes come one by one
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run that a job is written for. `options`: of the job, `name` set; `world`: the workers of its plan; `command`:
-    the words typed for the manifest; `arguments`: those of `platform.launch`, as they are typed."""
+    """Run that a job is written for. `options`: job options, `name` set; `world`: the workers of its plan; `command`:
+    the words typed for the manifest; `arguments`: arguments of `platform.launch`, as typed."""
 
     config: Config
     options: Any
@@ -138,7 +138,7 @@ def fill(template: str, values: Mapping[str, str | None]) -> str:
 
 
 def as_typed(typed: Sequence[str]) -> str:
-    """Quote what was typed for a job, for the comment at the top of its file."""
+    """Quote the words typed for a job, for the comment at the top of its file."""
     return folded(typed, " \\\n#         ", 84)
 
 

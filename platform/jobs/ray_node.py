@@ -49,8 +49,8 @@ _OBJECT_STORE = 10**9  # bytes: no tensor goes through it
 @dataclass(frozen=True)
 class NodeOptions:
     """Options of a node of a job. `shared`: the directory that all of its nodes share; `peer`: a host name of another
-    node, "" for none; `drain`: seconds that Ray takes to leave, in which the run saves; `run_dir`: where logs are kept,
-    known to the head, which tells the others."""
+    node, "" for none; `drain`: seconds that Ray takes to leave, in which the run saves; `run_dir`: directory of kept
+    logs, known to the head, which announces it."""
 
     shared: Path
     interface: str = ""
@@ -80,8 +80,7 @@ def ray_command(address: str, options: NodeOptions, directory: str, head: str, p
 
 
 def drain_command(head: str, node: str, seconds: int) -> list[str]:
-    """Return the command that tells the cluster of the head at an address that a node, by Ray's id, goes within
-    `seconds`."""
+    """Return the command that announces to Ray's head at an address that a node (Ray's id) leaves within `seconds`."""
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={head}", f"--node-id={node}"),
         *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=its job told it to go"),
@@ -90,8 +89,7 @@ def drain_command(head: str, node: str, seconds: int) -> list[str]:
 
 
 def ray_environment(address: str, directory: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a node's Ray, which its workers inherit: collectives use the interface of `address`
-    unless another one is set."""
+    """Return the environment of a node's Ray and workers: collectives use `address`'s interface unless one is set."""
     interface = interface_with(address)
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ()
     return {**dict.fromkeys(names, interface), **environment, leftovers.MARK: directory}
@@ -120,7 +118,7 @@ class RayNode:
         self._opened.close()
 
     def end(self) -> None:
-        """End Ray on this node at once, with all that it has started: those that inherited its mark."""
+        """End Ray on this node at once, with every process that inherited its mark."""
         if self._ray is not None:
             self._ray.kill()
             self._ray.wait()
@@ -158,7 +156,7 @@ class RayNode:
         return self._ray is not None and self._ray.poll() is None
 
     def leave(self, head: str) -> bool:
-        """Tell the Ray of the head at an address that this node will go: the run saves, goes on without it, and then
+        """Announce to Ray's head at an address that this node will leave: the run saves, goes on without it, and then
         Ray ends here. Returns False if this node had not joined."""
         if not (node := self._node_id()):
             return False
@@ -188,7 +186,7 @@ class _Head:
         self._address = ""
 
     def start(self) -> None:
-        """Start the head and tell the other nodes where it is. Raises ConfigError if it does not start."""
+        """Start the head and publish its address to the other nodes. Raises ConfigError if it does not start."""
         for attempt in range(_ATTEMPTS):
             o = self._options
             address = own_address(o.interface, o.peer, o.ip)
@@ -216,8 +214,8 @@ class _Head:
         return False
 
     def environment(self) -> dict[str, str]:
-        """Return what tells a driver where Ray is; start the head again if it has ended. Raises ConfigError if it does
-        not start."""
+        """Return the environment variable with Ray's address for a driver; start the head again if it has ended. Raises
+        ConfigError if it does not start."""
         if not self._node.runs:
             why = f"{self._node.said()}\nnode: {gethostname()}: Ray's head has ended, as above: it is started again"
             print_line(why, sys.stderr)
@@ -240,8 +238,8 @@ def run_head(options: NodeOptions, told: Supervision) -> int:
 
 
 def _watch(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
-    """Wait for the file `stop`, and ask for a stop of the job then. Without a head Ray ends the driver after a minute,
-    in which that can still save: have it replaced."""
+    """Wait for the file `stop`, then ask for a stop of the job. Without a head Ray ends the driver after a minute, in
+    which that can still save: have it replaced."""
     while not stop.exists():
         if not node.runs:
             supervisor.replace_driver()
@@ -250,7 +248,7 @@ def _watch(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
 
 
 def run_follower(options: NodeOptions) -> int:
-    """Keep this node in the job's Ray cluster until it is told to go; return the exit status."""
+    """Keep this node in the job's Ray cluster until the job is over or a stop signal; return the exit status."""
     going = threading.Event()
     with RayNode(options) as node:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -271,8 +269,8 @@ def run_follower(options: NodeOptions) -> int:
 
 
 def _stay(node: RayNode, head: str, options: NodeOptions, going: threading.Event) -> None:
-    """Wait until Ray has ended here, the head has another address, or the job is over; or until this node is told to
-    go, and has left, for which it has the seconds `drain`."""
+    """Wait until Ray has ended here, the head has another address, or the job is over; or, after a stop signal, until
+    this node has left, for at most `drain` seconds."""
     while node.runs and not _over(options.shared) and not going.is_set() and _head(options.shared) in (head, ""):
         time.sleep(_LOOK_SECONDS)
     if going.is_set() and node.runs and node.leave(head):
@@ -287,14 +285,14 @@ def _over(shared: Path) -> bool:
 
 
 def _wait(seconds: float, shared: Path, going: threading.Event) -> None:
-    """Wait, at most until the job is over or this node is told to go."""
+    """Wait for `seconds`, at most until the job is over or this node has a stop signal."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not _over(shared) and not going.wait(_LOOK_SECONDS):
         pass
 
 
 def _await_head(shared: Path, going: threading.Event) -> str:
-    """Wait for the head's address; return "" if it does not come, this node is told to go, or the job is over."""
+    """Wait for the head's address; return "" if it does not come, the job is over, or after a stop signal."""
     deadline = time.monotonic() + _JOIN_SECONDS
     while not (going.is_set() or _over(shared)):
         if address := _head(shared):

@@ -40,9 +40,9 @@ _LINE = Annotated[
 
 @dataclass(frozen=True)
 class DriverEnd:
-    """End of one driver. `status`: of its process, negative for the number of a signal; `recorded`: its journal has an
-    end of it; `advanced`: the run has a step more than when it started; `asked`: the signal by which this job was told
-    to stop, 0 for none; `over`: the job's time is over."""
+    """End of one driver. `status`: status of its process, negative for the number of a signal; `recorded`: its journal
+    has an end of it; `advanced`: the run has a step more than when it started; `asked`: the stop signal that this job
+    got, 0 for none; `over`: the job's time is over."""
 
     status: int
     recorded: bool = True
@@ -76,7 +76,7 @@ def verdict(end: DriverEnd, spent: int, retries: int, elsewhere: bool) -> int | 
 
 def spent(lines: Iterable[dict[str, Any]]) -> int:
     """Count the retries that a job has spent, from the lines of drivers.jsonl since a job last ended there: drivers
-    that were lost, and those that stopped without a step."""
+    that were lost, or stopped without a step."""
     count, running = 0, False
     for line in lines:
         if line["event"] == STARTED:

@@ -41,9 +41,9 @@ _STOPPING_SECONDS = 30.0  # for Ray to end this process, once it was asked to st
 
 @dataclass(frozen=True)
 class Supervision:
-    """Options of a supervisor. `arguments`: of `platform.launch`; `retries`: drivers that may be lost; `seconds`: after
-    which the job's time is over, None for no limit; `elsewhere`: as in `verdict`; `notice`: seconds that a node is
-    given to leave, which may be this one."""
+    """Options of a supervisor. `arguments`: arguments of `platform.launch`; `retries`: drivers that may be lost;
+    `seconds`: time limit of the job, None for no limit; `elsewhere`: the scheduler starts a job again that ends with
+    75; `notice`: seconds that a node is given to leave, which may be this one."""
 
     arguments: Sequence[str]
     retries: int = 10
@@ -53,8 +53,7 @@ class Supervision:
 
     @property
     def run_dir(self) -> Path:
-        """Return the run directory. Raises ConfigError if the arguments do not name one: the next driver must find
-        what this one leaves."""
+        """Return the run directory, which the next driver must find. Raises ConfigError if no argument names it."""
         named = [word.partition("=")[2] for word in self.arguments if word.lstrip("+").startswith("run.dir=")]
         if not named or not named[-1]:
             raise ConfigError(violation("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"]))
@@ -82,8 +81,8 @@ def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> D
 
 class Supervisor:
     """Runs drivers one after the other until the rule says that the job ends. `environment`: gives, before each driver,
-    variables for it beside those of this process (where Ray is, which may change); `start`: starts one with arguments
-    and an environment."""
+    variables for it beside this process's own (Ray's address, which may change); `start`: starts one with arguments and
+    an environment."""
 
     def __init__(
         self,
@@ -124,14 +123,14 @@ class Supervisor:
             return status
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
-        """Take note of a signal that tells this job to stop, and pass it on to the driver; of those that schedulers
-        send, the first: a second one would end the driver before it has saved, and Slurm's preemption sends two."""
+        """Note a signal that asks this job to stop, and pass it on to the driver; of a scheduler's signals, only the
+        first: a second one would end the driver before it has saved, and Slurm's preemption sends two."""
         first, self._asked = not (self._asked or self._replacing), number
         if first or number == signal.SIGINT:
             self._tell(number)
 
     def _tell(self, number: int, reason: str = "") -> None:
-        """Tell the driver, if it runs, to stop: by a signal that it hears (`deaf_to_term`), and a file with the reason,
+        """Ask the driver, if it runs, to stop: by a signal that it hears (`deaf_to_term`), and a file with the reason,
         by default the signal `number`, which the job was sent."""
         if self._driver is not None and self._driver.poll() is None:
             with suppress(OSError):
@@ -139,7 +138,7 @@ class Supervisor:
             self._driver.send_signal(signal.SIGUSR1 if number == signal.SIGTERM else number)
 
     def replace_driver(self) -> None:
-        """Tell the driver, once, to save and stop, so that another one goes on here: what it stands on is lost."""
+        """Ask the driver, once, to save and stop, so that another one goes on here: what it stands on is lost."""
         if not self._replacing and self._driver is not None and self._driver.poll() is None:
             self._replacing = True
             self._tell(signal.SIGUSR1, "its supervisor, for another driver to go on")
@@ -200,14 +199,14 @@ class Supervisor:
             return []
 
     def _rest(self, seconds: float) -> bool:
-        """Wait before the next driver; return True if the job was told to stop meanwhile."""
+        """Wait before the next driver; return True if the job was asked to stop meanwhile."""
         deadline = time.monotonic() + seconds
         while not self._asked and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(0.1, left))
         return bool(self._asked)
 
     def _spent(self, used: int) -> int:
-        """Tell that all retries are spent; return the status of such a job."""
+        """Print that all retries are spent; return the status of such a job."""
         print_line(
             f"supervisor: {used} retries are spent, and {self._told.retries} are allowed: the job ends; the same"
             " job goes on once more when it is submitted again",
@@ -219,7 +218,8 @@ class Supervisor:
 @contextmanager
 def deaf_to_term() -> Iterator[None]:
     """Start processes inside the block with SIGTERM blocked, for themselves and for all that they start. Some
-    schedulers send it to every process of a job: then this process is told, and decides who ends, and when."""
+    schedulers send it to every process of a job: then only this process reacts, and decides which processes end, and
+    when."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -228,8 +228,7 @@ def deaf_to_term() -> Iterator[None]:
 
 
 def _steps(run_dir: Path) -> int:
-    """Return the highest step that the run directory shows as done; 0 if its files cannot be read, which the driver
-    will say."""
+    """Return the highest step done in the run directory; 0 if its files cannot be read, which the driver reports."""
     try:
         return traces.steps(run_dir)
     except (OSError, Malformed):
@@ -264,8 +263,7 @@ def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def ray_job(environment: Mapping[str, str]) -> str:
-    """Return the submission id of the Ray job that a process with this environment is the entry point of, "" if of
-    none."""
+    """Return the submission id of the Ray job whose entry point has this environment, "" if there is none."""
     try:
         found = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
         return str(found.get("metadata", {}).get("job_submission_id", ""))

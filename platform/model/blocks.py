@@ -192,8 +192,8 @@ class Attention(Residual):
     ) -> Any:
         """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
         (key, value) of cross-attention, from `keys_and_values`, both None if a pass before had them; None for
-        self-attention. `mask`, `begins`, `bias`: as in `Ops.attention`. `entered`: what `enter` would return, if it is
-        known; `following`: see `leave_for`."""
+        self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention`. `entered`: the result of `enter`, if it
+        is known; `following`: see `leave_for`."""
         s, m = self.shapes, self.memory
         entered = self.enter(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
@@ -247,7 +247,7 @@ class FeedForward(Residual):
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None) -> Any:
-        """Apply the layer to the stream x. `entered`: what `enter` would return, if it is known."""
+        """Apply the layer to the stream x. `entered`: the result of `enter`, if it is known."""
         s = self.shapes
         entered = self.enter(ops, x) if entered is None else entered
         h = ops.project(entered, s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
@@ -270,8 +270,8 @@ class TransformerBlock(Layer):
     def __call__(
         self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any, begins: Any = None
     ) -> Any:
-        """Run the block on the stream x. `pair`: the (key, value) of its cross-attention; `mask`, `begins`, `bias`: of
-        self-attention; `memory_mask`: of cross-attention."""
+        """Run the block on the stream x. `pair`: the (key, value) of its cross-attention; `mask`, `begins`, `bias`:
+        arguments of its self-attention; `memory_mask`: the mask of its cross-attention."""
         x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
         if self.cross:
             x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)
@@ -335,7 +335,6 @@ class Stack(Layer):
 
 
 def window_of(c: ModelConfig, layer: int) -> int:
-    """Return the window of the attention of a layer, by its number: 0 where it has none, or none that hides anything
-    within the model's length."""
+    """Return a layer's attention window by its number; 0 for none, or one that hides nothing at the model's length."""
     windowed = c.window < c.length and (not c.window_layers or layer in c.window_layers)
     return c.window if windowed else 0

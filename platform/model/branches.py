@@ -21,7 +21,7 @@ Inside = Callable[..., Any]  # (ops, each projection's output) -> the branches' 
 class Branches(Layer):
     """Layer of isomorphic branches: x -> each branch's projections of x -> `inside` -> join.
 
-    `source`: the Spec of x; `inner`: of the branches' activation, which has `dim`; `out`: of the result.
+    `source`: the Spec of x; `inner`: the Spec of the branches' activation, which has `dim`; `out`: the result's Spec.
     `projections`: names of the weights from x into every branch; with none, a branch holds its slice of x.
     `slices`: the Spec of x cut into slices, one per branch [... dim part]; None: every branch reads all of x.
     `join`: `sum` maps each branch to `out` by a weight of its own and adds them up; `concatenate` puts the branches
@@ -49,8 +49,8 @@ class Branches(Layer):
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
             """Return the weight parameter between two activations: its dims are the dims that only one of them has, and
-            the branch dim; what an `in` weight contracts comes last. `part`: last part of its name; `role`: as in
-            `Parameter`; `spread`: its initial standard deviation."""
+            the branch dim; what an `in` weight contracts comes last. `part`: last part of its name; `role`: its role,
+            see `Parameter`; `spread`: its initial standard deviation."""
             dims = tuple(d for d in first.dims if d not in second.dims)
             dims += tuple(d for d in second.dims if d not in first.dims or d == dim)
             sizes = tuple((d, n) for d, n in dict((*first.sizes, *second.sizes)).items() if d in dims)

@@ -36,8 +36,7 @@ def register_loss(name: str, loss: Callable[..., Any], settings: type | None = N
 
 
 def losses_of(config: Config) -> dict[str, TokenLoss | None]:
-    """Return cross-entropy and the loss that a configuration trains with, each by its name: None, or a function with
-    its settings."""
+    """Return cross-entropy and the configured loss by name: None, or a function with its settings."""
     name = loss_of(config)
     loss = LOSSES[name]
     return {CROSS_ENTROPY: None, name: loss and with_settings(loss, "train.loss", name, config.train.loss_settings)}

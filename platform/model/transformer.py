@@ -1,4 +1,4 @@
-"""Bases of Transformers: what all have, and what those of one stack of blocks have."""
+"""Base classes of Transformers: of all of them, and of the ones with a single stack of blocks."""
 
 from __future__ import annotations
 

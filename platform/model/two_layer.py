@@ -34,6 +34,7 @@ class TwoLayer:
         return [self.w, self.bias, self.v]
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
+        """Return half the summed squared error of y against |x|, x being fixed random features of the token ids."""
         x = ops.features("x", inputs["tokens"], IO)
         (h,) = ops.project(x, IO, (self.w,), (HIDDEN,), (self.bias,))
         (y,) = ops.project(ops.pointwise("relu", h), HIDDEN, (self.v,), (IO,))

@@ -94,8 +94,7 @@ class Console:
         self.say("".join(f"{text(row, left):>{width}}" for _, width, text in _COLUMNS))
 
     def _left(self, step: int) -> str:
-        """Return the time that the steps after `step` will take at the pace of recent ones, as text; "~" if it is
-        unknown."""
+        """Return the time for the steps after `step` at the pace of recent ones, as text; "~" if it is unknown."""
         (first, then), (last, now) = self._pace[0], self._pace[-1]
         return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 

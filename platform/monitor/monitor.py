@@ -38,8 +38,7 @@ class RunMonitor:
         self._metrics, self._console, self._services, self._on_step = metrics, console, dict(services), on_step
 
     def step(self, row: MetricsRow) -> None:
-        """Record a committed step's row in metrics.jsonl, and show it on the console, to the services and to
-        `on_step`."""
+        """Write a committed step's row to metrics.jsonl, and show it on the console, to the services and `on_step`."""
         self._metrics.write(row)
         self._console.step(row)
         self._to_services(lambda service: service.step(row))
@@ -58,8 +57,7 @@ class RunMonitor:
         self._to_services(lambda service: service.summary(values))
 
     def close(self, status: int) -> None:
-        """Close the metrics file, console and services of a run; `status` is the exit status that the launcher will
-        return."""
+        """Close the metrics file, console and services of a run that ends with the exit status `status`."""
         self._metrics.close()
         self._console.close()
         self._to_services(lambda service: service.close(status))

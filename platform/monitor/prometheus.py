@@ -30,6 +30,7 @@ class RayGauges:
         """End with the driver: Ray forgets what an ended process has set."""
 
     def _set(self, values: dict[str, float]) -> None:
+        """Set the gauges to values by name, making new ones; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
 

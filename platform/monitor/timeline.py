@@ -81,8 +81,7 @@ class Timeline:
         return [executed(s, self._actions[s], own.sections) for s, own in zip(self._stages, ranks, strict=True)]
 
     def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
-        """Simulate the schedule of a step with the mean measured time of each kind of action; `ran`: per rank, its
-        measured actions."""
+        """Simulate a step's schedule with the mean time of each kind of action; `ran`: measured actions per rank."""
         microbatches = 1 + max(event.action.microbatch for events in ran for event in events)
         schedule = next(s for s in self._schedules if s.microbatches == microbatches)
         seconds: dict[Kind, list[float]] = defaultdict(list)

@@ -30,6 +30,7 @@ class WandbLog:
             self._start(config, run_dir)
 
     def _start(self, config: Config, run_dir: Path) -> None:
+        """Start or continue the W&B run in the mode that WANDB_MODE and the API key allow, and set `where`."""
         import wandb
 
         wandb_dir = run_dir / "wandb"

@@ -33,8 +33,8 @@ class Adafactor(torch.optim.Optimizer):
     """Divides each gradient by the root of its second moments, of which it keeps a mean per row and per column of a
     matrix; updates are clipped to a root mean square, and as large as the weights are.
 
-    `factors` sums over the ranks that have parts of a parameter; all ranks step together. Without it only the state of
-    what is no matrix is made.
+    `factors` sums over the ranks that have parts of a parameter; all ranks step together. Without it a step only makes
+    the state of each parameter, as of one that is no matrix.
     """
 
     factors: SumsOverRanks
@@ -64,12 +64,13 @@ class Adafactor(torch.optim.Optimizer):
             self._apply(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
 
     def _sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
-        """Return the squares of this rank's part of a gradient by row and by column; () of what is no matrix."""
+        """Return the squares of this rank's part of a gradient by row and by column; () if it is no matrix."""
         assert w.grad is not None, "every part has a gradient"
         return self.factors.sides(name, w.grad) if self.factors.shape(name) else ()
 
     def _begin(self, w: Tensor, shape: tuple[int, int] | None) -> dict[str, Any]:
-        """Return the state of a parameter, made by its first update; `shape`: of a matrix, None of what is none."""
+        """Return the state of a parameter, made by its first update; `shape`: rows and columns of a matrix, None for
+        other parameters."""
         state = self.state[w]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)

@@ -32,8 +32,7 @@ def _cosine(o: Optimizer, step: int, steps: int) -> float:
 
 
 def _cosine_restarts(o: Optimizer, step: int, steps: int) -> float:
-    """Return the share of the peak that falls along a cosine `optimizer.cycles` times; the last update of a cycle is at
-    its end."""
+    """Return the share of the peak along `optimizer.cycles` cosines, each of which ends at its last update."""
     progress = _progress(o, step, steps) * o.cycles
     return _cosine_fall(o, progress - max(0, math.ceil(progress) - 1))
 
@@ -43,8 +42,7 @@ def _linear(o: Optimizer, step: int, steps: int) -> float:
 
 
 def _wsd(o: Optimizer, step: int, steps: int) -> float:
-    """Return the share of the peak: all of it but for the last `optimizer.decay_steps` updates, of which none is one of
-    warm-up."""
+    """Return the share of the peak: all of it until the last `optimizer.decay_steps` updates, after warm-up."""
     fall = min(o.decay_steps or math.ceil(steps / 10), max(1, steps - o.warmup_steps))
     return _fall(o, min(max(0.0, (step - (steps - fall)) / fall), 1.0))
 
@@ -87,8 +85,7 @@ def learning_rate(o: Optimizer, step: int, steps: int) -> float:
 
 
 def short_of_peak(o: Optimizer, steps: int) -> str:
-    """Return a line for the user if a run of `steps` updates ends within its warm-up, and so never reaches
-    optimizer.lr; "" if it does not."""
+    """Return a line for the user if a run of `steps` updates ends in warm-up, short of optimizer.lr; else ""."""
     if o.warmup_steps <= steps or not steps:
         return ""
     most = o.lr * steps / o.warmup_steps

@@ -78,7 +78,7 @@ class Muon(torch.optim.AdamW):
             del part  # before the next matrix is made
 
     def _momentum(self, w: Tensor) -> Tensor:
-        """Add the gradient of this rank's part of a matrix to its momentum; return what is to be made orthogonal."""
+        """Add the gradient of this rank's part of a matrix to its momentum; return the update, not yet orthogonal."""
         o, state = self._o, self.state[w]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)

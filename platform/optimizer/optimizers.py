@@ -27,9 +27,8 @@ class OptimizerKind:
     """Entry of OPTIMIZERS. `make(groups, config.optimizer)` returns a torch optimizer of parameter groups [{"params",
     "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where
     `platform.optimizer.whole.NEEDS` says so. `moments`: numbers of state per element of a parameter, or a function that
-    finds it. `divides`: they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read
-    them, as those of torch that are fused do for its GradScaler.
-    """
+    finds it. `divides`: True if they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they
+    read them, as torch's fused optimizers do for its GradScaler."""
 
     make: Callable[..., torch.optim.Optimizer]
     moments: int | Callable[[Optimizer], int]
@@ -89,8 +88,7 @@ AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
 def kept_numbers(config: Config) -> int:
-    """Return how many numbers a run keeps per element of a parameter that is trained, beside the parameter itself: the
-    optimizer's moments, and its average if there is one."""
+    """Return how many numbers a run keeps per element of a trained parameter: its moments, and any average."""
     moments = OPTIMIZERS[config.optimizer.kind].moments
     return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
 
@@ -162,8 +160,7 @@ def keeps_groups(o: Optimizer) -> bool:
 
 
 def preload_imports(o: Optimizer) -> None:
-    """Take a dummy step of the configured optimizer, so that torch's imports for the first step (most of a second) are
-    done while nobody waits, before a worker is ready as a spare."""
+    """Take a dummy optimizer step: a spare then makes torch's imports (most of a second) before a run needs it."""
     import torch
 
     state_of(o, torch.float32, torch.device("cpu"))
@@ -177,7 +174,7 @@ def register_optimizer(
     settings: type | None = None,
 ) -> None:
     """Register an optimizer as `optimizer.kind=NAME`; `make` and `moments` as in `OptimizerKind`. `needs`: `element` if
-    it updates every element by itself, `tensor` if it must see every tensor whole, `matrix` if only those of two or
+    it updates every element by itself, `tensor` if it must see every tensor whole, `matrix` if only tensors of two or
     more dims; found by trying (`find_need`) if None. A plan that would split what it needs whole is refused.
     `settings`: a dataclass of optimizer.settings, which `make` gets as `settings`. Raises ValueError for any other
     word."""

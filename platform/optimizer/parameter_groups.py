@@ -14,8 +14,7 @@ from platform.plan.language.ops import Parameter
 
 
 def factors_of(o: Optimizer, name: str) -> tuple[float, float]:
-    """Return the factors on learning rate and weight decay of the parameter `name`: those of the first of
-    optimizer.groups that matches all of it."""
+    """Return the factors on (learning rate, weight decay) of the first of optimizer.groups to match all of `name`."""
     found = next((group for group in o.groups if re.fullmatch(group["match"], name)), {})
     return found.get("lr", 1.0), found.get("weight_decay", 1.0)
 
@@ -24,7 +23,7 @@ def group_parameters(
     o: Optimizer, parameters: Iterable[Parameter], owned: Mapping[str, Any], matrices: Collection[str]
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, none of them empty: `params` and their `names`, `weight_decay`,
-    `lr_factor` and whether each is a `matrix`. `owned`: name -> what is updated."""
+    `lr_factor` and whether each is a `matrix`. `owned`: name -> tensor to update."""
     found: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in sorted((p for p in parameters if p.name in owned), key=lambda p: not p.decay):
         lr, decay = factors_of(o, p.name)
@@ -37,9 +36,8 @@ def group_parameters(
 
 
 def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
-    """Return the names of the parameters that Muon updates as whole matrices: those of two or more dims that
-    optimizer.matrices matches, or by default the weights of layers but those of the last, which gives logits; tables
-    are none."""
+    """Return the names of the parameters of two or more dims that Muon updates as whole matrices: all that
+    optimizer.matrices matches; by default the weights of layers except the last, which gives logits, and no tables."""
     uses: dict[str, list[bool]] = {}
     for operation in (o.operation for o in plan.operations.values()):
         hidden = operation.kind == "project" and all(spec.region != "logits" for spec in operation.outputs)
@@ -52,8 +50,7 @@ def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
 
 
 def find_factored(plan: Plan) -> list[str]:
-    """Return the names of the trained parameters of whose second moments Adafactor keeps a mean per row and per column:
-    matrices and tables, no norms and biases."""
+    """Return the names of the trained matrices and tables, for which Adafactor keeps moments per row and column."""
     return [p.name for p in plan.parameters if len(p.dims) > 1 and p.decay and p.name not in plan.frozen]
 
 

@@ -54,8 +54,8 @@ def scratch_of_lion(o: Optimizer, update: Update) -> int:
 
 
 def scratch_of_muon(o: Optimizer, update: Update) -> int:
-    """Return the bytes that Muon takes: Nesterov's sums of all matrices at once, else those of the bucket that takes
-    most, whose blocks are joined, and of the iteration of its largest matrix."""
+    """Return the bytes that Muon takes: Nesterov's sums of all matrices at once, if it is used, and the most that a
+    bucket takes: its joined blocks, and its shard or the iteration of its largest matrix."""
     plan, wide = update.plan, update.itemsize
     ahead = sum(n for name, (n, _) in update.parts.items() if name in plan.matrices) if o.nesterov else 0
     most = 0
@@ -69,8 +69,8 @@ def scratch_of_muon(o: Optimizer, update: Update) -> int:
 
 
 def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
-    """Return the bytes of the moments of the parameter that takes most, made of its rows and columns for its update,
-    and of what is summed for all of them."""
+    """Return the bytes of the second moments of the parameter that takes most, made of its rows and columns for its
+    update, and of the sums over ranks for all parameters."""
     plan = update.plan
     if not plan.factored:
         return update.largest
@@ -92,8 +92,8 @@ def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
 
 
 def parts_of(plan: Plan, at: Mapping[str, int], decays: Mapping[str, bool]) -> Iterator[tuple[str, tuple[int, bool]]]:
-    """Yield the parameters that the worker at mesh coordinates `at` updates, as `Update.parts` holds them; `decays`: by
-    name, whether weights decay."""
+    """Yield the parameters that the worker at mesh coordinates `at` updates, as `Update.parts` holds them; `decays`:
+    name -> True if its weights decay."""
     for p in plan.at(at["stage"]).parameters:
         if p.name not in plan.frozen and plan.present(p, at):
             start, stop = plan.shard_range(p, at)

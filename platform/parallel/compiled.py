@@ -1,7 +1,7 @@
 """Compilation of the runtime's small pure functions of local tensors (regions) by torch.compile: `region` wraps one.
 
 A region contains no collective, and takes as tensors all that changes between layers, steps and microbatches, so that
-there is one graph per region and shape. Graphs stay in the process, whatever generations it is in.
+there is one graph per region and shape. Graphs stay in the process from one generation to the next.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _signature(argument: object) -> object:
-    """Return all on which a graph depends of one argument: shape, type and gradient of a tensor or of those in a
-    list."""
+    """Return a graph's key of one argument: shape, strides, type and gradient of a tensor or of a list's tensors."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument

@@ -15,8 +15,8 @@ _SETTINGS: Any = import_module("torch.utils.deterministic")
 @contextmanager
 def deterministic(compiles: bool) -> Iterator[None]:
     """Make torch, within the context, use kernels that take every sum in a fixed order, in forward and backward passes
-    alike, and raise RuntimeError with the name of an operation that has no such kernel. `compiles`: so do functions
-    that are compiled.
+    alike, and raise RuntimeError with the name of an operation that has no such kernel. `compiles`: True if compiled
+    functions do so too.
 
     Its environment variables, read before CUDA and NCCL start, are in `platform.cluster.crew.base.job`.
     """

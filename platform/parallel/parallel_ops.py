@@ -38,7 +38,7 @@ from platform.plan.operations.words import Ops
 @dataclass
 class PassPosition:
     """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
-    element. `masks`: what its layers share, made as they ask."""
+    element. `masks`: masks that its layers share, made on first use."""
 
     seed: int = 0
     step: int = 0
@@ -48,13 +48,13 @@ class PassPosition:
 
 
 class ParallelOps(Ops):
-    """Executes a plan's operations on the rank of `communicator`: what they have in common is here, each one's forward
-    pass is its `run`. `tensors`: parameter name -> local block.
+    """Executes a plan's operations on the rank of `communicator`: their common parts are here, each one's forward pass
+    is its `run`. `tensors`: parameter name -> local block.
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
     integers [length, batch] in the layout given by `plan.readers`. An activation or parameter of which this rank has no
     block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile). `ahead`:
-    parameters that are converted for their operations are so a matrix product ahead.
+    parameters are converted for their operations one matrix product ahead.
     """
 
     method = "run"
@@ -125,8 +125,7 @@ class ParallelOps(Ops):
         return ("fused_attention", name) in self.plan.operations
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
-        """Gather the local block x of an activation into the whole tensor on every rank, without gradient and without
-        vocab padding: logits, for sampling text."""
+        """Gather an activation's block x into the whole tensor on every rank, without gradient or vocab padding."""
         whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
         for i, size in enumerate(self.plan.global_shape(spec)):
             whole = whole.narrow(i, 0, size)
@@ -177,8 +176,7 @@ class ParallelOps(Ops):
         return region(function) if self.compiles else function
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
-        """Return the global positions along `dim`, int64 [local extent], of this rank's block of the activation
-        `spec`."""
+        """Return the global positions along `dim`, int64 [local extent], of this rank's block of `spec`."""
         first, n = self.blocks[spec][spec.dims.index(dim)]
         first += self.offset if dim == "length" else 0
         return torch.arange(first, first + n, device=device)

@@ -25,8 +25,7 @@ class KeyValueCache:
     first: dict[str, int] = field(default_factory=dict)
 
     def reorder(self, rows: Tensor) -> None:
-        """Let sequence i go on from what sequence `rows[i]` has read, for all sequences; both have their blocks on the
-        same ranks."""
+        """Let each sequence i continue the cache of sequence `rows[i]`; both have their blocks on the same ranks."""
         for name, first in self.first.items():
             k, v = self.blocks[name]
             mine = (rows[first : first + k.shape[1]] - first).to(k.device)

@@ -73,9 +73,9 @@ class _Flow:
 
 @dataclass(frozen=True, slots=True)
 class CompiledAction:
-    """Action of a row with what it needs resolved. `name`: of its section of the clock; `receives`, `sends`: what its
-    chunk has from the one before and for the one after; `completed`: the chunk whose last backward action this is;
-    `early`: receives that a computation posts when it has its own inputs."""
+    """Action of a row with its chunk and transfers resolved. `name`: name of its section of the clock; `receives`,
+    `sends`: activations from the chunk before and for the chunk after; `completed`: the chunk whose last backward
+    action this is; `early`: receives that a computation posts when it has its own inputs."""
 
     action: Action
     name: str

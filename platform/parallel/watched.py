@@ -1,5 +1,5 @@
-"""Sizes of activations and gradients by layer, for those who follow a run (`monitor.layers`): each rank sums the
-squares of what it counts; `platform.train.step.step_report` adds them up."""
+"""Sizes of activations and gradients by layer, to monitor a run (`monitor.layers`): each rank sums the squares of what
+it counts; `platform.train.step.step_report` adds them up."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Sums = dict[str, Any]  # name of a layer -> sum of squares that this rank counts
 
 
 class Watched:
-    """Sums the mean squares of each sequence's activations that a rank's forward passes hand to `see`. `sequences`: of
-    the microbatch of all replicas that is computed next; those behind them are padding, and do not count."""
+    """Sums the mean squares of each sequence's activations that a rank's forward passes hand to `see`. `sequences`:
+    their number in the next microbatch of all replicas; rows behind them are padding, and do not count."""
 
     sequences = 0
 
@@ -55,9 +55,8 @@ def layers_of(plan: Plan) -> list[str]:
 
 @torch.no_grad()
 def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Sums:
-    """Return the sums of squares of reduced gradients by layer, of what this rank counts of them
-    (`counts_gradient`). `plan`: that of this rank's stage; `gradients`: parameter -> what
-    of it this rank updates."""
+    """Return the sums of squares by layer of the reduced gradients that this rank counts (`counts_gradient`). `plan`:
+    the plan of this rank's stage; `gradients`: parameter -> gradient of the part that this rank updates."""
     found: Sums = {}
     for p in plan.parameters:
         if p.name in gradients and counts_gradient(plan, communicator.coordinates, p):

@@ -49,7 +49,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _tiers(text: str) -> dict[str, int]:
-    """Read the option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for what is none."""
+    """Read the option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for an illegal text."""
     try:
         sizes = {name: int(count) for name, count in (pair.split("=") for pair in text.split(","))}
         Tiers.of(sizes, 0)

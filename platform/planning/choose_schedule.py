@@ -108,8 +108,8 @@ def schedule_of(config: Config, data: int) -> Schedule:
 
 def schedules_of(config: Config, data: int) -> list[Schedule]:
     """Return the schedules that the steps of a run over `data` replicas follow, by number of microbatches, ascending:
-    one for each size of a batch that grows (`platform.config.groups.batch_ramp`); the last is that of `schedule_of`.
-    Raises ConfigError as that does."""
+    one for each size of a batch that grows (`platform.config.groups.batch_ramp`); the last is `schedule_of`'s. Raises
+    ConfigError as `schedule_of` does."""
     sizes = batch_sizes(config.train)
     found = [schedule_of(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes]
     return list({schedule.microbatches: schedule for schedule in found}.values())

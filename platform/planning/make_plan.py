@@ -146,8 +146,7 @@ def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:
 
 
 def _blind(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a refusal line if documents are to be told apart and a model of the user's own does not read where they
-    begin."""
+    """Yield a refusal line if data.document_mask is set and a model does not read `begins`, where documents begin."""
     if config.data.document_mask and "begins" not in plan.readers:
         constraint = f"model.kind={config.model.kind} does not read `begins`, where a token's document begins"
         yield violation("data.document_mask", True, constraint, [False])

@@ -24,9 +24,9 @@ from platform.planning.make_plan import make_plan
 
 
 class MemoryBudget:
-    """Memory budget of a worker: tells which candidate configurations fit. `memory`: bytes of a worker; inf: unknown,
-    everything fits. The budget is at least what the plan of `config`, with which the run was started, needs by our
-    count: the run fits, and the count is an estimate."""
+    """Memory budget of a worker, to check which candidate configurations fit. `memory`: bytes of a worker; inf:
+    unknown, everything fits. The budget is at least what the plan of `config`, with which the run was started, needs by
+    our count: the run fits, and the count is an estimate."""
 
     def __init__(self, config: Config, memory: float):
         self.memory = memory
@@ -50,8 +50,7 @@ class MemoryBudget:
         return (updated + self._count * used) / split <= self.memory
 
     def holds(self, config: Config, plan: Plan) -> bool:
-        """Return True if every worker's predicted peak under the candidate's plan fits the budget; weights alone are
-        tried first."""
+        """Return True if every worker's predicted peak under a plan fits the budget; weights are tried first."""
         if self.memory == inf:
             return True
         return max(_weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
@@ -97,23 +96,20 @@ def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) 
 
 
 def _scratch(config: Config, plan: Plan, stage: int, device: str) -> int:
-    """Return the bytes that the optimizer takes during an update on a stage's worker that has a block of every
-    tensor."""
+    """Return the bytes that an update takes on a stage's worker that has a block of every tensor."""
     o, at = config.optimizer, {**plan.mesh.coordinates(0), "stage": stage}
     decays = {p.name: p.decay and o.weight_decay * factors_of(o, p.name)[1] > 0 for p in plan.parameters}
     return OPTIMIZERS[o.kind].scratch(o, Update(plan.at(stage), at, device, dict(parts_of(plan, at, decays))))
 
 
 def device_kind(config: Config) -> str:
-    """Return the kind of device (cpu, cuda) for which a configuration is planned: GPUs if it asks for them, or names
-    their type."""
+    """Return the kind of device (cpu, cuda) to plan for: GPUs if the run asks for them, or names their type."""
     cluster = config.cluster
     return cluster.device if cluster.device != "auto" else "cuda" if cluster.gpu else "cpu"
 
 
 def _schedule(config: Config, plan: Plan) -> Schedule:
-    """Return the run's pipeline schedule, or one of fewer microbatches with the same peak memory, which is quicker to
-    lower."""
+    """Return the run's schedule, or one of fewer microbatches with the same peak memory, quicker to lower."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
         return schedule_of(config, config.parallel.data)
@@ -123,7 +119,6 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:
-    """Return, by pipeline stage, the bytes of parameters, gradients and optimizer state on the stage's worker that has
-    a block of every tensor."""
+    """Return, by stage, the bytes of parameters, gradients and optimizer state on a worker with all blocks."""
     moments, first = kept_numbers(config), plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

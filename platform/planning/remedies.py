@@ -54,7 +54,7 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
 
 def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
     """Yield (change as the user types it, bytes that the neediest worker then needs) for changes of the configuration
-    whose plan fits `memory` bytes per worker, from the cheapest changes to those that take more workers. `weights`:
+    whose plan fits `memory` bytes per worker, from the cheapest changes to changes that take more workers. `weights`:
     bytes of parameters, gradients and optimizer state of a worker now; where these alone are too much, only changes
     that lessen them are tried."""
     for change, changed, for_weights in _changes(config):
@@ -67,7 +67,7 @@ def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator
 
 def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     """Yield (change as the user types it, changed configuration, True if it lessens the bytes of weights) for changes
-    that lessen a worker's memory, from the cheapest to those that take more workers."""
+    that lessen a worker's memory, from the cheapest to changes that take more workers."""
     if (half := c.train.microbatch // 2) and c.pipeline.kind != "file":
         yield f"train.microbatch={half}", _with(c, "train", microbatch=half), False
     if c.tensor.scheme == "1d":

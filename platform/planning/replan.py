@@ -42,7 +42,7 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     moves the fewest bytes per step by the plan's own count; of these, the nearest to the configured sizes. All axes may
     become 1, so there is a plan for any number of workers that have the memory.
 
-    `config`: what the run was started with, with parallel.data settled, not -1. Everything in the run's identity
+    `config`: the run's configuration at its start, with parallel.data settled, not -1. Everything in the run's identity
     (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
     more, unless the configured one does.
     """
@@ -65,8 +65,7 @@ def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Rep
 
 
 def most_workers(config: Config) -> int:
-    """Return the number of workers up to which the run may grow: elastic.max_workers, or as many as it was configured
-    for."""
+    """Return how many workers the run may grow to: elastic.max_workers, or as many as were configured."""
     return config.elastic.max_workers or _one_replica(config) * config.parallel.data
 
 
@@ -123,8 +122,7 @@ class _Search:
         self._bounds: dict[_Sizes, float] = {}
 
     def best(self) -> ConfiguredPlan | None:
-        """Return the best configuration and plan, None if no plan fits: the first number of ranks, from `workers` down,
-        with a plan."""
+        """Return the best configuration and plan: with the most ranks, up to `workers`; None if no plan fits."""
         for ranks in range(self.workers, 0, -1):
             candidates = [s for s in self._of(ranks) if self.legal(s)]
             if found := self._fewest_bytes(candidates):
@@ -167,13 +165,12 @@ class _Search:
         return [(t, b) for t, b in pairs if prod(t) * prod(b) <= self.workers]
 
     def legal(self, sizes: _Sizes) -> bool:
-        """Return True if the sizes may fit the memory budget, by a quick bound, and the model has a legal plan at
-        them."""
+        """Return True if the sizes may fit the memory budget, by a quick bound, and the model has a legal plan."""
         return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Return True if the model has a legal plan at these sizes of tensor and branch axes, remembered; any number of
-        data replicas divides, so one replica tells."""
+        """Return True if the model has a legal plan at these sizes of tensor and branch axes, remembered. One replica
+        is tried, as any number of data replicas divides."""
         if (tensor, branch) not in self._legal:
             self._legal[tensor, branch] = is_legal(self.configured(_Sizes(tensor, branch, 1, 1)), 1)
         return self._legal[tensor, branch]
@@ -210,8 +207,7 @@ class _Search:
         )
 
     def _distance(self, sizes: _Sizes) -> tuple:
-        """Return the sort key of sizes by nearness to the configured ones: axes that differ, then the sum of
-        differences."""
+        """Return a sort key of nearness to the configured sizes: axes that differ, then the sum of differences."""
         pairs = list(zip(sizes.flat, self.own.flat, strict=True))
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
 
@@ -221,8 +217,8 @@ def _with_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
 
 
 def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
-    """Return the reason that a re-planned run tells people: which keys differ between `before` and `after`, for
-    `workers` workers, and how many of these stay idle."""
+    """Return the reason that a re-planned run reports: which keys differ between `before` and `after`, for `workers`
+    workers, and how many of these stay idle."""
     pairs = [
         ("data", before.parallel.data, after.parallel.data),
         ("stages", before.pipeline.stages, after.pipeline.stages),

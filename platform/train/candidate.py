@@ -32,8 +32,7 @@ class Candidate:
         self.communicator: Communicator | None = None
 
     def _configure(self, config: Config) -> None:
-        """Set the run's configuration and import the user's modules that it names in `extend`. Raises ConfigError for
-        one that cannot be imported."""
+        """Set the configuration and import the modules in `extend`. Raises ConfigError if one cannot be imported."""
         self.config = config
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
@@ -54,7 +53,7 @@ class Candidate:
         return time.time()
 
     def examine(self, thorough: bool) -> Findings:
-        """Return what the doctor finds on this worker by itself; `thorough`: with sizes that take seconds."""
+        """Return what the doctor finds on this worker by itself; `thorough`: True for sizes that take seconds."""
         self._local_device()
         return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
 

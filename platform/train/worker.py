@@ -61,7 +61,8 @@ from platform.train.step.training_state import State, tell_all, tried
 class Worker(Candidate):
     """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
-    `platform.train.protocol.replies` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
+    `platform.train.protocol.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
+    CPU.
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`;
     then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The
@@ -98,9 +99,9 @@ class Worker(Candidate):
         """Join generation number `generation` as `rank` of `world_size`, through the driver's TCPStore `store` (host,
         port), and open the process groups of the plan.
 
-        `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, from
-        the driver's schedule. `plan`: the digest that this worker's plan must have, "" for any. Raises RuntimeError if
-        the previous generation has not been left, ValueError if the plan is another.
+        `config`: configuration of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every
+        model chunk, from the driver's schedule. `plan`: the digest that this worker's plan must have, "" for any.
+        Raises RuntimeError if the previous generation has not been left, ValueError if the plan is another.
         """
         if self.communicator:
             raise RuntimeError("this worker is still in the generation before; it has to leave that first")
@@ -224,16 +225,15 @@ class Worker(Candidate):
         """Return at once: all ranks have answered when none is in a call before this one any more."""
 
     def _verify(self, step: int) -> Differences:
-        """Compare this rank's weights and optimizer state with those of its replicas, before the update of training
-        step `step`; see `platform.train.recovery.verify.differing`."""
+        """Compare this rank's weights and optimizer state with its replicas' before an update; see `differing`."""
         memory = self.memories.get(self.generation)
         before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
         return differing(self.trainer, self.state, before)
 
     def _forget_generations(self) -> None:
         """Drop the in-memory snapshots that this worker took in earlier generations, to free host memory. Called at the
-        start of every training step: all ranks of this generation hold the run's state by then, so nobody recovers from
-        older ones."""
+        start of every training step: all ranks of this generation hold the run's state by then, so no rank recovers
+        from older ones."""
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _begin_snapshot(self) -> None:
@@ -246,16 +246,14 @@ class Worker(Candidate):
             self.memories[self.generation].begin(step, self.state.blocks(), self.state.values)
 
     def _settle(self) -> None:
-        """Finish the snapshot that runs beside this training step, if there is one; all ranks do so before any of them
-        updates its weights."""
+        """Finish a snapshot that runs beside this training step, on all ranks before any updates its weights."""
         assert self.communicator
         if (memory := self.memories.get(self.generation)) and memory.begun:
             with self.trainer.clock.section("checkpoint"), self.trainer.clock.waiting_for_device():
                 memory.finish(self.communicator.transfer)
 
     def hold(self, step: int) -> None:
-        """Take the snapshot of the state after `step`, the last training step, now: the driver is about to form
-        another generation that goes on from it."""
+        """Take the snapshot of the state after the last step now: the driver is about to form a generation from it."""
         self._unheld = None
         self._hold(step)
 
@@ -270,10 +268,10 @@ class Worker(Candidate):
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
-        """Exchange parts of in-memory snapshots before a generation in which some survivors get no seat: those that get
-        one receive what only the others hold. Called on all `gathered` members of the source, each with its index among
-        them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only: `leave`
-        follows."""
+        """Exchange parts of in-memory snapshots before a generation in which some survivors get no seat: ranks with a
+        seat receive the parts that only the others hold. Called on all `gathered` members of the source, each with its
+        index among them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only:
+        `leave` follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
             meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
@@ -284,7 +282,7 @@ class Worker(Candidate):
     def recover(self, source: Source) -> None:
         """Recover the training state from the snapshots that survivors of an earlier generation hold in memory,
         `source`, and snapshot it again under this generation's plan, so that nothing is lost if this one fails at once.
-        All ranks call it together, also those that hold nothing."""
+        All ranks call it together, also ranks that hold nothing."""
         memory = self.memories[source.generation] if self.rank in source.ranks.values() else None
         if memory:
             memory.keep_only(source.step)
@@ -309,8 +307,7 @@ class Worker(Candidate):
         return Copied(tensors, self.state.values())
 
     def write(self, directory: str) -> None:
-        """Start a thread that writes the copy of the last `snapshot` to `directory` of the checkpoint storage;
-        `written` returns the outcome."""
+        """Start a thread that writes the last `snapshot` to `directory` of the checkpoint storage; see `written`."""
         storage = open_storage(urls.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
@@ -337,23 +334,19 @@ class Worker(Candidate):
         return failed
 
     def begin(self) -> Unrestored | None:
-        """Take the weights of train.init, with which the run starts. Return None on success, else why they are
-        undefined now, alike on all ranks."""
+        """Take the weights of train.init to start with; return None, or why they are undefined, on all ranks alike."""
         return tried(self.state.begin)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss per token over the first eval.batches batches of each source's held-out data, by its
-        name, and of all under "", equal on all ranks."""
+        """Return the mean validation loss per token by source, and of all under ""; see `Trainer.evaluate`."""
         return self.trainer.evaluate()
 
     def sample(self, tokens: int, prompt: str = "def ") -> str:
-        """Generate a text of `tokens` tokens that continues `prompt`, or answers it, from the model being trained, for
-        the user to read; equal on all ranks."""
+        """Generate `tokens` tokens that continue or answer `prompt`, from the present weights; equal on all ranks."""
         return self.trainer.sample(tokens, prompt)
 
     def abort(self) -> None:
-        """Interrupt a call of this worker that waits in a collective, so that it raises, if the backend can. Called
-        from another thread."""
+        """Interrupt a call that waits in a collective, so that it raises, if the backend can; from another thread."""
         if communicator := self.communicator:
             communicator.abort()
 

@@ -97,8 +97,8 @@ def files_beside(url: str) -> tuple[str, dict[str, bytes]]:
 
 
 def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Mapping[str, bytes]) -> None:
-    """Raise ConfigError if the tokenizer of data, None if it has none, is another than that of a model, which is among
-    the `files` at `place`: the model would read other tokens than it knows. data.foreign_tokenizer=true allows it."""
+    """Raise ConfigError if the tokenizer of data, None if it has none, differs from a model's, which is among the
+    `files` at `place`: the model would read other tokens than it knows. data.foreign_tokenizer=true allows it."""
     if given is None or JSON not in files or data.foreign_tokenizer or given.files.get(JSON) == files[JSON]:
         return
     try:

@@ -37,7 +37,7 @@ SHARD = 5 * 10**9  # bytes of a file, by default: what most storages take at onc
 @dataclass(frozen=True)
 class Exportable:
     """Checkpoint that transformers can load once it is exported: `family` and `config` (its config.json) say as what;
-    `tensors`: theirs; `dtype`: of all, "" for the types of the checkpoint."""
+    `tensors`: theirs; `dtype`: type of all, "" for the types of the checkpoint."""
 
     storage: Storage
     directory: str
@@ -96,8 +96,8 @@ def exportable(
 
 
 def _config(model: Model, family: str, source: Found | None, ids: Found) -> dict[str, Any]:
-    """Return the config.json of a model: that of its `source` if it still says what the model is, else a new one with
-    what else the source says, or else the `ids` of special tokens."""
+    """Return the config.json of a model: its `source` if that still describes the model, else a new one with the other
+    keys of the source, or else with the `ids` of special tokens."""
     if source is not None and (not family or source.get("model_type") == family) and _says(source, model):
         return dict(source)
     chosen = expressing(model, family)
@@ -109,6 +109,7 @@ def _config(model: Model, family: str, source: Found | None, ids: Found) -> dict
 
 
 def _says(source: Found, model: Model) -> bool:
+    """Return True if a config.json of transformers means the same as `model`."""
     names = () if model.tied else ("lm_head.weight",)
     with suppress(ConfigError):
         return meaning(Model(**model_keys(source, names))) == meaning(model)

@@ -186,8 +186,7 @@ class SavedModel:
 
 
 def is_saved(url: str) -> bool:
-    """Return True if a path or URL is a model as transformers saves it, and not a storage of checkpoints. Raises
-    OSError, ConfigError."""
+    """Return True if a URL is a model of transformers, not a storage of checkpoints. Raises OSError, ConfigError."""
     return url.rstrip("/").endswith(".safetensors") or CONFIG in open_storage(url, "source").list("")
 
 
@@ -199,8 +198,7 @@ def _opened(source: str) -> tuple[Storage, str]:
 
 
 def _unit(part: MatrixPart) -> int:
-    """Return the columns of a part that a cut along its first dim of columns moves by: those of a head where its
-    columns are heads."""
+    """Return the number of columns per index of a part's first dim of columns: a head's where its columns are heads."""
     return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
 
 

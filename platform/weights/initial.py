@@ -66,6 +66,7 @@ def initial_weights(config: Config) -> InitialWeights:
 
 
 def _listed(url: str) -> dict[str, int]:
+    """Return the sizes in bytes of a folder's files by name. Raises ConfigError if it is empty or unreadable."""
     try:
         if found := open_storage(url, KEY).list(""):
             return found

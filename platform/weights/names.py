@@ -79,6 +79,7 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
 
 
 def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
+    """Describe parameter `p` as a matrix [rows, columns]; a vector has one column."""
     if vector or len(shape) == 1:
         return MatrixPart(p.name, shape, prod(shape), 1, p.turned)
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
@@ -87,8 +88,8 @@ def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
 
 @dataclass(frozen=True)
 class Matched:
-    """Tensors of a checkpoint of transformers by the names under which a family has them. `there`: that name -> the
-    name in the files; `repeated`: (name in the files, name of the family) of tensors that must equal another."""
+    """Tensors of a checkpoint of transformers by the names under which a family has them. `there`: the family's name ->
+    the name in the files; `repeated`: (name in the files, name of the family) of tensors that must equal another."""
 
     there: dict[str, str]
     repeated: tuple[tuple[str, str], ...]

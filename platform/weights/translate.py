@@ -37,8 +37,8 @@ def family_of(found: Found) -> Family:
 
 
 def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return our model keys, without `model.`, that say what a config.json of transformers says. `names`: of the
-    tensors beside it, which show whether a head of its own is there.
+    """Return our model keys, without `model.`, that say what a config.json of transformers says. `names`: names of the
+    tensors beside it, which show if the output head has a tensor of its own.
 
     Raises ConfigError with a line for each key that our words do not express, and for each value that our key refuses.
     """
@@ -140,6 +140,7 @@ def expressing(m: Model, name: str = "") -> Family:
 
 
 def _refusals(m: Model, family: Family) -> list[str]:
+    """Return the refusal lines of a family for a model; [] if it expresses the model."""
     try:
         config_of(m, family)
     except ConfigError as error:

@@ -47,8 +47,7 @@ class Box(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that select this box in an array that holds just the elements of `outer`, a box around
-        it."""
+        """Return the slices that select this box in an array of just the elements of `outer`, a box around it."""
         spans = zip(self.offset, outer.offset, self.extent, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in spans)
 
@@ -143,6 +142,7 @@ def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int,
 
 
 def _shown(box: Box) -> str:
+    """Return a box as text; only the numbers of dims if offset and extent have different ones."""
     return (
         str(box) if len(box.offset) == len(box.extent) else f"a block of {len(box.offset)} and {len(box.extent)} dims"
     )

@@ -60,8 +60,7 @@ class Buffer:
 
     @classmethod
     def aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> Buffer:
-        """Make a buffer in which parts of larger element types come first, so that each is aligned to its type, as
-        `fill` needs."""
+        """Make a buffer of parts sorted by element type, largest first, so that each is aligned, as `fill` needs."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned, data)
 
     def fill(self, blocks: Sequence[Block]) -> None:
@@ -84,6 +83,7 @@ class Buffer:
 
     @torch.no_grad()
     def _copy(self, blocks: Sequence[Block]) -> None:
+        """Copy every part of this buffer out of `blocks`, if it has any, without waiting if it is pinned."""
         if self.places:
             live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
             torch._foreach_copy_(self._targets, live.parts(self.places), non_blocking=self._pinned)
@@ -94,8 +94,8 @@ class Buffer:
         return [self.data[at:end].view(DTYPES[held.dtype]).view(box.extent) for (held, box), at, end in self.places]
 
     def read(self, part: Share) -> Tensor | None:
-        """Return a view of the bytes of `part`, uint8 [*extent, bytes of an element], or None if no single part of the
-        buffer contains all of it."""
+        """Return a view of the bytes of `part`, uint8 [*extent, bytes of an element]; None if no one part contains
+        it."""
         for outer, at, end in self._at.get(part.tensor.name, ()):
             if part.box.overlap(outer) == part.box:
                 return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]

@@ -70,8 +70,7 @@ class Chain:
 
 
 def chains_of(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chain]:
-    """Join the blocks of all tensors that the same ranks hold, end to end; if `rank` is given, only those that it
-    holds."""
+    """Join the blocks of all tensors that the same ranks hold, end to end; only blocks of `rank`, if it is given."""
     found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():

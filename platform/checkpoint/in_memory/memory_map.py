@@ -47,8 +47,8 @@ class MemoryMap:
         return out
 
     def kept_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes of host memory that the two snapshots of `rank` take: {"own": of parts of its blocks,
-        "copies": of parts kept for other ranks}."""
+        """Return host memory of two snapshots of `rank` in bytes: {"own": its parts, "copies": of other ranks'
+        parts}."""
         kept = (copy.nbytes for copy in self.copies if copy.receiver == rank)
         return {"own": 2 * sum(part.nbytes for part in self.own(rank)), "copies": 2 * sum(kept)}
 

@@ -19,8 +19,8 @@ Read = Callable[[Share, Tensor], None]
 
 
 def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]) -> list[Chain]:
-    """Return what is left in memory after a failure, as chains of the ranks that can read it; a chain that no rank can
-    read is replaced by the copies of its parts.
+    """Return the state left in memory after a failure, as chains of the ranks that can read it; a chain that no rank
+    can read is replaced by the copies of its parts.
 
     `chains`: blocks held before, by old rank; `kept`: their copies; `readers`: old rank -> ranks in the result that can
     read its memory.
@@ -40,8 +40,7 @@ def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[in
 
 
 def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
-    """Return the names of the tensors of `state` that the survivors of a failure do not hold as a whole. `survived`: a
-    result of `surviving`."""
+    """Return the names of tensors of `state` that are not whole in `survived`, a result of `surviving`."""
     left: dict[str, int] = defaultdict(int)
     for chain in survived:
         for tensor, box in chain.blocks:
@@ -78,9 +77,9 @@ def is_recoverable(found: Keepers, alive: Set[object]) -> bool:
 
 
 def handed_over(survived: Sequence[Chain], stays: Sequence[bool]) -> list[Copy]:
-    """Assign what only ranks without a seat in the next generation can read to ranks that stay, evenly by bytes, as
-    copies to be sent before it forms. `survived`: a result of `surviving`; `stays`: for every rank in it, True if it
-    stays."""
+    """Assign the parts that only ranks without a seat in the next generation can read to ranks that stay, evenly by
+    bytes, as copies to be sent before it forms. `survived`: a result of `surviving`; `stays`: True for every rank in it
+    that stays."""
     return copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
 
 
@@ -98,9 +97,10 @@ def recover(
     """Fill this rank's `blocks` from the training state that survivors of a failure can read in memory; all ranks call
     it together. Padding, beyond the global tensor, becomes zero.
 
-    `survived`: which ranks can read what (a result of `surviving`, nothing lost); `state`: who holds which blocks under
-    the new plan; both equal on all ranks. `budget`: bytes that a rank receives per `exchange`, on average. A rank takes
-    what it can read from there; of what other ranks need, all that can read it send equal parts.
+    `survived`: chains that ranks can read (a result of `surviving`, nothing lost); `state`: tensors with the holders of
+    their blocks under the new plan; both equal on all ranks. `budget`: bytes that a rank receives per `exchange`, on
+    average. A rank reads all parts that it can by itself; the ranks that can read a part that others need each send an
+    equal share.
     """
     clear_padding(state, blocks)
 

@@ -68,8 +68,8 @@ def open_home(
     memory: SharedMemory, nodes: Sequence[Hashable], rank: int, tell: Callable[[Any], list[Any]]
 ) -> dict[int, SharedMemory] | None:
     """Open the memories of all ranks of this rank's node: rank -> memory, its own included; None if any rank of the job
-    cannot open its node's. All ranks call it together. `nodes`: every rank's node; `tell`: exchanges a value with all
-    ranks, and returns every rank's."""
+    cannot open its node's. All ranks call it together. `nodes`: every rank's node; `tell`: an all-gather of one value
+    per rank."""
     addresses = tell(memory.address)
     found = {
         mate: memory if mate == rank else SharedMemory.find(addresses[mate])

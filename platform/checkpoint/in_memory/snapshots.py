@@ -100,8 +100,8 @@ class HomeSnapshot:
     `values`: plain data."""
 
     def __init__(self, buffers: Sequence[Buffer], values: Any):
-        """Make it from the `buffers` of the home's ranks: those of own blocks before those of copies, as a copy of what
-        one of these ranks holds itself is not needed."""
+        """Make it from the `buffers` of the home's ranks: own blocks before copies, as a copy of a part that one of
+        these ranks holds itself is not needed."""
         self.values = values
         self._parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
         for buffer in buffers:
@@ -133,7 +133,8 @@ class RankSnapshots:
     the ranks that share its memory.
 
     Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory
-    (`MemoryMap.kept_bytes`). `held`: who has which part. `pinned`: own parts are, for state on a GPU.
+    (`MemoryMap.kept_bytes`). `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
+    for state on a GPU.
     """
 
     def __init__(self, held: MemoryMap, rank: int, mates: Mapping[int, SharedMemory], pinned: bool = False):
@@ -157,8 +158,8 @@ class RankSnapshots:
         pinned: bool = False,
     ) -> RankSnapshots:
         """Find out whether the ranks of every node can share memory, and prepare to take snapshots; all ranks call it
-        together. `state` (who holds which blocks) and `nodes` (of every rank) are equal on all of them; `tell`:
-        exchanges a value with all ranks; `divided`: see `MemoryMap`."""
+        together. `state` (tensors with the holders of their blocks) and `nodes` (every rank's) are equal on all of
+        them; `tell`: an all-gather of one value per rank; `divided`: see `MemoryMap`."""
         memory = SharedMemory.create()
         mates = open_home(memory, nodes, rank, tell)
         held = MemoryMap(state, nodes, mates is not None, divided)
@@ -263,6 +264,7 @@ class RankSnapshots:
         return place, self._places[place]
 
     def _lay_out(self, place: int) -> Snapshot:
+        """Construct the snapshot at a place, 0 or 1, in this rank's memory."""
         copies = _all(self._kept)
         at = place * Snapshot.size(self._own, copies)
         return Snapshot(self._mates[self._rank], at, self._own, copies, self._pinned)
@@ -288,8 +290,8 @@ def _all(kept: Mapping[int, Sequence[Share]]) -> list[Share]:
 def _transfer(
     sent: Sequence[tuple[int, Tensor]], kept: Mapping[int, Sequence[Share]], buffer: Buffer, transfer: Transfer
 ) -> None:
-    """Send the parts that peers keep, and receive those that this rank keeps for them (sender -> parts) into `buffer`,
-    which holds just these; all ranks call it together."""
+    """Send the parts that peers keep, and receive the parts kept for them here (sender -> parts) into `buffer`, which
+    holds just these; all ranks call it together."""
     sizes = [sum(part.nbytes for part in parts) for parts in kept.values()]
     transfer(sent, list(zip(kept, buffer.data[: sum(sizes)].split(sizes), strict=True)) if sizes else [])
 

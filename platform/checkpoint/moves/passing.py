@@ -28,8 +28,7 @@ Blocks = dict[str, list[Block]]  # tensor -> a rank's own blocks of it, in order
 
 
 def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
-    """Divide `pieces`, in order, into `count` stretches of about equal bytes, for as many turns or ranks; some may be
-    empty."""
+    """Divide `pieces`, in order, into `count` stretches of about equal bytes; some may be empty."""
     total, at = sum(piece.nbytes for piece in pieces), 0
     out: list[list[Piece[S]]] = [[] for _ in range(count)]
     for piece in pieces:
@@ -63,9 +62,9 @@ def pass_on(
     """Fill this rank's `blocks` with the pieces of global tensors that all ranks fetch and send, one `exchange` per
     turn; all ranks call it together.
 
-    `turns`: per turn and rank, the pieces that it passes on; `fetch`: gets their bytes; `state`: who holds which
-    blocks now; `turns` and `state` are equal on all ranks. Raises one of FAILURES on every rank alike if `fetch` does
-    on any: the blocks are then undefined.
+    `turns`: per turn and rank, the pieces that it passes on; `fetch`: gets their bytes; `state`: tensors with the
+    present holders of their blocks; `turns` and `state` are equal on all ranks. Raises one of FAILURES on every rank
+    alike if `fetch` does on any: the blocks are then undefined.
     """
     holders = {t.name: sorted(t.holders.items()) for t in state}
     mine: Blocks = defaultdict(list)
@@ -163,6 +162,7 @@ def _header(status: int) -> Tensor:
 
 
 def _raise_failures(received: Sequence[Tensor]) -> None:
+    """Raise the failure that the first failed one of the `received` messages reports, if any does."""
     for message in received:
         if status := int(message[0]):
             raise FAILURES[status - 1](bytes(message[HEADER_BYTES:].tolist()).decode())

@@ -1,9 +1,9 @@
 """Restoring a checkpoint under any plan: every stored byte is read once per job, by one worker, and passed to all ranks
 that hold a part of it.
 
-All ranks compute alike who reads what: the stored blocks, in the order of the files, are divided into n equal
-stretches. So reads are long, contiguous and of whole blocks, each covered by a SHA-256; how the tensors were split when
-they were saved, and how they are now, changes only what is sent between ranks.
+All ranks compute alike which rank reads which blocks: the stored blocks, in the order of the files, are divided into n
+equal stretches. So reads are long, contiguous and of whole blocks, each covered by a SHA-256; the split of the tensors
+at saving and the present one only change the messages between ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def restore(
 
     `state`: every tensor to restore and who holds its blocks now, equal on all ranks; values are converted if the
     checkpoint has another element type. `budget`: bytes that a rank receives per `exchange`, on average. Raises, on
-    every rank alike, Refused if the checkpoint lacks such a tensor, Corrupt or OSError if any rank cannot read what was
-    written: the blocks are then undefined.
+    every rank alike, Refused if the checkpoint lacks such a tensor, Corrupt or OSError if any rank cannot read the
+    stored bytes: the blocks are then undefined.
     """
     check_against(manifest, {t.name: t.shape for t in state})
     world: dict[str, Any] = {"rank": rank, "world_size": world_size, "exchange": exchange, "budget": budget}
@@ -81,8 +81,7 @@ def fill_blocks(
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
-    """Read one whole global tensor of a checkpoint into the memory of this process alone, in its stored type. Raises
-    Refused, or its subclass Corrupt, or OSError."""
+    """Read one whole global tensor of a checkpoint into memory, in its stored type. Raises Refused or OSError."""
     stored = manifest.tensors[name]
     box = Box.whole(stored.shape)
     out = torch.empty(box.extent, dtype=DTYPES[stored.dtype])

@@ -35,7 +35,7 @@ def write_carried(storage: Storage, directory: str, files: CarriedFiles) -> None
 
 
 def read_carried(storage: Storage, directory: str, manifest: Manifest) -> dict[str, bytes]:
-    """Read the files that a checkpoint carries, by name. Raises Refused if one is not what was written, OSError."""
+    """Read the files that a checkpoint carries, by name. Raises Refused if one has changed, OSError."""
     try:
         kind = Annotated[dict[_File, _Hash], Many(0, 100)]
         wanted: dict[str, str] = schema.read(kind, manifest.meta.values.get(VALUE, {}))

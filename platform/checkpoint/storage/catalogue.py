@@ -24,7 +24,7 @@ BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by 
 
 class Attempt(NamedTuple):
     """Directory `step-STEP-NUMBER-TOKEN` of one attempt at a checkpoint. Numbers only grow, so they order attempts
-    whatever clocks say and whichever step a run resumed from; the token distinguishes two writers at once."""
+    independently of clocks and of the step from which a run resumed; the token distinguishes two writers at once."""
 
     number: int
     step: int
@@ -36,8 +36,7 @@ class Attempt(NamedTuple):
 
 
 def attempts(storage: Storage) -> list[Attempt]:
-    """List the attempts at a checkpoint on the storage, complete or not, that were begun and not deleted, newest first.
-    Entries with other names are ignored."""
+    """List the attempts at a checkpoint on the storage, complete or not, newest first; skip other names."""
     found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
     named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in found if m)
     return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
@@ -167,7 +166,7 @@ class Selection:
 
 
 def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
-    """Find the newest checkpoint that holds what was written into it; quarantine newer ones that are corrupt.
+    """Find the newest intact checkpoint; quarantine newer ones that are corrupt.
 
     `deep`: read and verify every byte now; else that is left to `restore`, which verifies what it reads. `mark`:
     quarantine, which only the driver with the lease may do. Checkpoints that are incomplete, of a newer format or

@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 class Corrupt(Refused):
-    """Signals a damaged checkpoint, which can never be used: its bytes differ from what was written."""
+    """Signals a damaged checkpoint, which can never be used: its bytes are not the written ones."""
 
 
 class Newer(Refused):
@@ -120,9 +120,9 @@ class Manifest:
         return cls(meta, files, tensors)
 
     def faults(self) -> list[str]:
-        """Return what is impossible in a checkpoint with this manifest, one line each: holes and overlaps in a tensor,
-        bytes of a file in no block or in two, and blocks larger than any that is ever written, which a reader would
-        have to hold as a whole."""
+        """Return the faults of a checkpoint with this manifest, one line each: holes and overlaps in a tensor, bytes of
+        a file in no block or in two, and blocks larger than any that is ever written, which a reader would have to hold
+        as a whole."""
         lines = [
             f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
         ]
@@ -182,8 +182,7 @@ def _json(value: Any) -> str:
 
 
 def _seal(body: bytes) -> bytes:
-    """Return the last line of a manifest, the SHA-256 of the lines before it (`body`). Every later format ends with it
-    too."""
+    """Return the last line of a manifest of any format: the SHA-256 of the lines before it (`body`)."""
     return f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
 

@@ -26,7 +26,7 @@ def read_pieces(
     storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]], into: Sequence[memoryview]
 ) -> None:
     """Read stored blocks of a checkpoint into the memory given for each of `wanted`, several files at once. Raises
-    Corrupt if they differ from what was written, Refused if the checkpoint is deleted meanwhile, OSError if the storage
+    Corrupt if they are not the written bytes, Refused if the checkpoint is deleted meanwhile, OSError if the storage
     fails; the memory is then undefined."""
     memories = iter(into)
     runs = [(run, [next(memories) for _ in run]) for run in _runs(wanted)]

@@ -128,6 +128,7 @@ class Saver:
         return True
 
     def _prune(self, step: int) -> None:
+        """Delete dispensable checkpoints; report a failure as an event, but raise if the lease is lost."""
         self._check()  # a newer driver may be about to read what would be deleted
         try:
             prune(self._storage, self._last, self._every, self.losses)

@@ -49,14 +49,12 @@ class Storage(Protocol):
 
 
 def read_note(storage: Storage, path: str) -> str:
-    """Return a note that a driver left on the storage, who holds a lease or why a checkpoint is quarantined, as one
-    printable line: its first 4096 bytes."""
+    """Return the first 4096 bytes of a note on the storage, see `write_note`, as one printable line."""
     return documents.one_line(storage.read(path, 0, _NOTE))
 
 
 def write_note(storage: Storage, path: str, text: str) -> None:
-    """Write one line of text to a file for people who look at the storage, and for `read_note`: who holds a lease, or
-    why a checkpoint is quarantined."""
+    """Write a line, a lease's holder or the reason for a quarantine, to a file for `read_note` and for people."""
     storage.write(path, [memoryview(f"{text}\n".encode())])
 
 
@@ -124,13 +122,14 @@ def _delete(folder: Storage, names: Iterable[str]) -> None:
 
 
 class Local:
-    """Storage in a directory on a local or network file system (`root`): what was written survives a loss of power."""
+    """Storage in a directory on a local or network file system (`root`): durable writes survive a loss of power."""
 
     def __init__(self, root: Path | str):
         self.root = Path(root).expanduser()
         self.url = str(self.root)
 
     def write(self, path: str, chunks: Iterable[memoryview], durable: bool = True) -> None:
+        """Write a draft beside the file, then rename it to the file's name."""
         target = self.root / path
         _make_directory(target.parent)
         made = draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -154,6 +153,7 @@ class Local:
             raise
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
+        """Return bytes [start, end) of a regular file."""
         with documents.open_regular(self.root / path) as raw, io.BufferedReader(raw) as file:
             there = os.fstat(raw.fileno()).st_size
             data = bytearray(max(0, min(there, there if end is None else end) - start))
@@ -162,11 +162,13 @@ class Local:
         return data
 
     def open(self, path: str, start: int, end: int) -> Reader:
+        """Open a regular file at byte `start`; its end is not limited to `end`."""
         file = documents.open_regular(self.root / path)
         file.seek(start)
         return file
 
     def list(self, path: str) -> dict[str, int]:
+        """Map the names in a directory to their sizes, without entries that have been deleted meanwhile."""
         place = self.root / path
         try:
             with os.scandir(place) as entries:
@@ -178,6 +180,7 @@ class Local:
         return {name: size for name, size in found.items() if size is not None}
 
     def delete(self, path: str, durable: bool = True) -> None:
+        """Delete a file, or a directory with everything in it; a link itself, not its target."""
         target = self.root / path
         with suppress(FileNotFoundError):
             if target.is_dir() and not target.is_symlink():
@@ -235,6 +238,7 @@ class Remote:
         return f"{self._root.rstrip('/')}/{path}".rstrip("/")
 
     def write(self, path: str, chunks: Iterable[memoryview], durable: bool = True) -> None:
+        """Upload an object, and commit it once all is written; discard it after a failure."""
         with _translated(self.url):
             target = self._path(path)
             file = self._open(target)
@@ -262,6 +266,7 @@ class Remote:
             return self._system.open(target, "wb", autocommit=False)
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
+        """Return bytes [start, end) of an object."""
         with _translated(self.url):
             # Start 0 is left out: S3 refuses a range of an empty file.
             return bytearray(self._system.cat_file(self._path(path), start=start or None, end=end))
@@ -270,6 +275,7 @@ class Remote:
         return io.BytesIO(self.read(path, start, end))
 
     def list(self, path: str) -> dict[str, int]:
+        """Map the names below a path to their sizes, by a listing that no cache serves."""
         here = self._path(path)
         with _translated(self.url):
             try:
@@ -291,8 +297,7 @@ def _bytes(entry: dict[str, Any]) -> int:
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """Raise OSError, naming the storage's `url`, in place of the exceptions of its client library, while the context is
-    open."""
+    """Raise OSError, naming the storage's `url`, in place of its client library's exceptions in the context."""
     try:
         yield
     except (OSError, MemoryError):

@@ -1,2 +1,2 @@
-"""Trained model that the driver asks: which it is, prompts and texts as token ids, what workers say of them, and what
-that means: text, losses, scores of tasks."""
+"""Questions of the driver to a trained model: its weights and tokenizer, prompts and texts as token ids, the workers'
+answers, and the text, losses and scores of tasks made of these."""

@@ -1,4 +1,4 @@
-"""Model that is asked: texts as token ids, in batches of like length, to what a crew's workers say of them."""
+"""Model that is asked: texts as token ids, in batches of like length, and the workers' answers on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ask = Callable[..., list[Any]]  # `Crew.call` of a crew of answerers, or what st
 
 
 class AskedModel:
-    """Model, with its `vocabulary` if it has one, whose workers answer what `ask` calls on them
+    """Model, with its `vocabulary` if it has one, whose workers answer the calls of `ask`
     (`platform.train.generation.answerer`). `batch`: texts at a time."""
 
     def __init__(self, ask: Ask, model: Model, vocabulary: Vocabulary | None, batch: int = 16):
@@ -30,7 +30,7 @@ class AskedModel:
             yield order[first : first + self._batch]
 
     def write(self, prompts: Sequence[Ids], tokens: int, how: Choice, ends: Ids) -> Iterator[tuple[int, Written]]:
-        """Yield the number of each prompt with what follows it, `tokens` at most, in batches in the given order."""
+        """Yield the number of each prompt with its continuation, `tokens` at most, in batches in the given order."""
         for first in range(0, len(prompts), self._batch):
             numbers = list(range(first, min(first + self._batch, len(prompts))))
             rows = [list(prompts[n]) for n in numbers]
@@ -41,7 +41,7 @@ class AskedModel:
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Scored]:
         """Score each continuation after its context, of which the last tokens are read that fit; without a context, or
-        by a decoder that follows an encoder, after what begins a text."""
+        by a decoder that follows an encoder, after the token that begins a text."""
         found: list[Scored | None] = [None] * len(pairs)
         rows = [self._row(*pair) for pair in pairs]
         for numbers in self._batches([len(ids) for ids, _, _ in rows]):
@@ -52,8 +52,8 @@ class AskedModel:
         return [scored for scored in found if scored]
 
     def _row(self, context: Ids, text: Ids) -> tuple[list[int], int, list[int]]:
-        """Return what a decoder reads of a context and a text, the index at which the text begins there, and what an
-        encoder reads."""
+        """Return the decoder's ids for a context and a text, the index at which the text begins there, and the
+        encoder's ids."""
         most = self.model.length + 1  # the last token is only predicted
         if self.pairs:
             read = self.model.source_length or self.model.length
@@ -63,8 +63,8 @@ class AskedModel:
         return ids, max(1, len(ids) - len(text)), []
 
     def score_whole(self, texts: Sequence[Ids]) -> list[float]:
-        """Return the log-probability of each of several texts of any length, in nats: each token once, after what
-        begins a text or the tokens before it in its window, as long as the model."""
+        """Return the log-probability of each of several texts of any length, in nats: each token once, after the token
+        that begins a text or the tokens before it in its window, as long as the model."""
         most = self.model.length
         windows, owners = [], []
         for number, ids in enumerate(texts):

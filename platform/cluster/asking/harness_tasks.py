@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
         return self._asked.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the ids of a text, behind what begins a document unless `add_special_tokens` is False."""
+        """Return the ids of a text, after the token that begins a document unless `add_special_tokens` is False."""
         begins = add_special_tokens is not False and not self._asked.pairs
         return [*([self._asked.begin] if begins else []), *self._vocabulary.encode(encodable(string))]
 
@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
         return [(found.log_probability, found.greedy) for found in scored]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, whatever its length."""
+        """Return the log-probability of each text, of any length."""
         return self._asked.score_whole([self.tok_encode(r.args[0], add_special_tokens=False) for r in requests])
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
@@ -104,9 +104,9 @@ def _up_to(answer: str, stops: Sequence[str]) -> str:
 
 
 class HarnessTasks:
-    """Tasks of lm-eval called `names`, or in groups of these names, with their documents. `folder`: of the user's own
-    tasks; `shots`: examples in front of each document, None: as the task says. Raises ConfigError, naming `key`, for
-    all that are unknown, cannot be read, or ask for what is not answered here."""
+    """Tasks of lm-eval called `names`, or in groups of these names, with their documents. `folder`: folder of the
+    user's own tasks; `shots`: examples in front of each document, None: as the task says. Raises ConfigError, naming
+    `key`, for tasks that are unknown, cannot be read, or make requests that are not answered here."""
 
     def __init__(self, names: Sequence[str], folder: str = "", shots: int | None = None, key: str = "--tasks"):
         self._names = list(names)
@@ -138,8 +138,8 @@ class HarnessTasks:
         return ""
 
     def results(self, asked: AskedModel, limit: int = 0) -> dict[str, dict[str, float]]:
-        """Return the results of a model by task, those that were named first: metric -> value. `limit`: the most
-        documents of each task, 0: all. Raises what `asked` raises, and whatever a task does."""
+        """Return the results of a model by task (the named ones first): metric -> value. `limit`: the most documents of
+        each task, 0: all. Raises any error of `asked` or of a task."""
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
         with _seeded():
@@ -152,8 +152,7 @@ class HarnessTasks:
 
 
 def _manager(names: set[str], folder: str) -> TaskManager:
-    """Return what knows the tasks called `names`: those in the user's folder if that has them all, as to read all of
-    lm-eval's own takes seconds; else these too."""
+    """Return a TaskManager of `folder` alone if it has all `names` (lm-eval's own take seconds to read), else both."""
     own = TaskManager(include_path=folder, include_defaults=False) if folder else None
     return own if own and names <= {*own.all_subtasks} else TaskManager(include_path=folder or None)
 

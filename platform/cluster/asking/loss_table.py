@@ -1,4 +1,4 @@
-"""Table of losses: per token, word and byte of each held-out text, with what they mean as perplexities."""
+"""Table of losses: per token, word and byte of each held-out text, and as perplexities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Measured:
     samples: int
 
     def plain(self) -> dict[str, Any]:
-        """Return the numbers of a row of the table; None for what has no words or bytes."""
+        """Return the numbers of a row of the table; None where words or bytes are unknown."""
         per = {"token": self.tokens, "word": self.words, "byte": self.size}
         found: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
         for unit, count in per.items():

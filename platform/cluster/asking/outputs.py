@@ -1,5 +1,5 @@
-"""Files that a command writes what it found to: refused before a model is loaded if they cannot be written, and never
-left with half a line."""
+"""Files for the results of a command: refused before a model is loaded if they cannot be written, and never left with
+half a line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from platform.boundary.refusals import ConfigError, violation
 
 
 class Lines:
-    """New file at `path`, which the option `flag` names, that lines are added to. If one cannot be written, what is
-    there of it is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
+    """New file at `path`, which the option `flag` names, that lines are added to. If one cannot be written, its part in
+    the file is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
 
     def __init__(self, path: str, flag: str):
         self._path, self._flag, self._whole = path, flag, 0
@@ -45,8 +45,8 @@ class Lines:
 
 
 class WholeFile:
-    """File at `path`, which the option `flag` names, that is replaced as a whole by what `write` is given; without it,
-    what was there stays. Raises ConfigError if it cannot be written."""
+    """File at `path`, which the option `flag` names, that is replaced as a whole by the text that `write` gets; without
+    it, the old contents stay. Raises ConfigError if it cannot be written."""
 
     def __init__(self, path: str, flag: str):
         self._path, self._flag, self._beside = path, flag, ""

@@ -61,7 +61,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Reader:
     """Reads prompts as a model does. `vocabulary`: None for one without a tokenizer, which reads ids alone. `chat`: a
-    text is the message of a user. `bare`: nothing is put in front of a text, else what begins a document."""
+    text is the message of a user. `bare`: nothing is put in front of a text, else the token that begins a document."""
 
     model: Model
     vocabulary: Vocabulary | None
@@ -78,7 +78,7 @@ class Reader:
         return found
 
     def _encoded(self, text: str, where: str) -> list[int]:
-        """Return the ids of a text, of a prompt or of what a template made of one. Raises ConfigError."""
+        """Return the ids of a text, of a prompt or made of one by a template. Raises ConfigError."""
         assert self.vocabulary
         return self.vocabulary.encode(_whole(text, where))
 
@@ -111,11 +111,11 @@ class Reader:
         return [*found, *self._behind(vocabulary)]
 
     def _front(self, vocabulary: Vocabulary) -> list[int]:
-        """Return what stands in front of a text: what begins documents, in front of a decoder's."""
+        """Return the ids in front of a text: the token that begins a document, for a decoder, unless `bare`."""
         return [] if self.bare or self.model.kind == "encoder_decoder" else [vocabulary.special.begin]
 
     def _behind(self, vocabulary: Vocabulary) -> list[int]:
-        """Return what stands behind a text: what ends it, behind an encoder's."""
+        """Return the ids behind a text: the token that ends it, for an encoder, unless `bare`."""
         return [] if self.bare or self.model.kind != "encoder_decoder" else [vocabulary.special.end]
 
 
@@ -136,8 +136,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
-    """Return the tokens that end an answer: what ends documents, and messages, and what the model's file of
-    `generation` says, b"" without one."""
+    """Return the ids that end an answer: of documents, of messages, and in the file `generation`, which may be b""."""
     found = set(_said(generation))
     if vocabulary is not None:
         found.add(vocabulary.special.end)

@@ -28,8 +28,7 @@ class NotScored(Exception):
 
 
 def missing_for_tasks(config: Config) -> Iterator[str]:
-    """Yield a refusal line if a run is to do tasks without the package that has them, or with a folder that is not
-    there."""
+    """Yield a refusal line if eval.tasks is set without lm_eval installed, one if eval.task_folder does not exist."""
     e = config.eval
     if e.tasks and find_spec("lm_eval") is None:
         yield f"{KEY}: needs the package lm_eval: pip install 'elastic-platform[eval]'"
@@ -38,7 +37,7 @@ def missing_for_tasks(config: Config) -> Iterator[str]:
 
 
 def open_tasks(config: Config) -> RunTasks | None:
-    """Read the tasks of a run, None if it has none. Raises ConfigError for those that are unknown or cannot be read,
+    """Read the tasks of a run, None if it has none. Raises ConfigError for tasks that are unknown or cannot be read,
     and for a model that does not answer texts."""
     if not config.eval.tasks:
         return None
@@ -66,7 +65,7 @@ class RunTasks:
 
     def scores(self, ask: Ask, plan: Plan) -> dict[str, float]:
         """Return the scores of the model whose workers `ask` reaches under `plan`, TASK/METRIC -> value: as many texts
-        at a time as a pass of training has sequences. Raises what `ask` raises; NotScored if a task fails."""
+        at a time as a pass of training has sequences. Raises any error of `ask`; NotScored if a task fails."""
         batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
         try:
             found = self._tasks.results(AskedModel(ask, self._model, self._vocabulary, batch), self._limit)

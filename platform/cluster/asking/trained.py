@@ -1,4 +1,4 @@
-"""Trained model that a command names: where its weights are, what it is, and its tokenizer."""
+"""Trained model that a command names: its weights, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NAME = "CHECKPOINT"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model whose weights are at `url` (for train.init). `data`: what it was trained on, None if nobody says; `files`:
-    of its tokenizer and beside it, {} if it has none."""
+    """Model whose weights are at `url` (for train.init). `data`: its training data, None if unknown; `files`: contents
+    of its tokenizer's files and others beside its weights, by name, {} if it has none."""
 
     url: str
     model: Model
@@ -40,7 +40,7 @@ class TrainedModel:
 
     @property
     def generation(self) -> bytes:
-        """Return the file that says how text is generated from it by default, b"" without one."""
+        """Return the file with its default settings of text generation, b"" without one."""
         return self.files.get(GENERATION, b"")
 
 

@@ -1,4 +1,4 @@
-"""Translations of held-out pairs, compared with those that are given: BLEU, as sacrebleu computes it."""
+"""Translations of held-out pairs, compared with the given ones: BLEU, as sacrebleu computes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Controller of a run: its states, what is done in each, and what leads from one to another."""
+"""Controller of a run: its states, the work done in each, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HUNG_AFTER = 3  # usual durations that a step may last before a worker that is b
 
 
 class RunState(Enum):
-    """States of a run's control loop; the journal's events tell when each began."""
+    """States of a run's control loop; the journal's events show when each began."""
 
     FORMING = "the live workers become a mesh, which goes on from the newest state"
     RUNNING = "steps are taken, committed and saved"
@@ -85,9 +85,7 @@ class Controller:
                 self.state = RunState.RELEASING
 
     def give_up_unsaved(self) -> tuple[int, float]:
-        """Return the number of steps since the newest checkpoint, which are lost when the driver ends and the workers'
-        memory goes, and the seconds that these steps took. For the report of the run's end: the steps' durations are
-        forgotten."""
+        """Return the number of steps since the newest checkpoint and their seconds; forget these, as the run ends."""
         steps = max(0, self.done - self._checkpoints.step)
         return steps, self._pace.take_back(self.done - steps)
 
@@ -163,8 +161,8 @@ class Controller:
         self._checkpoints.finish(crew)
 
     def _end_early(self) -> None:
-        """Make the last committed step the run's last if evaluations say that it learns no more; tell the checkpoints
-        which is the best."""
+        """Make the last committed step the run's last if evaluations say that it learns no more; pass the validation
+        losses on, by which the best checkpoint is kept."""
         if self._config.checkpoint.best:
             self._checkpoints.evaluated(row for row in self._monitor.rows() if row["step"] <= self.done)
         rows = self._monitor.rows() if self._config.eval.patience and self.done < self._steps else []
@@ -176,7 +174,7 @@ class Controller:
 
     def _tell_traffic(self, generation: Generation) -> None:
         """Journal what a step of a generation on several nodes sends between them and other tiers, after its first
-        step: counting that may take a second, which no recovery is to pay. Tell the user if it is not what was told
+        step: counting that may take a second, which no recovery is to pay. Print it if it differs from the one printed
         last."""
         if len(set(generation.tiers.paths)) == 1:
             return
@@ -187,7 +185,7 @@ class Controller:
             self._told_traffic = line
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
-        """Let all ranks take training step `step`; return what `_take` does, rank 0's being the report on all, and
+        """Let all ranks take training step `step`; return the answers of `_take`, rank 0's being the report on all, and
         the seconds that it took. If `Trainer.step` has updated nothing because of a loss spike, the step is repeated,
         skipped, or ends the run with GaveUp, as train.on_spike says; one whose loss scale was too large is skipped."""
         policy = self._config.train.on_spike
@@ -221,8 +219,7 @@ class Controller:
         raise GaveUp(f"{why}, {count_of(self._config.elastic.attempts, 'time')} in a row")
 
     def _take(self, crew: Crew, generation: Generation, step: int, *args: Any) -> list[Any]:
-        """Let all ranks take training step `step` once; return their answers by rank, that of rank 0 alone unless the
-        timeline needs them all."""
+        """Let all ranks take training step `step` once; return rank 0's answer, or all by rank for the timeline."""
         within = self._deadline(generation)
         if generation.timeline:
             return crew.call("step", step, *args, within=within)
@@ -231,7 +228,7 @@ class Controller:
     def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: StepReport) -> None:
         """Raise WorkerFailed naming the ranks whose weights or optimizer state `report` shows to be damaged, so that
         they are restored from replicas; no snapshot of theirs is used. Raise GaveUp if replicas differ and nothing
-        tells which is right. `Trainer.step` has updated nothing in either case."""
+        shows which is right. `Trainer.step` has updated nothing in either case."""
         if unknown := report.differences.undecided:
             ranks, tensor = unknown[0]
             names = " and ".join(generation.job.name(rank) for rank in ranks)
@@ -316,8 +313,7 @@ class Controller:
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:
-        """Save the state after the last committed step and wait for it, if the run saves checkpoints on a stop or this
-        one is due; return True if storage holds that state now."""
+        """Save and wait for the last committed step's state, if `_unsaved`; return True if storage holds it now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
             self._checkpoints.save(crew, self.done, self.take_useful_seconds())
@@ -343,8 +339,7 @@ class Controller:
             raise Reform(proposal.reason)
 
     def _loses_nothing(self, crew: Crew, generation: Generation) -> bool:
-        """Return True if a generation formed now would go on after the last committed step, from memory or, if the run
-        takes no snapshots, from a checkpoint saved now. Re-forming that is not necessary waits until that is so."""
+        """Return True if re-forming now loses no step: the state is in memory or, without snapshots, saved now."""
         if self._config.elastic.snapshot_every:
             return self._hold(crew, generation)
         return bool(self._config.checkpoint.every) and self._save_now(crew)
@@ -354,7 +349,7 @@ class Controller:
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
         """Journal and print the failure of a worker, after which the next generation can form. Raise GaveUp if none
         can: the crew is not elastic, the step has failed elastic.attempts times, a worker's own error came before any
-        step was done, or what has failed while the run trains is a user's mistake."""
+        step was done, or the failure, while the run trains, is a user's mistake."""
         culprit, step = failure.culprit, self.done + 1
         if culprit.refusal and self.state is RunState.RUNNING:
             raise GaveUp(culprit.refusal)
@@ -393,7 +388,6 @@ class Controller:
         return RunState.FORMING
 
     def take_useful_seconds(self) -> float:
-        """Return the seconds of the training steps committed since the last journal event that reported them, and count
-        anew; the caller reports them with the next event."""
+        """Return the seconds of the steps committed since an event last reported them, and reset them to 0."""
         useful, self._useful = self._useful, 0.0
         return useful

@@ -1,4 +1,4 @@
-"""Evaluations of a run: losses on what its data hold out, texts that the model makes of prompts, scores by tasks."""
+"""Evaluations of a run: losses on held-out data, texts that the model makes of prompts, scores by tasks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Evaluations:
         self, crew: Crew, plan: Plan, step: int, within: float
     ) -> tuple[dict[str, float], dict[str, float] | None]:
         """Evaluate the model of a crew that is seated under `plan`, after a training step; return its losses by source
-        of the data, "" being all, and its scores by TASK/METRIC, None if there are none. `within`: as `Crew.call`
-        has it."""
+        of the data, "" being all, and its scores by TASK/METRIC, None if there are none. `within`: seconds without
+        progress, as in `Crew.call`."""
         losses: dict[str, float] = crew.call("evaluate", within=within)[0]
         for prompt in self._config.prompts:
             text = crew.call("sample", self._config.prompt_tokens, prompt, within=within)[0]
@@ -32,8 +32,8 @@ class Evaluations:
         return losses, self._scores(crew, plan, step, within)
 
     def _scores(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
-        """Score the model by eval.tasks. What a stop of the run interrupts is left out, as it may take longer than
-        there is time."""
+        """Score the model by eval.tasks. A stop of the run ends this without scores, as there may be no time for the
+        rest."""
         if not self._tasks:
             return None
 

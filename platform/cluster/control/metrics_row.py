@@ -26,9 +26,9 @@ def metrics_row(
     dispatch counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput
     counts this step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown.
     `stalled`: seconds for which saving has held up the run since the step before; `bubble`: planned and measured
-    pipeline bubble, None without timeline or pipeline; `val_losses`: by source of the data, "" being all of
-    them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC;
-    `recovery_seconds`: time since the first failure since the step before, None if there was none.
+    pipeline bubble, None without timeline or pipeline; `val_losses`: losses by source of the data, "" being all of
+    them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC; `recovery_seconds`: time
+    since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
     tokens_per_second = (end - first) * length / wall_seconds

@@ -20,23 +20,20 @@ class Pace:
         return len(self._seconds)
 
     def add(self, step: int, seconds: float) -> None:
-        """Append the duration of training step `step`, which must follow the last one added, or the one that
-        `take_back` went back to."""
+        """Append the duration of training step `step`, which must follow the last one added and not taken back."""
         if not self._seconds:
             self._before = step - 1
         assert step == self._before + len(self._seconds) + 1, f"step {step} does not follow"
         self._seconds.append(seconds)
 
     def take_back(self, step: int) -> float:
-        """Forget the durations of all training steps after `step`, because the run goes on from there or ends there,
-        and return the sum of their seconds."""
+        """Forget and sum up the seconds of all steps after `step`, as the run goes on from there or ends there."""
         kept = max(0, step - self._before)
         lost = sum(self._seconds[kept:])
         del self._seconds[kept:]
         return lost
 
     def usual(self, since: int) -> float | None:
-        """Return the median seconds of the last USUAL_STEPS training steps after step `since`; None if there are
-        none."""
+        """Return the median seconds of the last USUAL_STEPS steps after step `since`; None if there are none."""
         known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None

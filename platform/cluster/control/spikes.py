@@ -11,7 +11,7 @@ _FEWEST = 8  # fewer losses than this: nothing is a spike, as a run's first loss
 
 
 class Spikes:
-    """Tracks the losses of recent training steps, to tell a loss spike. `factor`: train.spike, how many times their
+    """Tracks the losses of recent training steps, to detect a loss spike. `factor`: train.spike, how many times their
     median a loss may be; 0: any."""
 
     def __init__(self, factor: float):
@@ -20,8 +20,7 @@ class Spikes:
 
     @property
     def limit(self) -> float:
-        """Return the most that the next step's loss may be: `factor` times the median of recent losses; inf while they
-        are too few, or if spikes are not looked for."""
+        """Return the highest loss that is no spike: `factor` x the median of recent ones; inf if few or factor is 0."""
         return self._factor * median(self._losses) if self._factor and len(self._losses) >= _FEWEST else inf
 
     def add(self, loss: float) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks of a run that Python code starts: the user's functions, called with what the run records of itself."""
+"""Callbacks of a run that Python code starts: the user's functions, called with the run's own records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from platform.monitor.records.metrics import MetricsRow
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions of the user that a run calls in the driver's process, each with a copy of what was just recorded.
+    """Functions of the user that a run calls in the driver's process, each with a copy of the record just made.
 
     `on_step(row)`: after every committed step, with its row of metrics.jsonl. `on_event(event)`: after every event of
     the run, with its entry in journal.jsonl. The run waits until they return, and ignores what they return.

@@ -40,8 +40,8 @@ def changes(
 
 
 def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], None]) -> None:
-    """Report what differs between the code of this driver, `now`, and that of its last one: a `changed` event
-    in the journal and one line per name to the user. Nothing is refused: a run may go on with a mended version."""
+    """Report how the code of this driver, `now`, differs from the last driver's: a `changed` event in the journal and
+    one line per name to the user. Nothing is refused: a run may go on with a mended version."""
     starts = [event.code for event in journal.events() if isinstance(event, events.Starting) and event.code]
     before = starts[-1] if starts else now
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -52,8 +52,7 @@ def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], N
 
 
 def report(found: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]) -> None:
-    """Report the configuration keys that changed since the run's last launch, as `changes` returns them: one `changed`
-    event in the journal and one line per key to the user; nothing if none changed."""
+    """Report the keys that `changes` returns, if any: a `changed` event in the journal, and a line each to the user."""
     if found:
         journal.write(events.Changed(keys=dict(found)))
     for key, (there, here) in found.items():

@@ -29,8 +29,7 @@ class Command:
     workers: Callable[[Sequence[str]], int] = lambda arguments: 0
 
     def again(self, override: str = "") -> str:
-        """Return the command line that continues this run: its own, with `override` (KEY=VALUE, or "") in place of any
-        argument for the same key."""
+        """Return the command that continues this run: its own, with `override` (KEY=VALUE, or "") for the same key."""
         others = [argument for argument in self.arguments if _key(argument) != _key(override)]
         return self._line([*others, override] if override else others)
 

@@ -40,8 +40,8 @@ def _seen() -> Device | None:
 
 
 def _labelled(config: Config) -> Device | None:
-    """Return the accelerator model with the least memory among those that the nodes of the Ray cluster are labelled
-    with; None if the workers are not started by Ray, or no label is known."""
+    """Return the accelerator model with the least memory among the labels of the Ray cluster's nodes; None if the
+    workers are not started by Ray, or no label is known."""
     if crew_kind(config.cluster) != "ray":
         return None
     from platform.cluster.crew.launchers import ray_session

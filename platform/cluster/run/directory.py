@@ -59,16 +59,14 @@ class RunDirectory:
         return there.to_dict()
 
     def finished(self, steps: int, e: Eval) -> int:
-        """Return the updates with which the run in this directory has already ended, 0 if it has not: see
-        `traces.finished`. Raises ConfigError if its journal cannot be read."""
+        """Return the updates of a run that ended here, else 0 (`traces.finished`); raise ConfigError if unreadable."""
         try:
             return traces.finished(self.path, steps, e)
         except OSError as error:
             raise self.unusable(error) from None
 
     def orphaned(self) -> int | None:
-        """Return the last training step of this run's last driver if it died without an end, else None, as
-        `traces.orphaned` does. Raises ConfigError if its files cannot be read."""
+        """Return a dead driver's last step, else None (`traces.orphaned`); raise ConfigError for unreadable files."""
         try:
             return traces.orphaned(self.path)
         except OSError as error:
@@ -123,8 +121,7 @@ class RunDirectory:
             raise
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """Write `plan.json`, the summary of the newest generation's plan; the journal's `forming` events have the mesh
-        of each."""
+        """Write `plan.json`, the newest generation's plan summary; the journal's `forming` events have each mesh."""
         _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
@@ -145,8 +142,8 @@ class RunDirectory:
 
 
 def lock_or_owner(lock: int) -> str:
-    """Lock an open file for this process, by its descriptor, write into it who that is, and return ""; if another
-    process has locked it, return who. Raises OSError."""
+    """Lock an open file for this process, by its descriptor, write this process's id and host into it, and return "";
+    if another process has locked it, return that one's. Raises OSError."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -47,8 +47,7 @@ class Phases:
 
 
 def command_start() -> float:
-    """Return the time at which this process was started, as a reading of the monotonic clock; now, where the system
-    does not tell (Linux does)."""
+    """Return when this process was started, on the monotonic clock; the time now where /proc does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's start
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -58,7 +57,7 @@ def command_start() -> float:
 
 
 def phase_table(seconds: Mapping[str, float]) -> str:
-    """Format the phases that were reached as a table for the user: what each took, and when it was over."""
+    """Format the phases that were reached as a table for the user: how long each took, and when it was over."""
     lines, before = ["   took  until  phase (seconds, since the command)"], 0.0
     for phase, what in PHASES.items():
         if phase in seconds:

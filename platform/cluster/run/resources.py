@@ -47,8 +47,7 @@ class Places(NamedTuple):
 
 
 def crew_kind(cluster: Cluster) -> str:
-    """Return the kind of launcher that starts the workers, inline | processes | local | ray | torchrun: torchrun if it
-    started this process, else `cluster.kind`."""
+    """Return the kind of launcher of the workers: torchrun if it started this process, else `cluster.kind`."""
     return "torchrun" if torchrun.present() else cluster.kind
 
 
@@ -75,7 +74,7 @@ def reserve_workers(
     cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0
 ) -> Places:
     """Find room in the cluster for a run's `world_size` workers, or at least for `least` of them if that is not 0, and
-    for its `spares`; say which device was chosen.
+    for its `spares`; print the chosen device.
 
     Spares are started if there is room now, and never waited for. Raises ConfigError if there is too little room, and
     NoPlaces if there is still too little after waiting `cluster.wait` seconds.
@@ -140,8 +139,8 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
 
 
 def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]) -> tuple[Supply, str, str]:
-    """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return what is free, the
-    device (cpu | cuda) and a message on what is missing if there is room only for `least` or more, else "". Raises as
+    """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return the free supply, the
+    device (cpu | cuda) and, if there is room only for `least` or more, a message on the lack, else "". Raises as
     `reserve_workers`."""
     deadline, said = monotonic() + cluster.wait, ""
     while True:
@@ -165,8 +164,7 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
 
 
 def gpu_count() -> int:
-    """Return how many GPUs of this machine the process may use; 0, without importing torch, if there is no GPU
-    driver."""
+    """Return how many of this machine's GPUs the process may use; 0, without torch, if there is no GPU driver."""
     if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
         return 0
     import torch
@@ -188,15 +186,14 @@ def _supply(kind: str, cluster: Cluster) -> Supply:
 
 
 def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
-    """Return the device of the workers, cpu | cuda, for the value of cluster.device; "auto" means cuda if there is a
-    GPU for each worker that the run may start with (`needed`, or `least` if fewer will do)."""
+    """Return the workers' device, cpu | cuda: cluster.device; for "auto" cuda if the fewest workers get a GPU each."""
     if device == "auto":
         return "cuda" if supply.gpus >= min(needed, least) else "cpu"
     return device
 
 
 def _lack(device: str, world_size: int, supply: Supply) -> str:
-    """Return the message that says what `supply` lacks for `world_size` workers on this device; "" if nothing."""
+    """Return a message on what `supply` lacks for `world_size` workers on this device; "" if nothing."""
     if device == "cuda" and supply.gpus < world_size:
         constraint = f"needs {count_of(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
         return violation("cluster.device", device, constraint, ["cpu"])

@@ -1,5 +1,5 @@
-"""Reading of a run directory: its configuration, journal and metrics. The files may be anybody's, so each one is
-validated and a fault is reported in one line."""
+"""Reading of a run directory: its configuration, journal and metrics. The files are untrusted, so each one is validated
+and a fault is reported in one line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack
 
 
 def configuration(directory: Path) -> Config | None:
-    """Read config.yaml of a run directory: return the configuration that its run had last, None if the directory holds
-    no run. Raises Malformed, OSError."""
+    """Return the last configuration of the run in a directory, None if it holds none. Raises Malformed, OSError."""
     try:
         found: Config = schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
         return found
@@ -50,8 +49,7 @@ def faults(directory: Path) -> list[str]:
 
 
 def journal(directory: Path) -> Iterator[events.JournalEvent]:
-    """Yield the events in the journal.jsonl of a run directory; none if there is no such file. Raises Malformed,
-    OSError."""
+    """Yield the events in a run directory's journal.jsonl, none without that file. Raises Malformed, OSError."""
     with suppress(FileNotFoundError, NotADirectoryError):
         yield from events.read(directory / JOURNAL)
 
@@ -65,8 +63,7 @@ def finished(directory: Path, steps: int, e: Eval) -> int:
 
 
 def noticed(directory: Path) -> bool:
-    """Return True if the last driver of a run directory ended because all of its workers, or its own node, were about
-    to be taken away. Raises Malformed, OSError."""
+    """Return True if the last driver ended as all workers or its node were to go away. Raises Malformed, OSError."""
     ends = [event for event in journal(directory) if isinstance(event, events.End)]
     return bool(ends) and isinstance(ends[-1], events.Drained) and ends[-1].signal == NOTICE
 
@@ -85,15 +82,13 @@ def bereaved(directory: Path) -> bool:
 
 
 def has_nothing_saved(directory: Path) -> bool:
-    """Return True if a run directory shows that steps were done, and that no checkpoint was saved or restored: who
-    starts over at step 1 loses nothing that could be had. Raises Malformed, OSError."""
+    """Return True if a run directory shows steps, and no checkpoint saved or restored. Raises Malformed, OSError."""
     there = any(isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in journal(directory))
     return not there and steps(directory) > 0
 
 
 def steps(directory: Path) -> int:
-    """Return the highest training step that a run directory's journal, or the end of its metrics, shows as done; 0 if
-    neither shows any. Raises Malformed, OSError."""
+    """Return the highest step that the journal or the last metrics show as done, or 0. Raises Malformed, OSError."""
     done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
     with suppress(FileNotFoundError, NotADirectoryError):
         done += [row["step"] for row in _last_rows(directory / METRICS)]

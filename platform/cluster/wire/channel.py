@@ -31,8 +31,7 @@ class Garbled(Exception):
 
 
 def encode(message: object) -> bytes:
-    """Encode one message between driver and worker as a frame of the control channel: its length, then its JSON text.
-    Raises TypeError as `text`, ValueError as `framed` does."""
+    """Encode a message as a frame: length, then JSON text. Raises TypeError as `text`, ValueError as `framed` does."""
     return framed(text(message))
 
 
@@ -43,8 +42,7 @@ def text(value: object) -> bytes:
 
 
 def framed(payload: bytes) -> bytes:
-    """Return the frame of one message of the control channel: the length of `payload`, its JSON text, as 4 big-endian
-    bytes, then `payload`. Raises ValueError if that is longer than LIMIT bytes."""
+    """Return the frame of a JSON text: its length, 4 bytes, big-endian, then itself. Raises ValueError over LIMIT."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload
@@ -125,7 +123,7 @@ class Line:
     """Worker's end of its connection to the driver. `send` may be called from any thread, `messages` from only one.
 
     Attributes:
-        told: plain data that the driver tells every member in its welcome.
+        told: plain data that the driver sends every member in its welcome.
     """
 
     def __init__(self, connection: socket.socket):
@@ -133,14 +131,12 @@ class Line:
         self.told: Any = None
 
     def send(self, frame: bytes) -> None:
-        """Send one message, encoded as a frame by `encode`, to the driver. Raises OSError if the driver has closed the
-        connection."""
+        """Send the driver one frame, as `encode` makes it. Raises OSError if it has closed the connection."""
         with self._lock:
             self._connection.sendall(frame)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the driver's messages to this worker, as JSON objects not yet validated by `read`, until the driver
-        closes the connection. Raises OSError, Garbled."""
+        """Yield the driver's messages, unvalidated JSON objects, until it hangs up. Raises OSError, Garbled."""
         yield from self._frames.feed(b"")  # what came in one read with the message that was the last to be taken
         while data := self._connection.recv(READ_BYTES):
             yield from self._frames.feed(data)
@@ -159,7 +155,7 @@ class Line:
 def dial(address: tuple[str, int], token: str, number: int, node: str = "", tiers: Sequence[str] = ()) -> Line:
     """Connect this worker process to the driver's switchboard at `address` (host, port) as member `number`, which holds
     the secret `token`; return the connection once the driver has admitted it. `node`: failure domain to report to the
-    driver, "" = this machine's name; `tiers`: what it is in, outer to inner.
+    driver, "" = this machine's name; `tiers`: cluster tiers that it is in, outer to inner.
 
     Dials again if the connection is closed: a flood of unauthenticated connections may have pushed it out. Raises
     OSError if it is not admitted within a minute, PermissionError if the peer cannot prove that it is the driver.
@@ -199,8 +195,7 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
 
 
 def _first(line: Line, kind: Any) -> Any:
-    """Return the next message from who answers at the driver's address, which must be of this kind. Raises OSError if
-    it hangs up, PermissionError if it says anything else."""
+    """Return the peer's next message. Raises OSError if it hangs up, PermissionError if the message is no `kind`."""
     if (message := next(line.messages(), None)) is None:
         raise ConnectionResetError("it hung up")
     try:

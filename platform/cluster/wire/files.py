@@ -24,8 +24,7 @@ def allow_many_files() -> int:
 
 
 def lack_of_files(members: int) -> str:
-    """Return why the limit on open files keeps the driver from having `members` worker processes, or "" if it allows
-    them; raises the soft limit first. Called so that a run too large is refused before it starts."""
+    """Return why the limit on open files, raised first, is too low for `members` workers; "" if it is not."""
     needed, limit = PER_MEMBER * members + OWN, allow_many_files()
     if limit >= needed:
         return ""

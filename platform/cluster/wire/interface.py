@@ -16,14 +16,14 @@ _INET6 = "/proc/net/if_inet6"
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface of this machine that has the IPv4 or IPv6 address `address`; "" if none
-    is found."""
+    """Return the name of this machine's network interface with the IPv4 or IPv6 `address`; "" if none is found."""
     with suppress(OSError, ValueError):
         return _with_inet6(address) if ":" in address else _with_inet(address)
     return ""
 
 
 def _with_inet(address: str) -> str:
+    """Return the name of the interface with this IPv4 address, asked by ioctl; "" if none has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex() if fcntl else []:
             with suppress(OSError):  # it has none
@@ -34,6 +34,7 @@ def _with_inet(address: str) -> str:
 
 
 def _with_inet6(address: str) -> str:
+    """Return the name of the interface with this IPv6 or IPv4-mapped address, from _INET6; "" if none has it."""
     if "." in address:  # an IPv4 address in IPv6's form
         return _with_inet(address.rpartition(":")[2])
     wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()

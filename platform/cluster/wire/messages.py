@@ -1,5 +1,5 @@
-"""Messages of the control channel. On the wire each one is the map of its fields, and the names of these tell messages
-apart; any other message is garbled.
+"""Messages of the control channel. On the wire each one is the map of its fields, whose names identify its kind; any
+other message is garbled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ class Printable(NamedTuple):
     most: int
 
     def check(self, value: str) -> None:
-        """Raise Malformed if `value`, a string in a message, has an unprintable character or more than `most`
-        characters."""
+        """Raise Malformed if `value` has an unprintable character or more than `most` characters."""
         if len(value) > self.most or not value.isprintable():
             raise Malformed(f"{shown(value)} is no printable text of at most {self.most} characters")
 
@@ -32,7 +31,7 @@ _Digits = Annotated[str, Text("[0-9a-f]{64}", "a text of 64 hexadecimal digits")
 @dataclass(frozen=True)
 class Challenge:
     """First message of the driver on a connection. `challenge`: a random nonce for it alone, to which the peer's proof
-    belongs, so that a greeting which somebody has overheard is worth nothing on another connection."""
+    belongs, so that an overheard greeting is worth nothing on another connection."""
 
     challenge: _Digits
 
@@ -40,7 +39,7 @@ class Challenge:
 @dataclass(frozen=True)
 class Hello:
     """Introduction of a member to the driver, with the proof for the driver's challenge and its own random `nonce` that
-    it holds its token. `tiers`: what its node is in, from outer to inner, as NAME=VALUE."""
+    it holds its token. `tiers`: cluster tiers of its node, from outer to inner, as NAME=VALUE."""
 
     number: Count
     node: Node
@@ -60,7 +59,7 @@ class Greeting:
 @dataclass(frozen=True)
 class Welcome:
     """First message of the driver to a member. `welcome`: proof, for the same nonces, that the driver holds the
-    member's token too; `told`: plain data that the driver tells every member."""
+    member's token too; `told`: plain data for every member."""
 
     welcome: _Digits
     told: Any = None
@@ -110,8 +109,8 @@ class Raised:
 
 @dataclass(frozen=True)
 class Beat:
-    """Heartbeat of a worker during the call numbered `beat`, sent when the driver asks; `progress`: what it is
-    doing."""
+    """Heartbeat of a worker during the call numbered `beat`, sent when the driver asks; `progress`: its current
+    activity."""
 
     beat: Count
     progress: Activity

@@ -33,8 +33,7 @@ def proof(own: str, who: str, challenge: str, nonce: str) -> str:
 
 
 def same(given: str, wanted: str) -> bool:
-    """Compare two proofs of the control channel in time independent of where they differ; `given`, from the peer, may
-    be any text."""
+    """Compare two proofs in time independent of where they differ; `given`, from the peer, may be any text."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
 
 

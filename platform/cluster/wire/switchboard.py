@@ -32,8 +32,8 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 class Switchboard:
     """Listens in the driver at `address` (host, port), on that host alone, for worker processes, and admits the members
-    in `expected` that prove to hold their token. A stranger is a connection that is not yet admitted: whatever it
-    sends, and any error in handling it, closes that connection and affects nothing else but the count `refused`. A
+    in `expected` that prove to hold their token. A stranger is a connection that is not yet admitted: a bad message
+    from it, or any error in handling one, closes that connection and affects nothing else but the count `refused`. A
     member that sends a message of no valid shape is closed likewise. Only `poll` blocks, for as long as its caller
     allows.
 
@@ -64,12 +64,11 @@ class Switchboard:
         self._events: deque[Heard] = deque()
 
     def token(self, number: int) -> str:
-        """Return the secret token with which member `number` authenticates itself to this switchboard in `dial`; the
-        launcher hands it to the worker process."""
+        """Return the secret token by which member `number` authenticates in `dial`; the launcher hands it on."""
         return secret.token(self._key, self.session, number)
 
     def tell(self, told: object) -> None:
-        """Set `told`, plain data, as what the driver's welcome tells every member admitted from now on."""
+        """Set the plain data that the driver's welcome carries to every member admitted from now on."""
         self._told = told
 
     def expect(self, numbers: Iterable[int]) -> None:
@@ -77,8 +76,7 @@ class Switchboard:
         self.expected.update(numbers)
 
     def send(self, number: int, frame: bytes) -> None:
-        """Send an encoded message from the driver to member `number` without blocking; what its socket does not take
-        yet is queued. If the member is gone, drop it: `poll` reports the loss."""
+        """Send member `number` an encoded message, or queue it, without blocking; drop it if the member is gone."""
         if connection := self._members.get(number):
             connection.outgoing.append(memoryview(frame))
             if len(connection.outgoing) == 1:
@@ -117,8 +115,7 @@ class Switchboard:
         return 0.0 if self._events else min(max(0.0, deadline - now), 3600.0)  # epoll rejects infinity
 
     def hang_up(self, number: int) -> None:
-        """Close the driver's connection to a member and forbid it to dial in; discard its events that `poll` has not
-        returned, and report no loss."""
+        """Close the connection to a member, forbid it to dial in, and drop its events that `poll` has not returned."""
         if connection := self._members.get(number):
             self._close(connection)
         self.expected.discard(number)
@@ -158,22 +155,19 @@ class Switchboard:
                 self._make_room()
 
     def _most_strangers(self) -> int:
-        """Return how many connections to the driver's listener may be open whose peer has not authenticated, such that
-        the driver keeps the file descriptors that its members need."""
+        """Return how many unauthenticated connections may be open, so that descriptors are left for all members."""
         members = len(self._members) + len(self.expected)
         return max(_FEW_STRANGERS, min(_STRANGERS, self._files - OWN - PER_MEMBER * members))
 
     def _make_room(self) -> bool:
-        """Close the longest-open connection to the driver's listener whose peer has not authenticated, to make room for
-        another; return False if there is no such connection."""
+        """Close the oldest unauthenticated connection, to make room for another; return False if there is none."""
         if self._strangers:
             self._refuse(next(iter(self._strangers)))
             return True
         return False
 
     def _rest(self) -> None:
-        """Stop accepting connections to the driver for _REST_SECONDS because no file descriptor is free: the listener
-        would stay ready, and `poll` would spin."""
+        """Stop accepting for _REST_SECONDS as no descriptor is free: `poll` would spin on the ready listener."""
         self._selector.unregister(self._listener)
         self._accept_from = monotonic() + _REST_SECONDS
 
@@ -207,8 +201,7 @@ class Switchboard:
             self._lose(connection)
 
     def _hear(self, connection: _Connection, message: dict[str, Any]) -> None:
-        """Handle one message from a worker process: admit the peer if it has not authenticated, else add the message to
-        the events of `poll`. Raises Garbled if the message is not allowed at this point."""
+        """Admit a peer by its first message; add a member's message to the events of `poll`. Raises Garbled."""
         if connection.number is None:
             self._admit(connection, message)
         else:
@@ -252,15 +245,13 @@ class Switchboard:
             self._selector.modify(connection.socket, selectors.EVENT_READ | write, connection)
 
     def _lose(self, connection: _Connection) -> None:
-        """Close a connection that its peer has closed or that failed; if it was a member's, add the loss to the events
-        of `poll`."""
+        """Close a connection that was closed by its peer or failed; report a member's loss as an event of `poll`."""
         if connection.number is not None:
             self._events.append((connection.number, None))
         self._close(connection)
 
     def _refuse(self, connection: _Connection) -> None:
-        """Close a connection whose peer has not authenticated, and count it; the log is told of every tenfold, so that
-        no stranger can fill it."""
+        """Close an unauthenticated connection and count it; log only counts 1, 10, 100, so that none fills the log."""
         self._close(connection)
         self.refused += 1
         if self.refused == 10 ** (len(str(self.refused)) - 1):
@@ -268,6 +259,7 @@ class Switchboard:
             _LOG.warning("at the driver's port %d %s not prove to be a worker of this run", self.refused, what)
 
     def _close(self, connection: _Connection) -> None:
+        """Close a connection, drop its unsent messages, and forget its stranger or member."""
         self._selector.unregister(connection.socket)
         connection.socket.close()
         connection.closed = True
@@ -278,8 +270,8 @@ class Switchboard:
 
 
 class _Connection:
-    """State of one connection that the driver's switchboard has accepted. `number`: of the member; None before it is
-    admitted. `challenge`: the nonce that its peer has to prove its token for."""
+    """State of one connection that the driver's switchboard has accepted. `number`: number of the member, None before
+    it is admitted. `challenge`: the nonce that its peer has to prove its token for."""
 
     def __init__(self, accepted: socket.socket):
         self.socket = accepted

@@ -33,8 +33,7 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
 
 @contextmanager
 def refusing_exits() -> Iterator[None]:
-    """Raise ConfigError in place of a SystemExit, or whatever else is no Exception, that a function of the user's
-    raises within the context."""
+    """Raise ConfigError in place of a SystemExit, or anything else that is no Exception, from a user's function."""
     try:
         with own_code("extend", (Exception,), inf):
             yield

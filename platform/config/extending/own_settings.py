@@ -82,8 +82,8 @@ def admit(key: str, name: str, settings: type | None, *functions: Any) -> None:
 
 
 def with_settings(function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function that is registered as `name` with its settings given, as the argument `settings`: those of a
-    configuration, `values`, and defaults. Raises ConfigError for what is not legal."""
+    """Return the function registered as `name` with its argument `settings` given: `values`, from a configuration, and
+    defaults. Raises ConfigError for illegal settings."""
     if (kind := OWN_SETTINGS.get((key, name))) is None:
         return function
     if lines := [*_violations_of_settings(_Given(settings_key(key), key, name, dict(values)))]:
@@ -205,7 +205,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _values_of(known: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the defaults of settings, of those that have one."""
+    """Return the defaults of the settings that have one."""
     return {name: setting.default for name, setting in known.items() if setting.default is not MISSING}
 
 

@@ -36,6 +36,7 @@ def phases(train: Train) -> Sequence[Phase]:
 
 @lru_cache(maxsize=16)
 def _phases(full: int, start: int, by: int, samples: int) -> Sequence[Phase]:
+    """Return the phases of batch sizes from `start` by steps of `by` to `full`, over `samples` samples."""
     if not start:
         return (Phase(1, 0, full),)
     found, step, sample, sizes = [], 1, 0, range(start, full, by)

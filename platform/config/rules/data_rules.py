@@ -1,4 +1,4 @@
-"""Rules that relate the keys of group data to each other, and to those of the model."""
+"""Rules that relate the keys of group data to each other, and to the keys of the model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def violations_of_objective(config: Config) -> Iterator[str]:
 
 
 def violations_of_documents(config: Config) -> Iterator[str]:
-    """Yield a refusal line if documents are to be kept apart or whole where nothing tells them apart, or if model and
+    """Yield a refusal line if documents are to be kept apart or whole where they have no boundaries, or if model and
     data do not agree about that."""
     data, within = config.data, config.model.within_documents
     if within != data.document_mask:

@@ -44,7 +44,7 @@ def violations_of_smoothing(config: Config) -> Iterator[str]:
 
 
 def violations_of_evaluation(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each key of evaluations that never take place, or of averages that nobody keeps."""
+    """Yield a refusal line for each key of evaluations that never take place, or of averages that are not kept."""
     e = config.eval
     if config.checkpoint.best and not e.every:
         yield violation("checkpoint.best", True, "eval.every=0: there are no evaluations", [False])

@@ -50,6 +50,7 @@ def _next(most: int) -> bytes:
 
 
 def _parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
+    """Open a Parquet file; return its schema, and an iterator over batches of the `wanted` columns that it has."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(source, pre_buffer=False)

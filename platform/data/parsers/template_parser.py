@@ -43,6 +43,7 @@ def _compiled(text: str) -> Any:
 
 
 def _refuse(message: str) -> NoReturn:
+    """Raise TemplateError with a message of the template, which calls this as `raise_exception`."""
     from jinja2 import TemplateError
 
     raise TemplateError(message)

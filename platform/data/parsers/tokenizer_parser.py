@@ -23,6 +23,7 @@ def answer_tokenizer(request: dict[str, Any], body: bytes, read: Read) -> bytes:
 
 
 def _make(request: dict[str, Any], body: bytes) -> bytes:
+    """Make tokenizer.json of the files that the request names, which the body has one after the other."""
     found, place = {}, 0
     for name, size in request["files"]:
         found[name] = body[place : place + size]
@@ -31,6 +32,7 @@ def _make(request: dict[str, Any], body: bytes) -> bytes:
 
 
 def _add(request: dict[str, Any], body: bytes) -> bytes:
+    """Add the special tokens of the request to the tokenizer.json in the body, and return it."""
     tokenizer = parse_tokenizer(body)
     tokenizer.add_special_tokens(request["tokens"])
     return tokenizer.to_str().encode()

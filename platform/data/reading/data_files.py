@@ -1,4 +1,4 @@
-"""Files of data: opened within bounds, hashed, and named in what is refused."""
+"""Files of data: opened within bounds, hashed, and named in refusals."""
 
 import gzip
 import hashlib
@@ -48,8 +48,7 @@ def size_of(file: DataFile) -> int:
 
 
 def ending(file: DataFile) -> str:
-    """Return the ending of a file of data that tells its format, such as ".jsonl"; that of a compression is left
-    out."""
+    """Return the suffix of a data file that gives its format, such as ".jsonl", without a suffix of compression."""
     name = file.name
     for packed in PACKED:
         name = name.removesuffix(packed)
@@ -81,6 +80,7 @@ class Bounded:
         return self._checked(self._stream.read(size))
 
     def readline(self, size: int | None = None) -> bytes:
+        """Return the next line, of at most `size` bytes if given. Raises ConfigError if it has more than LINE bytes."""
         text = self._checked(self._stream.readline(LINE + 1 if size is None else size))
         if len(text) > LINE:
             raise ConfigError(f"a line of more than {LINE >> 20} MiB; cut it")
@@ -93,6 +93,7 @@ class Bounded:
         return self._place
 
     def _checked(self, data: bytes) -> bytes:
+        """Count unpacked `data` and return it. Raises ConfigError if the total is beyond the bound of the file."""
         self._place += len(data)
         if self._place > self._most:
             raise ConfigError(f"it unpacks to more than {RATIO} times its size, which no text does; unpack it yourself")
@@ -156,9 +157,9 @@ def content_hash(file: DataFile) -> str:
 
 
 def stamp(file: DataFile) -> list[Any]:
-    """Return what tells the content of a file from another without reading all of it: of a path its size and the
-    SHA-256 of _SAMPLES stretches, spread evenly from the first to the last byte; of a URL its size and the version that
-    its storage tells. Raises OSError."""
+    """Return values that distinguish the content of a file without reading all of it: for a path its size and the
+    SHA-256 of _SAMPLES stretches, spread evenly from the first to the last byte; for a URL its size and the version
+    that its storage reports. Raises OSError."""
     if isinstance(file, RemoteFile):
         return [file.size, file.version]
     digest, size = hashlib.sha256(), size_of(file)

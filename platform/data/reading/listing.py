@@ -52,19 +52,19 @@ class _Looking:
         self._seen = 0
 
     def see(self, names: int) -> None:
+        """Count `names` more names. Raises ConfigError if the total is more than MOST."""
         self._seen += names
         if self._seen > MOST:
             raise ConfigError(f"more than {MOST:,} files and folders are there; name fewer, or put texts into .jsonl")
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Return what matches a pattern, as `glob.glob(recursive=True)` does, in one order on every machine. Raises
-    ConfigError if MOST names do not do."""
+    """Return the sorted paths that match a pattern, as `glob.glob(recursive=True)`. Raises ConfigError beyond MOST."""
     return sorted(set(map(Path, _below(pattern.anchor, pattern.parts[bool(pattern.anchor) :], _Looking()))))
 
 
 def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str]:
-    """Yield what is below a folder, "" for the current one, under the names `parts`, of which each may be a pattern."""
+    """Yield the paths below a folder, "" for the current one, that match `parts`, each a name or a pattern."""
     if not parts:
         yield folder
     elif parts[0] == "**":
@@ -86,7 +86,7 @@ def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str
 
 
 def _names(folder: str) -> Iterator[str]:
-    """Yield the names in a folder; none of what is no folder, or may not be read."""
+    """Yield the names in a folder; none if it is not a folder or may not be read."""
     with suppress(OSError), os.scandir(folder) as entries:
         yield from (entry.name for entry in entries)
 

@@ -36,7 +36,7 @@ _SHAREGPT = {
 @dataclass(frozen=True)
 class Instruction:
     """Conversation of a record, whose answers are to be learned. `pair`: it was given as a prompt and its answer, which
-    need no chat template; `place`: of the record, for a refusal."""
+    need no chat template; `place`: place of the record, for a refusal."""
 
     messages: Conversation
     pair: bool
@@ -59,7 +59,7 @@ def instruction_files(data: Data) -> list[DataFile]:
 
 
 def more_fields(data: Data) -> list[str]:
-    """Return the fields of a record beside `data.field` that decide what is read of it."""
+    """Return the fields, beside `data.field`, that decide the text read from a record."""
     return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
 
 
@@ -105,8 +105,8 @@ def _input_field(data: Data) -> str:
 
 
 def _more(values: dict[str, Any], data: Data, place: str) -> str:
-    """Return what goes on the prompt of a record. Raises ConfigError if it is no text, and if nobody has said that it
-    does."""
+    """Return the text to append to a record's prompt. Raises ConfigError if it is no text, or if `data.input_field`
+    does not name its field."""
     name = _input_field(data)
     text = values.get(name)
     if data.input_field == UNREAD or name in (data.field, data.target_field) or text is None or text == "":
@@ -123,8 +123,7 @@ def _more(values: dict[str, Any], data: Data, place: str) -> str:
 
 
 def _with_roles(value: Any) -> Any:
-    """Return a conversation of ShareGPT, whose messages have `from` and `value`, as one of roles and contents; any
-    other value as it is."""
+    """Return a conversation of ShareGPT (`from`, `value`) as one of roles and contents; any other value as it is."""
     said = isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value)
     if not said or not all(isinstance(m["from"], str) for m in value):
         return value
@@ -181,7 +180,7 @@ def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
 
 
 def _writes_answer(instruction: Instruction, learned: str) -> bool:
-    """Return True if what is learned of a conversation has a word of its answers; for answers that are no text, any."""
+    """Return True if the learned text of a conversation has a word of its answers; if these have no words, any."""
     contents = [message.get("content") for message in instruction.messages if message["role"] == ANSWERS]
     words = [word for content in contents if isinstance(content, str) for word in content.split()]
     return any(word in learned for word in words) if words else bool(learned.strip())

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of some documents, end to end. `starts`: where in `ids` documents begin; `learned`: which tokens are to be
-    predicted, None for all."""
+    """Tokens of some documents, end to end. `starts`: positions in `ids` at which documents begin; `learned`: mask of
+    the tokens to predict, None for all."""
 
     ids: NDArray[Any]
     starts: Sequence[int] = ()
@@ -38,8 +38,8 @@ class Form:
     """Form of documents. `read(files, data, key)` yields the documents in files, which the key leads to, and raises
     ConfigError for faults; `encode(vocabulary, documents, characters)` turns them into tokens; `texts`: the part of a
     document that trains a tokenizer, None if it holds tokens; `endings`: suffixes of its files in a folder, None for
-    text; `starts`: document boundaries are stored in starts.bin, because the tokens do not mark them; `learned`: so are
-    the tokens to be predicted, in learned.bin."""
+    text; `starts`: document boundaries are stored in starts.bin, because the tokens do not mark them; `learned`: the
+    tokens to predict are stored too, in learned.bin."""
 
     read: Callable[[Sequence[DataFile], Data, str], Documents]
     encode: Callable[[Vocabulary | None, Documents, int], Iterator[Encoded]]

@@ -43,7 +43,8 @@ def read_own(
     files: Sequence[DataFile], data: Data, key: str = "data.path"
 ) -> Iterator[tuple[int, str | NDArray[np.int64]]]:
     """Yield (number, text or tokens) of each document of the user's function `data.kind`; empty ones are left out.
-    Raises ConfigError, naming it and the document, for any error that it raises, and for what is no document."""
+    Raises ConfigError, naming it and the document, for any error that it raises, and for a value that is no
+    document."""
     number, place = 0, 0
     with _reading(data):
         read = TOKENS.get(data.kind) or TEXTS[data.kind]
@@ -91,8 +92,7 @@ def _tokens(document: Any, data: Data, place: int) -> NDArray[np.int64]:
 
 @contextmanager
 def _reading(data: Data, which: str = "") -> Iterator[None]:
-    """Raise ConfigError, naming the user's function `data.kind`, in place of what it raises within the context; `which`
-    document was asked for."""
+    """Raise ConfigError, naming `data.kind` and `which` document, in place of an error of the user's function."""
     name = f"data.kind={data.kind}"
     try:
         with own_code(name, (ConfigError, OSError), READING):

@@ -102,8 +102,7 @@ def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def deciding_options(data: Data) -> str:
-    """Return, as JSON, the keys of `data` that decide which pairs of texts its files hold, to name the cache entry
-    by."""
+    """Return, as JSON, the keys of `data` that decide the pairs of texts in its files, to name the cache entry."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])
 
 

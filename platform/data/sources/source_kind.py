@@ -61,8 +61,7 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
 
 
 def held_files(data: Data, endings: Sequence[str] | None = None) -> list[DataFile]:
-    """Return the files of a source that are held out as a whole, which `data.validation_path` names; [] if it names
-    none. Raises ConfigError."""
+    """Return the files that `data.validation_path` names, held out as a whole; [] if it is "". Raises ConfigError."""
     more = {} if endings is None else {"endings": list(endings)}
     return find_files("data.validation_path", data.validation_path, **more) if data.validation_path else []
 

@@ -1,4 +1,4 @@
-"""Source of text: files of text or of records, the standard library's, or those that a user's function finds."""
+"""Source of text: files of text or of records, the standard library's, or files that a user's function finds."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 
 
 def stdlib_files(data: Data) -> list[Path]:
-    """Find the files of data=stdlib: Python source files of the running interpreter's own standard library (about 9
-    MB)."""
+    """Find the files of data=stdlib: Python sources of the running interpreter's standard library (about 9 MB)."""
     return walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
@@ -82,7 +81,7 @@ def files_of(data: Data) -> list[DataFile]:
 
 
 def violations_of_files(data: Data) -> list[str]:
-    """Return one refusal line per mistake in the source of text, as far as the beginnings of its first files tell: no
+    """Return one refusal line per mistake in the source of text, as far as the beginnings of its first files show: no
     file, no text, a fault in a file."""
     try:
         files = files_of(data)

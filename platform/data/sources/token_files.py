@@ -1,5 +1,5 @@
-"""Source of tokens that somebody else made: .bin files, read where they lie (Megatron-LM's with its .idx, the plain
-ones of nanoGPT and llm.c), and records that hold lists of tokens."""
+"""Source of tokens made by other programs: .bin files, read where they lie (Megatron-LM's with its .idx, the plain ones
+of nanoGPT and llm.c), and records that hold lists of tokens."""
 
 from __future__ import annotations
 
@@ -103,8 +103,7 @@ def check_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | Non
 
 
 def token_files(data: Data) -> list[DataFile]:
-    """Find the files of data=tokens: .bin, or records that hold lists of tokens in field `data.field`. Raises
-    ConfigError."""
+    """Find the files of data=tokens: .bin, or records with lists of tokens in `data.field`. Raises ConfigError."""
     if not data.path:
         raise ConfigError("data.path: data=tokens needs a file, a folder or a glob")
     return [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
@@ -286,8 +285,8 @@ def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, give
 def _name(
     folder: Path, files: Sequence[DataFile], others: Sequence[DataFile], data: Data, vocab: int
 ) -> dict[str, Any]:
-    """Describe .bin files where they lie, those of the training split and then those held out; without these the end of
-    the tokens is held out, from the beginning of a document on if an index says where these are."""
+    """Describe .bin files where they lie, training files, then held-out files; without held-out files the end of the
+    tokens is held out, from the beginning of a document on if an index says where documents begin."""
     found = [locate(file, data) for file in (*files, *others)]
     whole = _read_whole([*files, *others])
     for file in found:
@@ -318,8 +317,8 @@ def read_tokens(
     files: Sequence[DataFile], data: Data, key: str = "data.path", vocab: int = 1 << 31
 ) -> Iterator[tuple[int, Ids]]:
     """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. Raises
-    ConfigError, naming the file, by the `key` that leads to it, and the place, for what is no list of tokens of the
-    vocabulary."""
+    ConfigError, naming the file, by the `key` that leads to it, and the place, for a value that is no list of tokens of
+    the vocabulary."""
     number = 0
     for file in files:
         with naming_file(file, key):

@@ -60,8 +60,7 @@ class ChatTemplate:
             raise ConfigError(f"{self._key}: {fault}: {error}") from None
 
     def text(self, messages: Conversation, *, prompt: bool = False) -> str:
-        """Return the text of a conversation; with `prompt`, and the beginning of an answer. Raises ConfigError if the
-        template refuses it."""
+        """Return the text of a conversation, with `prompt` also the beginning of an answer. Raises ConfigError."""
         return self._shown(self._rendered(messages, [(len(messages), prompt)])[0])
 
     def prompt_parts(self, messages: Conversation) -> Iterator[tuple[str, bool]]:
@@ -112,6 +111,7 @@ class ChatTemplate:
         return [self._hidden(part) for part in value] if isinstance(value, list) else value
 
     def _split(self, text: str, answer: bool) -> Iterator[tuple[str, bool, bool]]:
+        """Yield the parts of a text, cut at special tokens, as (part, True for a special token, `answer`)."""
         place = 0
         for found in self._spelling.finditer(text):
             if found.start() > place:

@@ -106,6 +106,7 @@ class ConfinedTokenizer:
         return self._encoded(texts, True)
 
     def _encoded(self, texts: Sequence[str], ends: bool) -> list[EncodedText]:
+        """Encode texts, with the `ends` of tokens if wanted. Raises ConfigError for illegal text or a failed parser."""
         if not texts:
             return []
         for number, text in enumerate(texts):

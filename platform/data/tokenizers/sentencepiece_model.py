@@ -48,8 +48,7 @@ class SentencePieceModel:
 
 
 def read_model(raw: bytes) -> SentencePieceModel:
-    """Read the bytes of a sentencepiece model file. Raises Malformed for what is none, and for what we do not
-    express."""
+    """Read the bytes of a sentencepiece model file. Raises Malformed for other bytes and for unsupported features."""
     pieces, trainer, normalizer = [], {}, {}
     try:
         for number, value in _fields(raw):
@@ -91,6 +90,7 @@ _IDS = (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2), ("pad", 43, -1))  # name
 
 
 def _piece(values: dict[int, Any]) -> ModelPiece:
+    """Make a piece from the fields of its message: 1 text, 2 score (fp32, default 0), 3 kind (default 1)."""
     score = values.get(2, b"\0\0\0\0")
     return ModelPiece(
         _bytes(values.get(1, b"")).decode(), struct.unpack("<f", _bytes(score))[0], _int(values.get(3, 1))
@@ -138,6 +138,7 @@ def _int(value: Any) -> int:
 
 
 def _bytes(value: Any) -> bytes:
+    """Return the value of a field that must be bytes. Raises Malformed if it is not."""
     if not isinstance(value, bytes):
         raise Malformed("no sentencepiece model")
     return value

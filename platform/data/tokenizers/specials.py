@@ -28,9 +28,9 @@ class SpecialIds:
     which the id 0 stands in front of every document.
 
     `front`: the ids in front of every document: its last one begins this document, its first one ends the one before;
-    `start`: what a decoder reads first; `mask`: what stands for a hidden token, None: the vocabulary's last id;
-    `sentinel`: what stands for the first missing span, None: that too; the ids below stand for the others, so that
-    there are `sentinels` in all, 0: as many as are needed; `size`: of the vocabulary, 0: the model's.
+    `start`: id that a decoder reads first; `mask`: id in place of a hidden token, None: the vocabulary's last id;
+    `sentinel`: id in place of the first missing span, None: the last id too; the ids below stand for the others, so
+    that there are `sentinels` in all, 0: as many as are needed; `size`: vocabulary size, 0: the model's.
     """
 
     front: tuple[int, ...] = (0,)
@@ -63,8 +63,7 @@ def named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def with_usual(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> dict[str, str]:
-    """Return special tokens by role, with the USUAL ones for a tokenizer that names none that ends documents, and for
-    the mask."""
+    """Return special tokens by role with the USUAL mask, and with all USUAL ones if none named ends documents."""
     silent = not named.keys() & {"eos", _ALSO["eos"]}
     wanted = [role for role in USUAL if role not in named and (silent or role == "mask")]
     found = {role: next((t for t in USUAL[role] if tokenizer.token_to_id(t) is not None), "") for role in wanted}

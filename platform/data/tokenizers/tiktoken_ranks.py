@@ -45,6 +45,7 @@ class Encoding:
 
 
 def _llama3() -> dict[str, int]:
+    """Return the ids of the 256 special tokens of Llama 3 by spelling, from 128000 on."""
     first = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1",
              "finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id", "eom_id",
              "eot_id", "python_tag"]  # fmt: skip
@@ -74,9 +75,9 @@ class Ranks:
 
 
 def read_ranks(raw: bytes, words: str = "") -> Ranks:
-    """Read the bytes of a file of ranks. `words`: the name of a regular expression of WORDS, or one; "": that of the
-    published encoding with as many ranks. Raises Malformed for what is none, and if no encoding has as many ranks and
-    no `words` are given."""
+    """Read the bytes of a file of ranks. `words`: a regular expression, or the name of one in WORDS; "": the published
+    encoding's with as many ranks. Raises Malformed for other bytes, and if no `words` are given and no encoding has as
+    many ranks."""
     tokens: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):
         if not line:
@@ -130,8 +131,7 @@ def tokenizer_of_ranks(ranks: Ranks) -> Tokenizer:
 
 
 def _letters() -> dict[int, int]:
-    """Return the character that stands for each byte in byte-level BPE (Radford et al. 2019): itself where it prints,
-    else one from 256 on."""
+    """Return the character for each byte in byte-level BPE (Radford et al. 2019): itself if it prints, else >= 256."""
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printing]
     return {**{b: b for b in printing}, **{b: 256 + i for i, b in enumerate(others)}}

@@ -40,7 +40,7 @@ NAMES = (JSON, *BESIDE, *MERGES, WORD_PIECES, *MODELS)  # that files of a tokeni
 
 def read_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]:
     """Read the files of the tokenizer at `source`, a path or URL of a folder or file, by name; tokenizer.json is among
-    them, made of the others if it is not there. `words`: how a tiktoken file cuts words, see `read_ranks`. Raises
+    them, made of the others if it is not there. `words`: word pattern of a tiktoken file, see `read_ranks`. Raises
     ConfigError, in a line that names `key`."""
     try:
         found = _gathered(source)
@@ -52,8 +52,7 @@ def read_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Return True if there are files of a tokenizer in a folder, a path or URL. Raises nothing: False too if it cannot
-    be looked at."""
+    """Return True if a folder, a path or URL, has files of a tokenizer; False also if it cannot be looked at."""
     try:
         storage, path = fsspec.core.url_to_fs(folder)
         names = {PurePosixPath(name).name for name in storage.ls(path, detail=False)}
@@ -84,7 +83,7 @@ def _gathered(source: str) -> dict[str, bytes]:
 
 
 def _name_of(name: str) -> str:
-    """Return the name under which a file of a tokenizer is kept: its own, or that of a file of one tokenizer."""
+    """Return the name under which a file of a tokenizer is kept: its own, or the usual one for its format."""
     if name in NAMES:
         return name
     return "tokenizer.tiktoken" if name.endswith(".tiktoken") else JSON if name.endswith(".json") else MODELS[0]
@@ -124,8 +123,7 @@ def made_of(found: dict[str, bytes], words: str) -> bytes:
 
 
 def _of_one(raw: bytes, words: str) -> Tokenizer:
-    """Make a tokenizer of one file, by its content: tokenizer.json under another name, ranks of tiktoken, or a model of
-    sentencepiece. Raises Malformed."""
+    """Make a tokenizer of a file, by content: tokenizer.json, tiktoken ranks or sentencepiece. Raises Malformed."""
     if raw[:1] == b"{":
         return parse_tokenizer(raw)
     first = raw.partition(b"\n")[0]

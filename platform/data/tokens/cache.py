@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 def root(cache: str) -> Path:
-    """Return the folder of the cache of tokenised corpora: `cache` (the key data.cache) if given, else elastic-platform
-    in the user's cache folder."""
+    """Return the folder of tokenised corpora: `cache` (data.cache), else elastic-platform in the user's cache
+    folder."""
     if cache:
         return Path(cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
@@ -129,7 +129,7 @@ def sha256(file: Path) -> str:
 
 @dataclass(frozen=True)
 class _Block:
-    """Part of a file that is hashed by itself, `size` bytes from `offset` on; `sha256`: what it is to be."""
+    """Part of a file that is hashed by itself, `size` bytes from `offset` on; `sha256`: its expected hash."""
 
     file: Path
     offset: int

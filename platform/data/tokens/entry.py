@@ -243,7 +243,7 @@ def open_common(
 def _naming_texts(
     source: DataSource, read: Callable[[Sequence[DataFile], Data], Texts], files: Sequence[DataFile]
 ) -> Texts:
-    """Return the texts of a source to train a tokenizer on; what is refused in them names the source."""
+    """Return the texts of a source to train a tokenizer on; refusals of them name the source."""
 
     def pieces(given: Texts) -> Iterator[str]:
         with naming(source):

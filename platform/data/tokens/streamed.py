@@ -1,8 +1,8 @@
 """Streams: sources that are read and tokenised while they are trained on, block by block; the newest blocks are kept.
 
 A block is whole documents in the order of the source, up to the one in which it reaches data.block characters (one that
-alone has as many again is cut). Its tokens are cut into samples like those of a source of their own, and these come in
-an order drawn from (seed, epoch, block); blocks follow each other, and after the last one the first comes again. So the
+alone has as many again is cut). Its tokens are cut into samples like the tokens of a whole source, and these come in an
+order drawn from (seed, epoch, block); blocks follow each other, and after the last one the first comes again. So the
 order of samples is a function of the source and the seed.
 
 | entry in the cache | holds                                              | is deleted                            |
@@ -72,9 +72,9 @@ class _Located(NamedTuple):
 
 @dataclass
 class StreamedTokens:
-    """Training tokens of a source that is streamed. `folder`: of its blocks; `write(folder, documents)` makes the entry
-    of a block, and returns its description; `read` reads it; `cut` opens it as a stream of tokens, and `count` says how
-    many samples that has."""
+    """Training tokens of a source that is streamed. `folder`: folder of its blocks; `write(folder, documents)` makes
+    the entry of a block, and returns its description; `read` reads it; `cut` opens it as a stream of tokens, and
+    `count` says how many samples that has."""
 
     folder: Path
     reader: BlockReader
@@ -147,7 +147,7 @@ class StreamedTokens:
         return self._ends[block]
 
     def _place(self, block: int) -> Path:
-        """Return the entry of the tokens of a block; what is made of them lies beside it."""
+        """Return the cache entry of the tokens of a block; files made of them lie beside it."""
         return self.folder / f"block-{block:08d}" / "tokens"
 
     def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:

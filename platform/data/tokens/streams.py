@@ -20,8 +20,8 @@ def mapped(file: Path, dtype: str) -> NDArray[Any]:
 
 
 def beginnings(stream: Any, end: int) -> Ints:
-    """Return the positions at which the documents of a stream of tokens begin, ascending: those that it knows, or those
-    of the token `end`, of which -1 is none; the stream's first position is always among them."""
+    """Return the positions at which the documents of a stream of tokens begin, ascending: the stream's own, or else the
+    positions of the token `end` (-1: none); the stream's first position is always among them."""
     if (found := starts_of(stream)) is None:
         windows = range(0, len(stream) if end >= 0 else 0, _WINDOW)
         where = (np.arange(i, min(i + _WINDOW, len(stream))) for i in windows)
@@ -154,7 +154,7 @@ class JoinedTokens:
 @dataclass(frozen=True)
 class DocumentStream:
     """Stream of tokens, with facts about its documents beside them. `starts`: the positions at which documents begin,
-    ascending; `learned`: for each token whether it is to be predicted, None for all."""
+    ascending; `learned`: mask of the tokens to predict, None for all."""
 
     tokens: Any
     starts: Ints

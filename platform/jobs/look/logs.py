@@ -22,7 +22,7 @@ _MOST = 8 << 20  # bytes of a node's log: what comes back again and again must n
 
 
 def log_files(run_dir: Path) -> list[Path]:
-    """List the log files of a run directory, those that were written last at the end."""
+    """List the log files of a run directory, the last written at the end."""
     found = []
     for path in (run_dir / LOGS).glob("*.log"):
         with suppress(OSError):
@@ -62,9 +62,9 @@ def tail(path: Path, count: int) -> list[str]:
 
 
 def keep_ray_logs(run_dir: Path | None, directory: str, said: str) -> None:
-    """Append to logs/node-HOST.log of a run directory how Ray ended on this node: what its command said, and the end of
-    its own files below `directory`, which is deleted with the node's part of the job. Whatever goes wrong here is no
-    reason for a node to stop."""
+    """Append to logs/node-HOST.log of a run directory how Ray ended on this node: the output of its command, and the
+    end of its own files below `directory`, which is deleted with the node's part of the job. An error here is no reason
+    for a node to stop."""
     if run_dir is None:
         return
     host = socket.gethostname()
@@ -75,8 +75,7 @@ def keep_ray_logs(run_dir: Path | None, directory: str, said: str) -> None:
 
 
 def keep_at_the_end(run_dir: Path) -> None:
-    """Wait until this process is told to end, as a container is beside Ray's when that has ended; then keep the end of
-    Ray's logs as `keep_ray_logs` says."""
+    """Wait for SIGTERM or SIGINT, sent to a container beside Ray's when that has ended; then run `keep_ray_logs`."""
     told = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, told)
     signal.sigwait(told)

@@ -1,7 +1,7 @@
 """State of a job as its run directory has it: whether it runs, which lives it had, its last step, what happened last.
 
-The run directory is all that a job's lives have in common, whatever scheduler brought it back; so nothing is asked of
-Slurm or Kubernetes, and a job of last year is told of as one of today.
+The run directory is all that a job's lives have in common, under any scheduler; so nothing is asked of Slurm or
+Kubernetes, and a job of last year is shown as one of today.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _SHOWN = 20  # lives, the newest
 @dataclass(frozen=True)
 class Life:
     """Driver of a run, from its start to its end. `began`, `ended`: seconds since the epoch, None for no end; `end`:
-    how it ended, in words, "" if it is not known; `step`: the last one that it reached, 0 for none; `nodes`: of its
-    last mesh, 0 for none; `failures`: of its workers; `code`: hash of its sources, "" if it left none."""
+    how it ended, in words, "" if it is not known; `step`: the last one that it reached, 0 for none; `nodes`: number in
+    its last mesh, 0 for none; `failures`: number of worker failures; `code`: hash of its sources, "" if it left
+    none."""
 
     began: float
     ended: float | None = None
@@ -76,7 +77,7 @@ def status_lines(run_dir: Path) -> Iterator[str]:
 
 
 def lives_of(journal: Sequence[JournalEvent]) -> list[Life]:
-    """Return the drivers that a journal tells of, in order."""
+    """Return the drivers that a journal records, in order."""
     lives: list[Life] = []
     for event in journal:
         if isinstance(event, events.Starting):
@@ -87,7 +88,7 @@ def lives_of(journal: Sequence[JournalEvent]) -> list[Life]:
 
 
 def _after(life: Life, event: JournalEvent) -> Life:
-    """Return what is known of a life after one more event of it."""
+    """Return a life updated by one more event of it."""
     step = max(life.step, getattr(event, "step", 0) or 0)
     if isinstance(event, events.Failure):
         return replace(life, step=step, failures=life.failures + 1)

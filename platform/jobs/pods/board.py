@@ -1,7 +1,7 @@
-"""Board on which the pods of a job tell each other where they are: small files in a folder that all of them see.
+"""Board on which the pods of a job report to each other: small files in a folder that all of them see.
 
-The first pod announces lives of the run, one per driver, and that the run is over; every other pod says over and over
-that it is there. All clocks are a reader's own: a pod is there while what it says changes.
+The first pod announces lives of the run, one per driver, and that the run is over; every other pod writes heartbeats.
+All clocks are a reader's own: a pod is there while its heartbeat changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _Count = Annotated[int, Span(0, 1 << 53)]
 @dataclass(frozen=True)
 class TorchrunLife:
     """Life of the run: one driver, with one torchrun on every pod. `number`: counts from 1 over all first pods of the
-    job; `port`: of torchrun's store on the first pod; `members`: the tokens of the pods that take part, by index."""
+    job; `port`: port of torchrun's store on the first pod; `members`: the tokens of the pods that take part, by
+    index."""
 
     number: _Count
     port: Annotated[int, Span(1, _PORTS)]
@@ -34,8 +35,9 @@ class TorchrunLife:
 
 @dataclass(frozen=True)
 class Word:
-    """Word of a pod. `token`: drawn when its process began; `beat`: how many words it has said; `life`: the number of
-    the last life that it joined, 0 for none; `runs`: its torchrun of that life runs; `leaving`: it was told to go."""
+    """Heartbeat of a pod. `token`: random id, drawn when its process began; `beat`: number of heartbeats so far;
+    `life`: the number of the last life that it joined, 0 for none; `runs`: its torchrun of that life runs; `leaving`:
+    it has a stop signal."""
 
     token: str
     beat: _Count = 0
@@ -67,7 +69,7 @@ class Board:
         return self._read(TorchrunLife, _LIFE)
 
     def end(self, status: int) -> None:
-        """Tell that the job is over, with this exit status, as its first pod."""
+        """Announce that the job is over, with this exit status, as its first pod."""
         self._write(_END, _End(status))
 
     def ended(self) -> int | None:
@@ -76,12 +78,12 @@ class Board:
         return found.status if found else None
 
     def say(self, index: int, word: Word) -> None:
-        """Say a word as the pod `index`."""
+        """Write a heartbeat as the pod `index`."""
         self._write(f"pod-{index}.json", word)
 
     def there(self, index: int) -> Word | None:
-        """Return the newest word of the pod `index`, None if it is not there: it has said none, or nothing new for
-        _SILENCE seconds; what was said before the first look at it may be a dead pod's."""
+        """Return the newest heartbeat of the pod `index`, None if it is not there: it has written none, or nothing new
+        for _SILENCE seconds; one from before the first look at it may be a dead pod's."""
         word, now = self._read(Word, f"pod-{index}.json"), monotonic()
         before, since = self._heard.get(index, (word, -_SILENCE))
         if word is None:
@@ -100,6 +102,7 @@ class Board:
         draft.replace(self._folder / name)
 
     def _read(self, kind: type[_Said], name: str) -> _Said | None:
+        """Read a file of the board as a `kind`, None if it is missing or broken."""
         try:
             found: _Said = schema.read(kind, documents.json_file(self._folder / name))
             return found

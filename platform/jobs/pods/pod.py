@@ -37,12 +37,12 @@ _TELL_SECONDS = 60.0  # between two lines on what is waited for
 
 
 def run_pod(o: PodOptions, told: Supervision) -> int:
-    """Run one pod of a job to its end; return its exit status, the run's own, or 143 if it was told to go."""
+    """Run one pod of a job to its end; return its exit status, the run's own, or 143 after a stop signal."""
     return _run_first(o, told) if o.index == 0 else _run_other(o, told)
 
 
 class _Lives:
-    """The lives of a run, as its first pod leads them: whom each has, and who is missing or comes back meanwhile."""
+    """Lives of a run, as led by its first pod: the pods of each, and those missing or back meanwhile."""
 
     def __init__(self, o: PodOptions, board: Board):
         self._o, self._board = o, board
@@ -64,19 +64,20 @@ class _Lives:
         return life
 
     def end(self) -> None:
-        """Announce that the present life is over, by one without a member: what is left of it on other pods ends."""
+        """Announce that the present life is over, by one without members: its processes on other pods end."""
         self.now = None
         self._announce(1, [])
 
     def _announce(self, port: int, members: list[str]) -> TorchrunLife:
+        """Announce the next life of the run, with its store's port and its members, and return it."""
         self._number += 1
         life = TorchrunLife(self._number, port, members)
         self._board.announce(life)
         return life
 
     def changed(self) -> str:
-        """Return why another life would be better than the present one, "" if it would not: a pod was told to go, or
-        one is there that takes no part, as it came back."""
+        """Return why another life would be better than the present one, "" if it would not: a pod is leaving, or one is
+        there that takes no part, as it came back."""
         for index in self._others if self.now else ():
             word = self._board.there(index)
             if word and word.leaving:
@@ -104,7 +105,7 @@ class _TorchrunDriver:
         return self._status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the driver, once it is there; end what is on the way to it."""
+        """Set the signal to send to the driver once it is there; a start-up on the way to it ends."""
         self._signal = number
 
     def wait(self) -> int:
@@ -126,7 +127,7 @@ class _TorchrunDriver:
         return status
 
     def _gather(self) -> bool:
-        """Wait until all pods are there; return False if the job was told to stop meanwhile."""
+        """Wait until all pods are there; return False if the job was signalled to stop meanwhile."""
         tell = time.monotonic() + _BEAT_SECONDS
         while missing := self._lives.missing():
             if self._signal:
@@ -159,8 +160,8 @@ def _named(indices: Sequence[int]) -> str:
 
 
 def _run_first(o: PodOptions, told: Supervision) -> int:
-    """Run the supervisor of the run beside torchrun; tell the others when the run is over, unless this pod is to be
-    started again."""
+    """Run the supervisor of the run beside torchrun; announce the end of the run, unless this pod is to be started
+    again."""
     board = Board(o.shared)
     if (status := board.ended()) is not None:  # this pod was lost when all was done
         return status
@@ -195,7 +196,7 @@ def _watch(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None
 
 
 def _run_other(o: PodOptions, told: Supervision) -> int:
-    """Take part in each life that has this pod, until the run is over or this pod is told to go."""
+    """Take part in each life that has this pod, until the run is over or this pod has a stop signal."""
     board, going, said = Board(o.shared), threading.Event(), 0.0
     word = Word(secrets.token_hex(8))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -226,8 +227,7 @@ def _tolerant(write: Callable[[], None]) -> None:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Return True if torchrun's store on the first pod takes connections: before that, its name may still stand for a
-    pod that is gone."""
+    """Return True if torchrun's store on the first pod takes connections; until then its name may be a lost pod's."""
     with suppress(OSError):
         create_connection((host, port), timeout=2.0).close()
         return True

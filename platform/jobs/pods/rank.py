@@ -1,7 +1,7 @@
 """Process of one rank, started by torchrun as `python -m platform.jobs.pods.rank FOLDER [arguments of the launcher]`.
 
 Rank 0 is the driver of the run: it writes its process id and its exit status to files in FOLDER. torchrun itself ends
-with 1 whatever the status was, and passes on no other signal than those that kill.
+with 1 for any other status than 0, and passes on only signals that kill.
 """
 
 from __future__ import annotations

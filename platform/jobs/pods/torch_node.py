@@ -26,8 +26,9 @@ _KILL_SECONDS = 10.0  # for killed processes to be gone
 
 @dataclass(frozen=True)
 class PodOptions:
-    """Options of a pod. `shared`: folder of the job's board; `index`: of this pod, `pods` of which have `workers` each;
-    `first`: host name of the first pod; `address`: of this one; `drain`: seconds that its workers are given to end."""
+    """Options of a pod. `shared`: folder of the job's board; `index`: number of this pod, one of `pods` with `workers`
+    each; `first`: host name of the first pod; `address`: address of this pod; `drain`: seconds that its workers are
+    given to end."""
 
     shared: Path
     index: int
@@ -41,7 +42,7 @@ class PodOptions:
 def torch_command(o: PodOptions, address: str, port: int, life: int, folder: str, launch: Sequence[str]) -> list[str]:
     """Return the command of torchrun on one pod, in a life whose store is at `address` and `port`. It never starts a
     worker again by itself (--max-restarts): the driver goes on without it, and the next life has it back. Every line of
-    a worker gets its rank and node before it; those of rank 0 are the run's own."""
+    a worker gets its rank and node before it; the lines of rank 0 are the run's own."""
     told = [f"{local}:3" for local in range(o.workers) if o.index or local]
     return [
         *(sys.executable, "-m", "torch.distributed.run"),

@@ -30,7 +30,7 @@ class Starting(JournalEvent):
 
 
 class TookOver(JournalEvent):
-    """The driver before died without an end after `step`. `steps_lost`: of its steps, those that no checkpoint has."""
+    """The driver before died without an end after `step`. `steps_lost`: its steps that no checkpoint has."""
 
     step: Steps
     steps_lost: Steps
@@ -56,7 +56,8 @@ class CheckpointRefused(JournalEvent):
 
 
 class Waiting(JournalEvent):
-    """The next generation cannot form with the members that are alive, and waits for more; `reason`: what it lacks."""
+    """The next generation cannot form with the members that are alive, and waits for more; `reason`: its shortage, in
+    words."""
 
     alive: int
     reason: str
@@ -76,7 +77,7 @@ class NotStarted(JournalEvent):
 
 
 class Forming(JournalEvent):
-    """A generation begins to form. `plan`: digest of its plan; `reason`: how that differs from the configured plan;
+    """A generation begins to form. `plan`: digest of its plan; `reason`: its difference from the configured plan;
     `alive`: members, of which `world_size` get a seat."""
 
     world_size: int
@@ -107,8 +108,8 @@ class Barred(JournalEvent):
 
 
 class Examined(JournalEvent):
-    """The doctor has examined members that are new (`numbers`). `unsound`: those that get no seat, for `reasons`, a
-    line each; `shared`: what was bad on most of them, and so was held against none."""
+    """The doctor has examined members that are new (`numbers`). `unsound`: members that get no seat, for `reasons`, a
+    line each; `shared`: findings on most of them, and so held against none."""
 
     numbers: list[int]
     unsound: list[int]
@@ -124,8 +125,8 @@ class Formed(JournalEvent):
 
 
 class Restored(JournalEvent):
-    """The training state was recovered: from memory (`source`) or from a checkpoint (`directory`); `step`: that of the
-    state."""
+    """The training state was recovered: from memory (`source`) or from a checkpoint (`directory`); `step`: the state's
+    step."""
 
     step: Steps
     directory: str | None = None
@@ -134,8 +135,8 @@ class Restored(JournalEvent):
 
 
 class Initialised(JournalEvent):
-    """The run starts from the weights at `weights` (train.init); `differences`: what its model does otherwise than the
-    one that they come from, a line each."""
+    """The run starts from the weights at `weights` (train.init); `differences`: differences of its model from the one
+    that they come from, a line each."""
 
     weights: str
     differences: list[str]
@@ -174,7 +175,7 @@ class LearnedOut(JournalEvent):
 
 
 class Running(JournalEvent):
-    """A generation is built and has its state, and begins with `step`. `uncompiled`: what kept it from compiling, where
+    """A generation is built and has its state, and begins with `step`. `uncompiled`: reason not to compile, where
     train.compile=auto would have."""
 
     step: Steps
@@ -189,7 +190,7 @@ class FirstStep(JournalEvent):
 
 
 class Traffic(JournalEvent):
-    """A step sends so much inside a node and between nodes and larger parts. `rows`: those of `tier_traffic`."""
+    """A step sends so much inside a node and between nodes and larger parts. `rows`: rows of `tier_traffic`."""
 
     rows: list[dict[str, Any]]
 
@@ -291,7 +292,7 @@ class Failure(Committed):
 
 
 class Reforming(Committed):
-    """A generation ends without a failure, so that another mesh can form; `reason`: what for."""
+    """A generation ends without a failure, so that another mesh can form; `reason`: its purpose."""
 
     reason: str
     step: Steps
@@ -315,13 +316,13 @@ class Unsaved(End):
 
 
 class Drained(End):
-    """A stop was requested (`signal`: by what), and the run can be resumed: it was saved, or no step was done."""
+    """A stop was requested (`signal`: its cause), and the run can be resumed: it was saved, or no step was done."""
 
     signal: str
 
 
 class Stopped(End):
-    """A stop was requested (`signal`: by what), and steps were done of which none is saved."""
+    """A stop was requested (`signal`: its cause), and steps were done of which none is saved."""
 
     signal: str
 
@@ -341,11 +342,11 @@ class GaveUp(End):
 class Goodput(JournalEvent):
     """Cost of failures of one driver, or of several in a row that drove the same run; see `monitor.goodput`.
 
-    `failures`: of workers; `transitions`: generations formed without a failure; `steps_lost`: committed, but redone or
-    given up; `recoveries`: seconds from the detection of a failure to the end of the first new step, of each failure
-    that a step followed; `seconds`: of the drivers, without the time between them; `goodput`: the useful share of
-    these; `restarts`: drivers that died without an end and have a successor; `restart_seconds`: from the start of such
-    successors to their first new step, together.
+    `failures`: number of worker failures; `transitions`: generations formed without a failure; `steps_lost`: committed,
+    but redone or given up; `recoveries`: seconds from the detection of a failure to the end of the first new step, of
+    each failure that a step followed; `seconds`: time of the drivers, without the time between them; `goodput`: the
+    useful share of these; `restarts`: drivers that died without an end and have a successor; `restart_seconds`: total
+    time from the start of such successors to their first new step.
     """
 
     failures: int
@@ -361,8 +362,8 @@ class Goodput(JournalEvent):
 
 class Timing(JournalEvent):
     """Seconds from the start of a driver's command to each phase of its start and end, as `monitor.timing` asks;
-    `platform.cluster.run.phases.PHASES` describes each. Without those that it has not reached, or that another command
-    reached for it."""
+    `platform.cluster.run.phases.PHASES` describes each. Phases that it has not reached, or that another command reached
+    for it, are left out."""
 
     composed: Seconds | None = None
     planned: Seconds | None = None
@@ -387,8 +388,7 @@ def named(event: str, **fields: Any) -> JournalEvent:
 
 
 def from_plain(line: dict[str, Any]) -> JournalEvent:
-    """Build an event from the plain data of its line in a journal. Raises Malformed if a field is missing or of a wrong
-    type."""
+    """Build an event from its line in a journal. Raises Malformed if a field is missing or of a wrong type."""
     head = schema.read(_HEAD, line)
     kind = EVENTS.get(head["event"], JournalEvent)
     event: JournalEvent = schema.read(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})

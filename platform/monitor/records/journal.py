@@ -28,8 +28,8 @@ class Journal:
         tell: Callable[[str], None] = print_line,
         on_event: Callable[[JournalEvent], None] = lambda event: None,
     ):
-        """Open or create the journal's file. `tell`: prints warnings, see JsonLines, which also keeps the events that
-        cannot be written. `on_event` is called with each event after it was written."""
+        """Open or create the journal's file. JsonLines prints warnings, and keeps the events that cannot be written.
+        `on_event` is called with each event after it was written."""
         self._on_event = on_event
         self._lines = JsonLines(path, tell)
         self.generation: int = max((event.generation for event in events.read(path)), default=0)
@@ -46,8 +46,8 @@ class Journal:
         self._on_event(stamped)  # what is told is what was recorded, without secrets
 
     def events(self) -> list[JournalEvent]:
-        """List every event of the run: those in the journal's file, if it can be read, and those that could not be
-        written yet. Raises Malformed for a line that is not an event."""
+        """List every event of the run: from the journal's file, if it can be read, and from the lines not written yet.
+        Raises Malformed for a line that is not an event."""
         written: list[JournalEvent] = []
         with suppress(OSError):
             written = list(events.read(self._lines.path))

@@ -36,8 +36,8 @@ class JournalEvent(_Registered, group=True):
     generation: Annotated[int, Span(0, 10**9)] = 0
 
     def own(self) -> dict[str, Any]:
-        """Return the fields of an event as plain data, without `time` and `generation`: those that its own class
-        declares, then those of its groups (Committed, End)."""
+        """Return the fields of an event as plain data, without `time` and `generation`: the fields of its own class,
+        then of its groups (Committed, End)."""
         values = records.plain(self)
         groups = type(self).__mro__[: -len(JournalEvent.__mro__)]
         return {name: values[name] for group in groups for name in group.__annotations__ if name in values}
@@ -52,7 +52,7 @@ class Committed(JournalEvent, group=True):
 
 class End(Committed, group=True):
     """Last event of a driver but for its account (Goodput). `step`: the step that its workers have reached; `saved`:
-    that of the newest checkpoint. The steps in between are lost with the workers' memory."""
+    the step of the newest checkpoint. The steps in between are lost with the workers' memory."""
 
     step: Steps = 0
     saved: Steps | None = None

@@ -22,8 +22,8 @@ class JsonLines:
     """File to which objects are appended, each as one whole line in one write.
 
     Opening cuts a torn last line, and raises OSError if the file cannot be opened or created. A line that cannot be
-    written afterwards is kept, announced once through `tell`, and written before any later line; beyond KEPT_BYTES the
-    oldest lines are lost. Numbers are not rounded; NaN and infinities are written as strings.
+    written afterwards is kept, announced once, and written before any later line; beyond KEPT_BYTES the oldest lines
+    are lost. Numbers are not rounded; NaN and infinities are written as strings.
     """
 
     def __init__(self, path: Path | str, tell: Callable[[str], None] = print_line):
@@ -41,8 +41,7 @@ class JsonLines:
             self._lost += 1
 
     def close(self) -> None:
-        """Try a last time to write the lines that could not be written, announce how many are lost, and close the
-        file."""
+        """Try a last time to write the unwritten lines, announce how many are lost, and close the file."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
             self._tell(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
@@ -56,6 +55,7 @@ class JsonLines:
         return [records.with_numbers(json.loads(line)) for line in self._kept]
 
     def _open(self) -> int:
+        """Open or create the file to append to, without a torn last line; return its descriptor."""
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._cut(file)
         return file
@@ -111,8 +111,7 @@ class JsonLines:
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Return the objects on all whole lines of such a file, in order; it may be in use. Raises Malformed if a line
-        is no JSON object."""
+        """List the objects on all whole lines of a file, maybe in use. Raises Malformed for a line of another kind."""
         return list(records.lines(path, dict))
 
 

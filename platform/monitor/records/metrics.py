@@ -64,8 +64,7 @@ class MetricsLog(JsonLines):
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Return the rows of a metrics file, one per step, ascending. After a rollback steps recur: a row replaces all
-        earlier ones from its step on."""
+        """Return the rows of a metrics file by step, ascending: a row replaces all earlier ones from its step on."""
         rows: list[dict[str, Any]] = []
         for row in records.lines(path, read_row):
             while rows and rows[-1]["step"] >= row["step"]:
@@ -75,8 +74,7 @@ class MetricsLog(JsonLines):
 
 
 def read_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Check a row of a metrics file, which any version may have written, and return it. Raises Malformed if it has no
-    valid step."""
+    """Check and return a row of a metrics file of any version. Raises Malformed if it has no valid step."""
     found: dict[str, Any] = schema.read(_ROW, row)
     return found
 

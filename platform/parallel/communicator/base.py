@@ -73,6 +73,7 @@ class Handle:
         self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
 
     def wait(self) -> Tensor:
+        """Wait until the collective is done, and return its result."""
         with self._clock.section(self._section, waiting=True):
             self._wait()
         if self._flight:
@@ -124,9 +125,9 @@ class Communicator(ABC):
         reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
         scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
         gets the result of a reduce or gather (the others get an empty tensor). `into`: contiguous memory [n, ...] for
-        the parts that an all_gather over n ranks joins; x may be this rank's part of it. `name`: what a timeline calls
-        it, if not by its operation. Several axes act as one, in mesh order, for all_reduce, broadcast, reduce, and
-        all_gather of unordered statistics.
+        the parts that an all_gather over n ranks joins; x may be this rank's part of it. `name`: its name in a
+        timeline, by default its operation. Several axes act as one, in mesh order, for all_reduce, broadcast, reduce,
+        and all_gather of unordered statistics.
         """
         if torch.compiler.is_compiling():
             members = self.mesh.extent(axes)
@@ -231,8 +232,7 @@ class Communicator(ABC):
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Suspend the counting of moved bytes and the log of launches in the context, for traffic that is not part of a
-        step."""
+        """Suspend counting moved bytes and logging launches in the context, for traffic outside of a step."""
         moved, log = self.moved.copy(), self.log
         self.log = None
         yield

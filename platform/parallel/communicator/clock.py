@@ -22,8 +22,8 @@ class ClockReading(NamedTuple):
     seconds      section name -> seconds in which it was the innermost open section ('' for the time outside of all)
     sections     every section that was open, ordered by end, so that a section follows those nested in it
     spans        spans of the model, in order
-    collectives  those that ended, in order of launch: what was launched, when, when the rank began to wait for it, and
-                 when it was done
+    collectives  finished collectives, in order of launch: description, and the times of its launch, of the rank's
+                 beginning to wait for it, and of its end
 
     `spans` and `collectives` are empty unless the clock is `detailed`.
     """
@@ -35,8 +35,8 @@ class ClockReading(NamedTuple):
 
 
 class Flight:
-    """Collective from its launch on. `begin`: mark of a clock at its launch; `waited`: those at the start and the end
-    of the wait for it, None until then; `done`, on CUDA: the event at its end. `held`: what it reads, kept until the
+    """Collective from its launch on. `begin`: mark of a clock at its launch; `waited`: marks at the start and the end
+    of the wait for it, None until then; `done`, on CUDA: the event at its end. `held`: its input, kept until the
     device's stream waits for it."""
 
     __slots__ = ("begin", "done", "held", "waited", "what")
@@ -48,8 +48,8 @@ class Flight:
 
 class _Reading:
     """Marks of a clock since it was last read: (innermost section up to here, whether the rank waits for others in it,
-    time or event). `passed` and `completed`: how many of them the device is known to have passed, and how many of these
-    ended a wait for other ranks."""
+    time or event). `passed` and `completed`: number of them that the device is known to have passed, and number of
+    these that ended a wait for other ranks."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[str, bool, Any]] = []
@@ -108,8 +108,7 @@ class Clock:
             PROGRESS.enter(*before)
 
     def span(self, name: str) -> None:
-        """Note that the span of the model under way, if there is one, ends here and the one called `name` begins; ""
-        for none."""
+        """Note that the model's span under way, if any, ends here and the one called `name` begins; "" for none."""
         if not self.detailed:
             return
         mark, (before, begin) = self.mark(), self._span

@@ -17,8 +17,8 @@ JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier 
 
 def meet(rank: int, size: int, address: tuple[str, int], name: int | str, device: str) -> None:
     """Join the default process group of torch.distributed as `rank` of `size`; return once all ranks are there.
-    `address`: host and port of the driver's TCPStore; `name`: prefix of this group's keys in it; `device`: of the
-    tensors that the group moves."""
+    `address`: host and port of the driver's TCPStore; `name`: prefix of this group's keys in it; `device`: device of
+    the tensors that the group moves."""
     store = dist.PrefixStore(f"generation/{name}", dist.TCPStore(*address, is_master=False))
     if store.add("there", 1) == size:
         store.set("all", "")

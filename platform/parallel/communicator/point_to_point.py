@@ -16,7 +16,7 @@ TAGS = 1 << 30  # after so many collectives of a group, tags begin anew
 
 class Messages:
     """Collectives among the members of one gloo group. Every rank calls them in one order; each has a tag of its own,
-    so that it does not matter in which order they are waited for. `timeout`: of waiting for one message."""
+    so that it does not matter in which order they are waited for. `timeout`: limit of the wait for one message."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta):
         self._group, self._timeout = group, timeout

@@ -35,8 +35,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def join(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
-    """Join the default group of torch.distributed as `rank` of `size`: of NCCL on a CUDA device, where it connects at
-    once, else of gloo. All ranks call it together. `store`: of this generation alone."""
+    """Join the default group of torch.distributed as `rank` of `size`, by NCCL on a CUDA device, where it connects at
+    once, else by gloo. All ranks call it together. `store`: a store of this generation alone."""
     device = torch.device(device)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=CONNECT, device_id=device)
@@ -209,8 +209,7 @@ class ProcessGroups(Communicator):
 
 
 def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create a process group of each of `groups`, ranks that share none, and return this rank's; all ranks call it
-    together."""
+    """Create a process group of each of the disjoint `groups`; return this rank's. All ranks call it together."""
     mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout=CONNECT)
     return mine
 

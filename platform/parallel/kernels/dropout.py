@@ -29,8 +29,7 @@ Draw = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]  # `dropped`,
 
 
 def dropped(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Return x with the elements that the mask drops set to 0 and the others scaled by 1 / (1 - rate): as a whole, in
-    one kernel if it is compiled."""
+    """Return x with dropped elements set to 0 and the others scaled by 1 / (1 - rate); one kernel if compiled."""
     return torch.where(random.kept(counters, start, rate), x * (1 / (1 - rate)), 0)
 
 

@@ -116,8 +116,7 @@ class _Joined(NamedTuple):
         return (gradient @ self.matrix).view(shape)
 
     def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
-        """Add the gradients of weights and biases to their sums, from x and the gradient of the result; return None
-        for each."""
+        """Add the gradients of weights and biases to their sums, from x and the result's; return None for each."""
         product = local_einsum(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
         rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
         self.weights.add(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))

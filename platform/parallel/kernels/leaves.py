@@ -15,8 +15,7 @@ Compute = Callable[[Tensor | None, bool], Tensor]
 
 
 def accumulates(w: Tensor | None) -> bool:
-    """Return True if w is a leaf to whose gradient a kernel may add itself: not while a graph is traced, which cannot
-    change it."""
+    """Return True if w is a leaf to whose gradient a kernel may add itself: not while a graph is traced."""
     return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
 
 

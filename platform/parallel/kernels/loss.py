@@ -55,7 +55,7 @@ class Slopes:
 class Classes:
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
-    spread evenly over vocab; `loss`: what takes the place of cross-entropy, which then knows of no smoothing."""
+    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing."""
 
     over: tuple[str, ...]
     first: int
@@ -103,6 +103,7 @@ def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Seque
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield slices that divide the rows of `logits` into chunks."""
     rows, columns = logits.shape
     size = chunk_rows(rows, columns)
     return (slice(i, i + size) for i in range(0, rows, size))
@@ -279,8 +280,8 @@ def _logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> 
 
 
 class _Kept(torch.autograd.Function):
-    """Loss of a planned product of x and `table`, plus `bias`, whose gradient of the logits takes their place
-    until the backward pass. `deferred`: as in `platform.parallel.kernels.einsum`."""
+    """Loss of a planned product of x and `table`, plus `bias`, whose gradient of the logits takes their place until the
+    backward pass. `deferred`: see `platform.parallel.kernels.einsum`."""
 
     @staticmethod
     def forward(ctx, x, table, bias, targets, coming: Operands, classes, deferred: Deferred | None):
@@ -342,7 +343,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum -log softmax(x table + bias)[label] over local tokens, in fp64: the planned product of one einsum, whose
     operand `coming` brings, and the `cross_entropy` of its result plus `bias`, which is in its layout already.
-    `at_once`: see `platform.plan.communication.loss_chunks`; `deferred`: as in `platform.parallel.kernels.einsum`."""
+    `at_once`: see `platform.plan.communication.loss_chunks`; `deferred`: see `platform.parallel.kernels.einsum`."""
     communicator, (e,) = coming.communicator, coming.group.einsums
     training = torch.is_grad_enabled()
     if at_once and deferred is None:

@@ -104,8 +104,7 @@ def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: 
 
 
 def padding_mask(tokens: Tensor) -> Tensor:
-    """Return bool [batch, 1, 1, memory_length], broadcast against attention scores, that is True where the local block
-    `tokens` [memory_length, batch] is padding (negative)."""
+    """Return bool [batch, 1, 1, memory_length], True where `tokens` [memory_length, batch] is padding (negative)."""
     return (tokens < 0).t()[:, None, None]
 
 

@@ -20,8 +20,7 @@ DRAWN_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22, "meta": 1 << 22}
 
 
 def key(*parts: object) -> int:
-    """Derive the signed 64-bit key of one stream of random numbers from any printable parts, such as (seed, "init",
-    parameter name)."""
+    """Derive the signed 64-bit key of a stream of random numbers from printable parts, such as (seed, "init", name)."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big", signed=True)
 
 

@@ -13,8 +13,7 @@ from platform.parallel.communicator.base import Communicator
 
 
 def widened(x: Tensor) -> Tensor:
-    """Cast x to the dtype in which statistics, losses and rotations are computed: fp32 for 16-bit tensors, otherwise
-    its own."""
+    """Cast x to the dtype of statistics, losses and rotations: fp32 for 16-bit tensors, otherwise its own."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -117,8 +116,7 @@ class _SplitSoftmax(torch.autograd.Function):
 
 
 def softmax(x: Tensor, position: int, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Compute softmax of the local block x over the dim at `position`, which is split over the axes `over` (none:
-    whole)."""
+    """Compute softmax of the local block x over the dim at `position`, split over the axes `over` (none: whole)."""
     return _SplitSoftmax.apply(x, position, communicator, over) if over else torch.softmax(x, position)
 
 

@@ -32,8 +32,7 @@ class _Split:
         self.index = communicator.index(axes)
 
     def mine(self, t: int, of: Tensor) -> Tensor | None:
-        """Return the view of panel number t in `of`, a block laid out as this operand's (the operand or its gradient);
-        None if another rank owns the panel."""
+        """Return the view of panel `t` in `of`, laid out as this operand; None if another rank owns the panel."""
         owner, place = divmod(t, self.per_owner)
         return of.narrow(self.dim, place * self.extent, self.extent) if owner == self.index else None
 
@@ -77,8 +76,7 @@ def _splits(communicator: Communicator, group: EinsumGroup, x: Tensor, operands:
 
 
 def _panels_in_turn(splits: Sequence[_Split], count: int):
-    """Yield (t, panel t of every operand) for t < `count`, in order; the broadcasts of panel t + 1 run while panel t is
-    used."""
+    """Yield (t, panel t of every operand) for t < `count`; broadcasts of panel t + 1 overlap the use of panel t."""
     coming = [s.broadcast(0) for s in splits]
     for t in range(count):
         here = [wait() for wait in coming]
@@ -125,8 +123,7 @@ class _Summa(torch.autograd.Function):
 
 
 def _enter(communicator: Communicator, einsums: Sequence[Einsum], operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Convert a SUMMA group's operands from their stored layout to the operation's, except along the contracted dim,
-    whose panels are broadcast instead."""
+    """Convert a SUMMA group's operands to the operation's layout, except along the contracted dim, cut into panels."""
     coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, einsums, strict=True)]
     return [c.wait() for c in coming]
 

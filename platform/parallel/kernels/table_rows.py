@@ -28,8 +28,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
-    """Add the gradient of rows of `table` to them in `into`, which counts as zeros if it is `fresh` (None: zeros in new
-    memory); return it."""
+    """Add the gradient of rows of `table` to `into` (zeros if `fresh` or None, then in new memory); return it."""
     if into is None:
         into = torch.zeros_like(table, requires_grad=False)
     elif fresh:

@@ -67,6 +67,7 @@ class Pending:
             self._advance()
 
     def wait(self) -> Tensor:
+        """Wait for all collectives of this conversion, and return the converted tensor."""
         while self._handle:
             self.proceed()
         return self._x
@@ -76,13 +77,12 @@ def convert(
     communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False, name: str = ""
 ) -> Pending:
     """Start converting the local tensor x to another layout by a plan's `steps`, without autograd: the first collective
-    is issued at once. `owned`: reductions may overwrite x; `name`: what a timeline calls its collectives."""
+    is issued at once. `owned`: reductions may overwrite x; `name`: name of its collectives in a timeline."""
     return Pending(communicator, x, steps, owned, name)
 
 
 def absent(x: Tensor) -> bool:
-    """Return True if the local tensor x is empty, which means that this rank has no block of the global tensor: real
-    blocks are never empty."""
+    """Return True if x is empty: this rank has no block of the global tensor, as real blocks are never empty."""
     return not x.numel()
 
 

@@ -218,6 +218,7 @@ class FlatBucket:
         return self.sums
 
     def _stretch(self, names: Sequence[str]) -> tuple[int, int]:
+        """Return (start, stop) in the buffer of parameters that follow each other in this order."""
         found = self.bucket.stretch(names)
         assert found, "parameters that follow each other"
         return found

@@ -17,8 +17,7 @@ LEAST = 2.0**-86  # mean square from which on squares that fp32 cannot hold (bel
 
 
 def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
-    """Return True if this rank counts its part in a sum over all ranks of a tensor that is split over `axes`
-    (`counts_at`)."""
+    """Return True if this rank counts its part in a sum over all ranks of a tensor split over `axes`."""
     return counts_at(communicator.coordinates, axes)
 
 

@@ -23,8 +23,8 @@ class Operands(NamedTuple):
     use: Use = ("", "", 0)
 
     def take(self, stored: Sequence[Tensor], back: bool = False) -> list[Pending]:
-        """Return the operands, `stored` in their own layouts, on their way to the group's; `back`: for the backward
-        pass, where operands that are not gathered again are `stored` as they are needed."""
+        """Return the operands, `stored` in their own layouts, on their way to the group's; `back`: True for the
+        backward pass, in which operands that are not gathered again are `stored` as needed."""
         steps = [e.operand.forward if e.regathered or not back else () for e in self.group.einsums]
         if self.ahead and any(steps):
             return self.ahead.take(self.use, back)

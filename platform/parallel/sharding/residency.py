@@ -39,9 +39,8 @@ class _Border(torch.autograd.Function):
 
 class Residency:
     """Gathers the buckets of the span under way and, if `ahead`, starts gathering the next span's, forward and
-    backward. `spans`: by chunk number; `turns`: the buckets of the last span of a forward pass stay for the backward
-    pass. The clock of `communicator` notes when each span computes.
-    """
+    backward. `spans`: spans by chunk number; `turns`: the buckets of the last span of a forward pass stay for the
+    backward pass. The clock of `communicator` notes when each span computes."""
 
     def __init__(self, communicator: Communicator, spans: Mapping[int, Spans], *, turns: bool, ahead: bool):
         self._communicator, self._spans, self._turns, self._ahead = communicator, spans, turns, ahead
@@ -62,8 +61,7 @@ class Residency:
         return self._enter(y)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Move the forward pass on to the next span, and return x with a border over which the backward pass moves
-        back."""
+        """Move the forward pass on to the next span; return x with a border at which the backward pass moves back."""
         spans, before = self._chunk, self._at
         self._at += 1
         self._move(spans, self._at, 1)

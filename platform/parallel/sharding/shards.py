@@ -14,15 +14,13 @@ from platform.plan.language.layout import padded
 
 
 def flatten_padded(block: Tensor, parts: int) -> Tensor:
-    """Flatten a local block to [elements], padded at the end with zeros to a multiple of `parts`, so that it divides
-    into equal shards."""
+    """Flatten a local block to [elements], padded with zeros to a multiple of `parts`, for equal shards."""
     missing = padded(block.numel(), parts) - block.numel()
     return F.pad(block.flatten(), (0, missing)) if missing else block.flatten()
 
 
 def unflatten_padded(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """Restore the block of `shape` from `flat`, the gathered result of `flatten_padded`, without the padding: a view of
-    `flat` if that is contiguous."""
+    """Restore the block of `shape` from `flat`, a gathered `flatten_padded`: a view if `flat` is contiguous."""
     return flat.flatten()[: prod(shape)].view(shape)
 
 

@@ -14,7 +14,7 @@ from platform.plan.communication.rule import Step
 
 def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Tensor:
     """Return a copy of this rank's part [elements] of the local tensor x, flattened and padded, where the ranks along
-    `axes` hold equal x: what is kept for recomputation, or sent to another stage, in place of x.
+    `axes` hold equal x. It is kept for recomputation, or sent to another stage, in place of x.
 
     Returns x itself if `axes` is empty or x is absent (empty).
     """

@@ -20,9 +20,9 @@ def gradients_at_once(
     vocab; `width`: contracted elements) computes the gradients of both operands too, chunk by chunk, so that logits
     never exist as a whole.
 
-    Else the gradient of the logits is kept, in the compute type. That is so where a vocab that is split needs the
-    statistics of all ranks first, where operands or logits are converted, where the compute type is no type to add up
-    in (`wide` is false), and where what is kept would not be smaller.
+    Else the gradient of the logits is kept, in the compute type: where a split vocab needs the statistics of all ranks
+    first, where operands or logits are converted, where the compute type is no type to add up in (`wide` is false), and
+    where the operands' gradients would not be smaller.
     """
     (group,) = product.groups
     (e,) = group.einsums

@@ -57,8 +57,7 @@ class Panels:
     count: int
 
     def elements(self, local: int, axes: Sequence[str], mesh: Mesh) -> int:
-        """Return the elements of one SUMMA panel of a matrix (x or an operand) that is split over `axes` and of which
-        each rank holds `local` elements."""
+        """Return the elements of one SUMMA panel of a matrix split over `axes`, `local` elements on each rank."""
         return local * mesh.extent(axes) // self.count
 
 
@@ -87,8 +86,7 @@ class EinsumGroup:
 
     @property
     def local(self) -> bool:
-        """Return True if the group is plain local products: no operand or result is converted, in either pass, nor
-        broadcast in panels."""
+        """Return True if no operand or result is converted, in either pass, nor broadcast in panels."""
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 
@@ -132,8 +130,7 @@ class PlannedOperation:
 def shapes(
     steps: Sequence[Step], shape: tuple[int, ...], mesh: Mesh
 ) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
-    """Yield every step of a conversion with the local shapes of the block before and after it; `shape`: the local shape
-    before the first."""
+    """Yield the steps of a conversion with the local shapes before and after each; `shape`: the first of them."""
     for step in steps:
         before, shape = shape, step.after(shape, mesh.extent(step.axes))
         yield step, before, shape

@@ -61,21 +61,18 @@ class Planner:
         return layout
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
-        """Return the longest prefix of `heads`, the axes that split query heads, whose ranks divide the number of KV
-        heads."""
+        """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads."""
         n = len(heads)
         while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
             n -= 1
         return tuple(heads[:n])
 
     def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
-        """Return the global size of every dim, by name, as it holds for a tensor: the model's sizes (vocab padded),
-        overridden by the tensor's own."""
+        """Return a tensor's global size of every dim: the model's (vocab padded), overridden by the tensor's own."""
         return {**self.sizes, **dict(tensor.sizes)}
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's block of an activation or parameter in `layout`, by default in the layout that
-        the scheme gives it."""
+        """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
@@ -134,8 +131,8 @@ class Planner:
         return replace(conversion, backward=tuple(backward))
 
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
-        """Return the collectives that a rank launches for a conversion, first those of the forward and then those of
-        the backward pass; `regathered`: the backward pass begins by repeating the forward ones."""
+        """Return the collectives that a rank launches for a conversion, in the forward and then in the backward pass;
+        `regathered`: the backward pass begins by repeating the forward ones."""
         forward = self.launches(conversion.forward, conversion.before, "forward")
         repeated = [replace(c, phase="backward") for c in forward] if regathered else []
         return [*forward, *repeated, *self.launches(conversion.backward, conversion.after, "backward")]

@@ -106,6 +106,7 @@ class Ahead(Generic[T]):
         return self._backward if back else self._within if self.again else self._forward
 
     def _fetch(self, uses: Sequence[Use], back: bool) -> None:
+        """Start the conversions for `uses` that are not under way. `back`: True in the backward pass."""
         for use in uses:
             if (use, back) not in self._coming:
                 self._coming[use, back] = [self._start(p, conversion) for p, conversion in self._converted[use]]

@@ -23,8 +23,8 @@ class Bucket:
     """Parameters whose local blocks lie one after another in one flat buffer on every rank that has them.
 
     Their gradients are summed over the mesh axes `axes`, by the ranks at index 0 of the axes `only`. `sizes`: elements
-    of each block; `elements`: of the buffer, with zeros at its end up to a multiple of the ranks that divide it into
-    equal shards (ZeRO).
+    of each block; `elements`: size of the buffer in elements, with zeros at its end up to a multiple of the ranks that
+    divide it into equal shards (ZeRO).
     """
 
     axes: tuple[str, ...]
@@ -35,7 +35,7 @@ class Bucket:
 
     @cached_property
     def name(self) -> str:
-        """Return what people call the bucket, by its parameters."""
+        """Return the bucket's display name, made of its parameters'."""
         return common_name([p.name for p in self.parameters])
 
     @cached_property
@@ -46,8 +46,7 @@ class Bucket:
         return {p.name: (end - size, end) for p, size, end in triples}
 
     def stretch(self, names: Sequence[str]) -> tuple[int, int] | None:
-        """Return (start, stop) in the buffer of the blocks of the parameters `names`, which follow each other in this
-        order; None if they do not."""
+        """Return (start, stop) in the buffer of the blocks of `names`; None if they are not adjacent in this order."""
         found = [self.ranges.get(name, (-1, -1)) for name in names]
         adjacent = all(stop == start for (_, stop), (start, _) in pairwise(found))
         return (found[0][0], found[-1][1]) if adjacent and found[0][0] >= 0 else None
@@ -111,7 +110,7 @@ def make_buckets(
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `most` elements.
     `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets. `sizes`: elements
-    of the local blocks; `ranks`: those that divide a bucket into shards.
+    of the local blocks; `ranks`: number of ranks that divide a bucket into shards.
     """
     out: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled

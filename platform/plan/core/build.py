@@ -53,10 +53,10 @@ def build_plan(
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
-    stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: what is sharded over
-    `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 gradients too, 3 also
-    parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations: an axis that
-    splits two dims of an operation, a dim (but vocab) that its axes do not divide, or more chunks than units.
+    stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO
+    (Rajbhandari et al. 2020), which shards over `data`: 0 nothing, 1 master copies and optimizer state, 2 gradients
+    too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations: an
+    axis that splits two dims of an operation, a dim (but vocab) that its axes do not divide, or more chunks than units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
@@ -150,6 +150,7 @@ def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Redu
 
 
 def _planned_chunk(planner: Planner, number: int, stage: int, recorded: Recorded) -> Chunk:
+    """Plan the operations of a recorded chunk; return the chunk with its `number` and its pipeline `stage`."""
     operations = {(o.kind, o.name): plan_operation(planner, o) for o in recorded.operations}
     assert len(operations) == len(recorded.operations), "operation names are unique within their kind"
     r = recorded

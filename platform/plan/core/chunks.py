@@ -65,8 +65,7 @@ class Chunk:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Return the names of the parameters that several of the chunk's operations use, each of which may give a part
-        of the gradient in a backward pass."""
+        """Return the names of parameters that several of the chunk's operations use, each giving part of a gradient."""
         uses = Counter(p.name for o in self.operations.values() for p in o.operation.parameters)
         return frozenset(name for name, n in uses.items() if n > 1)
 

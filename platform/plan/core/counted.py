@@ -20,16 +20,16 @@ def counts_at(at: Coordinates, axes: Iterable[str]) -> bool:
 
 def counts_gradient(plan: Plan, at: Coordinates, p: Parameter) -> bool:
     """Return True if the rank at mesh coordinates `at` counts its part of the gradient of `p` in a sum over all ranks:
-    of ranks that replicate it one does, of a tied one the owner stage, of a frozen one none. `plan`: that of the rank's
-    stage."""
+    one of the ranks that replicate it does, in the owner stage if it is tied; none does if it is frozen. `plan`: the
+    plan of the rank's stage."""
     own = plan.stages_of[p.name][0] == at["stage"] and p.name not in plan.frozen
     return own and counts_at(at, plan.split_over(p))
 
 
 def counted_stretches(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
     """Return which stretches of a bucket's gradients, laid out as its masters, the rank at mesh coordinates `at` counts
-    in the norm (`counts_gradient`); what follow each other are one stretch. By the name of the bucket's first
-    parameter; `plan`: that of the rank's stage."""
+    in the norm (`counts_gradient`); adjacent stretches are joined. By the name of the bucket's first parameter; `plan`:
+    the plan of the rank's stage."""
     out: dict[str, list[slice]] = {}
     for bucket in plan.buckets:
         before = plan.mesh.index(at, plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards

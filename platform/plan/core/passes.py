@@ -100,6 +100,7 @@ class PassRecorder(Recorder):
         raise ModelMistake(name, "a recurrence does not see the passes before")
 
     def softmax(self, name, x, spec, *, dim="memory_length", causal=False, **more):
+        """Record a softmax. Raises ModelMistake if it is causal and `dim` lacks the keys of the passes before."""
         if causal and dict(spec.sizes).get(dim) != self.capacity:
             raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
         return super().softmax(name, x, spec, dim=dim, causal=causal, **more)
@@ -108,8 +109,8 @@ class PassRecorder(Recorder):
 @dataclass(frozen=True)
 class PlannedPass:
     """Pass, as the ranks of one pipeline stage execute it or of all stages together: the `body` up to the head, and the
-    `head` on the tokens that are asked. `placement`: number -> stage of the chunks that take part. `logits`: their
-    type; `told`: what flows into the first chunk beside data."""
+    `head` on the tokens that are asked. `placement`: number -> stage of the chunks that take part. `logits`: type of
+    the logits; `told`: inputs of the first chunk beside data."""
 
     body: Plan
     head: Plan
@@ -168,7 +169,7 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
 
 
 def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
-    """Return the mesh axes of every process group that passes of `model` need: those of their collectives, in mesh
+    """Return the mesh axes of every process group that passes of `model` need: the axes of their collectives, in mesh
     order, each axis that splits the logits' vocabulary, and all axes together, to broadcast the choice to all ranks."""
     mesh = plan.mesh
     found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}

@@ -89,14 +89,12 @@ class Plan:
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Map the name of each parameter that several pipeline stages use to these stages, over which its gradient is
-        summed once a step."""
+        """Map the name of each tied parameter to the stages that use it and sum its gradient once a step."""
         return {p.name: self.stages_of[p.name] for p in self.parameters if len(self.stages_of[p.name]) > 1}
 
     @cached_property
     def neighbours(self) -> list[tuple[int, int]]:
-        """Return the pairs of pipeline stages that exchange messages (activations, or gradients of tied parameters),
-        the lower stage first."""
+        """Return the pairs of stages, lower first, that exchange activations or gradients of tied parameters."""
         pairs = [(a.stage, b.stage) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
         pairs += [(owner, other) for owner, *others in self.tied.values() for other in others]
         return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
@@ -116,8 +114,7 @@ class Plan:
         return replicated_axes(self.layout(spec), self.mesh)
 
     def shared_elements(self, spec: Spec, axes: tuple[str, ...]) -> int:
-        """Return the elements of one rank's part if the local block of an activation is divided equally, with padding,
-        over the ranks along `axes`."""
+        """Return the elements of one rank's part of an activation's local block, divided over `axes` with padding."""
         n = self.mesh.extent(axes)
         return padded(prod(self.local_shape(spec)), n) // n
 
@@ -149,8 +146,7 @@ class Plan:
         return self.planner.layout(tensor)
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """Return the shape of one rank's block of an activation or parameter, vocab with padding; it is the same on
-        every rank that has a block."""
+        """Return the shape of one rank's block of a tensor, vocab padded: the same on every rank that has a block."""
         return self.planner.shape(tensor)
 
     def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
@@ -185,8 +181,8 @@ class Plan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Return the buckets of all parameters: those of each stage, in order of their first use in its forward pass,
-        that of a tied parameter once. They are the same whether this is the whole plan or a stage's part of it."""
+        """Return the buckets of all parameters: stage by stage, in order of their first use in its forward pass, the
+        bucket of a tied parameter once. They are the same whether this is the whole plan or a stage's part of it."""
         stages = dict.fromkeys(c.stage for c in self.chunks)
         return list(dict.fromkeys(bucket for stage in stages for bucket in self._buckets_of(stage)))
 
@@ -209,14 +205,13 @@ class Plan:
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the ones of `axes`, over which gradients are reduced at the end of a step, along which a
-        reduce-scatter leaves each rank a shard (ZeRO)."""
+        """Return the axes among `axes` along which gradients' reduce-scatter leaves each rank a shard (ZeRO)."""
         return tuple(a for a in axes if a in self.sharded)
 
     def reduction(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
-        """Return the steps that reduce a bucket's gradients, laid out as [shards, elements of a shard]: first those
-        that each microbatch takes (ZeRO-2 and 3), then those of the end of the step. The reduce-scatter comes before
-        the all-reduce, which moves the fewest bytes."""
+        """Return the steps that reduce a bucket's gradients, laid out as [shards, elements of a shard]: first in each
+        microbatch (ZeRO-2 and 3), then at the end of the step. The reduce-scatter comes before the all-reduce, an order
+        that moves the fewest bytes."""
         scattered = self.scattered(bucket.axes)
         summed = tuple(a for a in bucket.axes if a not in scattered)
         scatter = [Step("reduce_scatter", scattered, only=bucket.only)] if scattered else []
@@ -249,18 +244,15 @@ class Plan:
 
     @cached_property
     def local_parameter_count(self) -> int:
-        """Return the largest number of parameter elements that any worker keeps between uses: on the stage with the
-        most, on sub-grid 0."""
+        """Return the most parameter elements that any worker (on sub-grid 0) keeps between uses."""
         return max(self.parameters_at({**self.mesh.coordinates(0), "stage": c.stage}) for c in self.chunks)
 
     def parameters_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the number of parameter elements that the worker at `coordinates` keeps between uses, as compute
-        copies."""
+        """Return how many parameter elements the worker at `coordinates` keeps between uses, as compute copies."""
         return self._elements(coordinates, self.mesh.extent(self.storage))
 
     def masters_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the number of elements of master copies, each with optimizer state, that the worker at `coordinates`
-        updates."""
+        """Return of how many elements a worker at `coordinates` updates master copies, with optimizer state."""
         return self._elements(coordinates, self.shards)
 
     def frozen_at(self, coordinates: Mapping[str, int]) -> int:
@@ -278,8 +270,7 @@ class Plan:
         return sum(max(0, stop - start) for start, stop in ranges)
 
     def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
-        """Return the elements of all buckets that the worker at `coordinates` has, if it has one of `shards` of each,
-        with their padding."""
+        """Return how many elements, padding included, a worker at `coordinates` has in one of `shards` per bucket."""
         return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
 
     @cached_property
@@ -314,8 +305,7 @@ class Plan:
 
     @cached_property
     def loss_layout(self) -> Layout:
-        """Return the layout of the elements over which a rank's part of the loss sums; along its axes ranks hold
-        different parts of the loss, which are added up."""
+        """Return the layout of a rank's part of the loss; along its axes, ranks hold different parts, which add up."""
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
     def moved_bytes(self, c: Collective) -> int:

@@ -51,8 +51,7 @@ def from_dict(data: Any) -> Plan:
 
 
 def digest(plan: Plan) -> str:
-    """Return 16 hexadecimal digits that identify a plan: the same for equal plans, in every process and on every
-    machine."""
+    """Return 16 hexadecimal digits that identify a plan: the same for equal plans in all processes and machines."""
     if (known := _DIGESTS.get(id(plan))) is None:
         text = json.dumps(to_dict(plan), sort_keys=True, separators=(",", ":"))
         _DIGESTS[id(plan)] = known = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -62,7 +61,7 @@ def digest(plan: Plan) -> str:
 
 def _encoded(value: Any, done: dict[int, Any]) -> Any:
     """Encode one value of a plan, recursively: dataclasses and mappings as in the module's text, tuples as lists.
-    `done`: what has been made of the dataclasses so far, by identity, as layers share theirs."""
+    `done`: encoded dataclasses so far, by identity, as layers share theirs."""
     kind = type(value)
     if value is None or kind in (str, int, float, bool):
         return value

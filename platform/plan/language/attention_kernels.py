@@ -1,6 +1,6 @@
 """Kernels of fused attention by name, and which of them computes which attention on which kind of device.
 
-The rules are those of scaled_dot_product_attention in torch 2.13 (aten/src/ATen/native/transformers, sdp_utils).
+The rules follow scaled_dot_product_attention in torch 2.13 (aten/src/ATen/native/transformers, sdp_utils).
 Statements about GPUs hold for the newest ones: an older GPU may take less, which its worker finds out before the run
 forms.
 """
@@ -62,8 +62,7 @@ def reason_against(kernel: str, device: str, traits: AttentionTraits) -> str:
 
 
 def chosen(kernel: str, device: str, traits: AttentionTraits) -> str:
-    """Return the kernel that computes an attention on a kind of device: the named one, or that which torch chooses
-    under `auto`."""
+    """Return the kernel that computes an attention on a kind of device: the named one, or torch's under `auto`."""
     if kernel != AUTO:
         return kernel
     return next((k for k in PREFERRED[device] if not reason_against(k, device, traits)), MATH)

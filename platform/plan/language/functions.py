@@ -20,7 +20,7 @@ class RotaryScaling:
 
     - linear: positions are divided by `factor` (Chen et al. 2023);
     - llama3 (Grattafiori et al. 2024, section 3.4), yarn (Peng et al. 2023): pairs that turn fewer than `low` times in
-      `original_length` tokens are divided by `factor`, those that turn more than `high` times are not, and between
+      `original_length` tokens are divided by `factor`, pairs that turn more than `high` times are not, and between
       these the share falls evenly: with the turns (llama3), or with the number of the pair (yarn). yarn multiplies all
       queries and keys by `magnitude`.
     """

@@ -27,7 +27,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
     @classmethod
     def of(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
         """Build the layout that splits each dim of `rules` over its axes, in canonical form: dims sorted, dims without
-        axes left out, and of `only` (axes at whose index 0 alone the tensor exists) those that split a dim left out."""
+        axes left out, and axes that split a dim left out of `only` (axes at whose index 0 alone the tensor exists)."""
         split = {a for axes in rules.values() for a in axes}
         items = tuple(sorted((dim, tuple(axes)) for dim, axes in rules.items() if axes))
         return cls(items, tuple(a for a in only if a not in split))
@@ -73,8 +73,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
 
 def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
-    """Return True if a rank's mesh `coordinates` have index 0 along all of `axes`: it is where a tensor that exists
-    there alone is."""
+    """Return True if `coordinates` have index 0 along all `axes`: this rank has the tensors that exist only there."""
     return not any(coordinates[a] for a in axes)
 
 
@@ -89,8 +88,7 @@ def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
 
 
 def padded(size: int, parts: int) -> int:
-    """Return the smallest multiple of `parts` that is at least `size`: the size with padding of what is divided equally
-    among ranks."""
+    """Return the smallest multiple of `parts` >= `size`: the size with padding of data divided equally among ranks."""
     return -(-size // parts) * parts
 
 
@@ -112,6 +110,5 @@ def block(
 
 
 def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of one rank's block of a global tensor with dims `dims` of global `sizes` in `layout`; it is the
-    same on every rank that has a block."""
+    """Return the shape of a rank's block of a tensor of global `sizes`, the same on every rank that has a block."""
     return tuple(-(-sizes[d] // mesh.extent(layout[d])) for d in dims)

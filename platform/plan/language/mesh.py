@@ -58,8 +58,7 @@ class Mesh:
         return ranks
 
     def ordered(self, axes) -> tuple[str, ...]:
-        """Return the given axes in mesh order without those of size 1: the canonical name of the process group along
-        them."""
+        """Return the given axes of more than one rank in mesh order: the canonical name of their process group."""
         wanted = set(axes)
         return tuple(a for a, n in self.shape if a in wanted and n > 1)
 
@@ -78,21 +77,18 @@ class Mesh:
         return rank
 
     def index(self, coordinates: Mapping[str, int], axes: Sequence[str]) -> int:
-        """Return the position of a rank with mesh `coordinates` within its group along `axes`, the first axis being
-        major."""
+        """Return the position of a rank at `coordinates` in its group along `axes`, the first axis being major."""
         i = 0
         for axis in axes:
             i = i * self.axes[axis] + coordinates[axis]
         return i
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks of the process group of `rank` along `axes`: those that differ from it only along these
-        axes, in the order of `index`."""
+        """Return the process group of `rank`: the ranks that differ along `axes` alone, in the order of `index`."""
         return _group(self, rank, tuple(axes))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the ranks of every process group along `axes`: a partition of all ranks, ordered by each group's first
-        rank."""
+        """Return the ranks of every process group along `axes`, which partition all ranks, by first rank."""
         return list(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
 
 

@@ -1,4 +1,5 @@
-"""Checks of a model's declarations while it is recorded; each error says what is wrong, where, and what is legal."""
+"""Checks of a model's declarations while it is recorded; each error names the mistake, its place, and the legal
+choices."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[s
 
 
 def _check_dims(tensor: Spec | Parameter, sizes: Mapping[str, int], whose: str, place: str = "") -> None:
-    """Raise ModelMistake for a dim of `tensor` of which neither the model's `sizes` nor the tensor's own tell the size;
+    """Raise ModelMistake for a dim of `tensor` that has a size neither in the model's `sizes` nor in the tensor's own;
     `whose` ends the message, `place` is file:line."""
     for dim in tensor.dims:
         if dim not in sizes and dim not in dict(tensor.sizes):
@@ -112,8 +113,7 @@ def _place_of_call() -> str:
 
 
 def defined_at(model: Any) -> str:
-    """Return file:line of the `parameters` method of a model's class, or the name of the class if it has none, for
-    error messages."""
+    """Return file:line of a model class's `parameters` method for error messages; the class's name without one."""
     code = getattr(getattr(type(model), "parameters", None), "__code__", None)
     return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__
 

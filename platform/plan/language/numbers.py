@@ -28,8 +28,7 @@ def count_of(number: int, noun: str, form: str = "") -> str:
 
 
 def matrix_shape(role: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a parameter of this role and `shape` is: the numbers that its layer
-    gives, and those that it takes."""
+    """Return (rows, columns) of a parameter as a matrix: how many numbers its layer gives, and how many it takes."""
     rows = row_dims(role, len(shape))
     return prod(shape[:rows]), prod(shape[rows:])
 

@@ -81,8 +81,7 @@ class Operation:
 
     @property
     def anonymous(self) -> tuple:
-        """Return a key of everything on which the plan of an operation depends, without names, so that equal layers are
-        planned and checked once."""
+        """Return a key of all that the plan of an operation depends on, without names: equal layers share it."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
         return self.kind, tuple(inputs), self.outputs, self.attributes
 
@@ -104,8 +103,7 @@ NO_RECOMPUTATION = Recompute()
 
 
 def scores_of(query: Spec, key: Spec) -> Spec:
-    """Return the type of the attention scores [batch heads length memory_length] of queries and keys of these types,
-    both of which have dim length."""
+    """Return the type [batch heads length memory_length] of attention scores of queries and keys [.. length ..]."""
     sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
 

@@ -60,8 +60,7 @@ class Scheme:
         return self.regions[region].restrict(dims)
 
     def fuses_attention(self, region: str) -> bool:
-        """Return True if the scheme leaves length, memory_length and d_kv whole in `region`, so that one fused kernel
-        can do attention there."""
+        """Return True if one fused kernel can do attention: `region` leaves length, memory_length and d_kv whole."""
         return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Tiers:
-    """Place of every rank in a tree of any depth. `names`: of the tiers, outer to inner, such as rack, node; `paths`:
-    by rank, the values of these tiers. Ranks are in one node where their paths are equal."""
+    """Place of every rank in a tree of any depth. `names`: names of the tiers, outer to inner, such as rack, node;
+    `paths`: values of these tiers, by rank. Ranks are in one node where their paths are equal."""
 
     names: tuple[str, ...]
     paths: tuple[tuple[str, ...], ...]

@@ -47,12 +47,12 @@ class Footprint:
 class Passes:
     """Predicted bytes that the passes of one chunk over a microbatch take and keep on a worker.
 
-    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above what
-    was there before it; `kept`: from forward to backward; `given`: of the outputs, what is not among `kept`; `pending`:
-    from the input gradient to the weight gradient where they are split; `returned`: of the gradients of the inputs,
-    what is not among `pending`; `standing`: what the first pass makes and all share. By number of the bucket, `begun`
-    and `gradients`: sums of gradients that are there after the input gradient where they are split, and in the end,
-    and were not before; `parts`: shards of what was reduced in the end, 0 if one was there before.
+    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above the
+    memory before it; `kept`: bytes kept from forward to backward; `given`: bytes of outputs not among `kept`;
+    `pending`: bytes kept from the input gradient to the weight gradient where they are split; `returned`: bytes of the
+    inputs' gradients not among `pending`; `standing`: bytes that the first pass makes and all share. By number of the
+    bucket, `begun` and `gradients`: sums of gradients that are there after the input gradient where they are split, and
+    in the end, and were not before; `parts`: shards of sums reduced in the end, 0 if one was there before.
     """
 
     forward: int
@@ -248,6 +248,7 @@ class _Walk:
             self._accumulate(p.begun, {})
 
     def weights(self, a: Action) -> None:
+        """Account for a weight-gradient pass of a chunk: its peak, the memory it frees, and its sums of gradients."""
         p = self.passes(a.chunk)
         self.reach(p.weights)
         self.now -= p.pending

@@ -36,8 +36,8 @@ from platform.plan.operations.words import Ops
 
 class Meter(Ops):
     """Meter of one worker's memory: creates storages that only count bytes in `ledger` and converts their layouts, as
-    the worker at mesh coordinates `at` would. `tape`: what the backward pass will do; `leaves`: gradients of
-    parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off;
+    the worker at mesh coordinates `at` would. `tape`: recorded operations, for the backward pass; `leaves`: gradients
+    of parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off;
     `device`: kind of the worker's (cpu, cuda).
 
     A tensor without elements stands for an absent block; operations pass it on.
@@ -176,7 +176,7 @@ class Meter(Ops):
         return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
 
     def in_place(self, key: GradientKey) -> bool:
-        """Count the gradient of an operand that is added where it stays; return False for what is no parameter."""
+        """Return True if the operand is a parameter whose gradient is accumulated in place, and count it."""
         return isinstance(key, str) and self.leaves.in_place(key)
 
     def seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
@@ -193,7 +193,7 @@ class Meter(Ops):
 
     def operands(self, use: Use, group: EinsumGroup, stored: Sequence[Value], back: bool = False) -> list[Value]:
         """Return the operands of a group of einsums as converted for it, as `platform.parallel.sharding.operands` does;
-        those that are kept for the backward pass (`back`) are there."""
+        in the backward pass (`back`), operands kept as converted are returned as they are."""
         if any(e.operand.forward for e in group.einsums if e.regathered or not back) and use in self.ahead:
             return self.ahead.take(use, back)
         pairs = zip(stored, group.einsums, strict=True)
@@ -246,8 +246,7 @@ class Meter(Ops):
         return out
 
     def _move(self, at: int, way: int) -> None:
-        """Count the buckets that span number `at` needs and those of the next span that needs any, in the direction
-        `way`, as whole, and no others."""
+        """Keep as whole only the buckets of span number `at` and of the next span in direction `way` that has any."""
         if self._spans:
             onwards = self._spans[at + 1 :] if way > 0 else self._spans[:at][::-1]
             self._keep(self._spans[at])

@@ -42,6 +42,7 @@ class MeteredPass(Meter):
         return lengthened(spec, self._capacity)
 
     def remember(self, name, k, v, kv):
+        """Return the blocks of all keys and values for attention `name`, made by its first use, and their type."""
         out = self.remembered(kv)
         if not k.elements:
             return k, v, out
@@ -50,6 +51,7 @@ class MeteredPass(Meter):
         return *self._blocks[name], out
 
     def recall(self, name, k, v, kv):
+        """Return the keys and values of cross-attention `name`: k and v, kept for later passes, or the kept ones."""
         if k is not None:
             self._blocks[name] = k, v
         return self._blocks[name]
@@ -65,13 +67,13 @@ def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
 
 
 def reading_shape(scored: PassShape, length: int) -> PassShape:
-    """Return the shape of the passes that read texts to be continued, of the size of those that are `scored`."""
+    """Return the shape of the passes that read prompts, with the batch and capacity of the passes of shape `scored`."""
     return PassShape(min(PIECE, length), scored.batch, scored.capacity, 1, scored.reads)
 
 
 def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: int, device: str) -> int:
     """Return the bytes that passes of a `shape` take at their peak, with what they leave in the cache, on a stage's
-    worker that has a block of every tensor. `model`: that of the run, as passes run it."""
+    worker that has a block of every tensor. `model`: the run's model, as passes run it."""
     found, at = plan_pass(plan, model, shape, stage), {**plan.mesh.coordinates(0), "stage": stage}
     meter = MeteredPass(found.body, at, device, shape.capacity)
     for chunk in found.body.chunks:
@@ -80,7 +82,7 @@ def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: in
 
 
 def _run(meter: MeteredPass, model: RecordableModel, found: PlannedPass, chunk: Chunk, last: bool) -> None:
-    """Count the pass of one chunk and, if it is the last, the head and what is computed of its logits."""
+    """Count the pass of one chunk and, if it is the last, the head and the probabilities of its logits."""
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     readers = {(name, o.tokens): o.token_count for o in chunk.operations.values() for name in o.operation.reads}
     tokens = meter.integers(sum(readers.values()))
@@ -99,7 +101,7 @@ def _run(meter: MeteredPass, model: RecordableModel, found: PlannedPass, chunk: 
 
 
 def _choose(meter: MeteredPass, found: PlannedPass, logits: Value) -> None:
-    """Count what is computed of logits: vocab is gathered, and probabilities are of the type of statistics."""
+    """Count the probabilities of logits, for which vocab is gathered; they are of the type of statistics."""
     planner, spec = found.head.planner, found.logits
     layouts = planner.layout(spec), Layout.of({"batch": planner.layout(spec)["batch"]})
     steps = Conversion(relayout_steps(spec.dims, *layouts), ())

@@ -60,7 +60,7 @@ class MeteredSums(Leaves):
             self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
 
     def _note(self, name: GradientKey) -> None:
-        """Note that a gradient of a parameter has come; those of a whole bucket are added to its sums."""
+        """Note that a parameter's gradient has come; once all of a bucket have, add them to its sums."""
         assert isinstance(name, str)
         n = self._number[name]
         if name not in self._plan.shared:  # of which several parts come
@@ -71,6 +71,7 @@ class MeteredSums(Leaves):
                 self._reduce(n)
 
     def _flush(self, n: int) -> None:
+        """Count the addition of the gradients of bucket `n` to its sums, after which they are freed."""
         if self._taken.get(n):
             self._add(n)
             self._taken.pop(n)
@@ -87,6 +88,7 @@ class MeteredSums(Leaves):
             self._settle()
 
     def _settle(self) -> None:
+        """End the oldest reduction: free its buffers, and keep the bucket's shard of the reduced sums if it is new."""
         n, _, part = self._reducing.pop(0)
         if n in self._parts:
             return
@@ -95,12 +97,12 @@ class MeteredSums(Leaves):
         self._parts[n] = part if same and each else self._meter.new(each, self._plan.itemsize["master"])
 
     def flush(self) -> None:
-        """Add what has come to its sums."""
+        """Add all gradients that have come to their buckets' sums."""
         for n in self._buckets:
             self._flush(n)
 
     def passed(self) -> None:
-        """End a backward pass: what is left is added to its sums and reduced."""
+        """End a backward pass: add the gradients left to their sums and, with ZeRO-2 and 3, reduce the sums."""
         self.flush()
         if self._plan.zero >= 2:
             for n in list(self._sums):
@@ -117,6 +119,5 @@ class MeteredSums(Leaves):
         return {n: sum_.nbytes for n, sum_ in self._sums.items() if n not in self._summed}
 
     def parts(self) -> dict[int, int]:
-        """Return the bytes of new shards of the buckets that passes have reduced (ZeRO-2 and 3), by number of the
-        bucket."""
+        """Return the bytes of new shards of reduced buckets (ZeRO-2 and 3), by number of the bucket."""
         return {n: part.nbytes for n, part in self._parts.items()}

@@ -31,7 +31,7 @@ class _Products(Op):
     """Products of the first input with each of the others, one result each."""
 
     def plan(self, planner, operation):
-        """Plan compute layouts, conversions and collectives of the einsums; those that convert x to the same compute
+        """Plan compute layouts, conversions and collectives of the einsums; einsums that convert x to the same compute
         layout form a group, which gathers x once."""
         x, regathers = operation.inputs[0], planner.scheme.gathered == "again"
         grouped: dict[tuple[Conversion, Layout], list[tuple[Einsum, Contraction]]] = {}
@@ -216,7 +216,7 @@ def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred
     added = [b.elements for b in biases]
 
     def rest(held: tuple) -> Gradients:
-        """Count the gradients of operands and biases from what is `held`: in place where a parameter has one."""
+        """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
         products = [_product(ops, k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
         # all of them are there until the first is reduced
         steps = [
@@ -273,8 +273,7 @@ def _follow(ops, operands: Sequence[Value]) -> bool:
 
 
 def _product(ops, key, elements: int, operand: Conversion) -> MeteredStorage | None:
-    """Count the gradient of an einsum's operand, not yet reduced: that of a parameter in its own layout is added
-    where it stays."""
+    """Count an einsum operand's gradient before its reduction; None for a parameter's that is added in place."""
     return None if not operand.backward and ops.in_place(key) else ops.new(elements)
 
 

@@ -6,7 +6,7 @@
 | `plan` | `plan_operation`, on the driver | how it splits: compute layout, conversions, collectives with their sizes |
 | `flops` | placement of layers on stages | multiplications and additions of all ranks together |
 | `run` | `ParallelOps`, on a rank | the forward pass on the rank's blocks; autograd derives the backward pass |
-| `meter` | `Meter`, which forecasts memory | bytes: what is allocated, kept for the backward pass, and taken there |
+| `meter` | `Meter`, which forecasts memory | bytes that are allocated, kept for the backward pass, and taken there |
 
 An operation that is said in others (a residual connection: dropout, then a sum) has `compose` in place of them. `ops`
 is the one who calls. No module here imports torch where it is imported itself, as a plan is made without torch: `run`
@@ -70,13 +70,12 @@ class Op:
         return planned(planner, operation, layout, conversions, **read)
 
     def computes_on(self, planner: Planner, operation: Operation) -> list[Sequence[str]]:
-        """Return the axes that split the iteration space in which each parameter is used; over those that do not split
-        the parameter itself, the backward pass leaves its gradient partial."""
+        """Return the axes that split the iteration space in which each parameter is used; the backward pass leaves its
+        gradient partial over axes that do not split the parameter itself."""
         return [planner.layout(operation.outputs[0]).axes for _ in operation.parameters]
 
     def flops(self, operation: Operation, sizes: Mapping[str, int]) -> float:
-        """Return the forward FLOPs of matrix products, of all ranks together. `sizes`: global sizes of the model's
-        dims."""
+        """Return the forward FLOPs of matrix products on all ranks together. `sizes`: global sizes of model dims."""
         return 0.0
 
 
@@ -128,5 +127,5 @@ def reading(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: st
 
 
 def extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the global size of each dim of a tensor. `sizes`: those of the model's dims."""
+    """Return the global size of each dim of a tensor. `sizes`: sizes of the model's dims."""
     return {d: dict(tensor.sizes).get(d, sizes[d]) for d in tensor.dims}

@@ -24,7 +24,8 @@ class Symbol:
 @dataclass
 class Recorder(Ops):
     """Records the operations of a model's forward pass as data, without computing anything; the scheme decides
-    `fuses_attention`. A data tensor is represented by its name. `loss`: what cross-entropy is in training."""
+    `fuses_attention`. A data tensor is represented by its name. `loss`: the training loss, in place of
+    cross-entropy."""
 
     scheme: Scheme
     dropout_rate: float = 0.0
@@ -101,8 +102,7 @@ class Recorder(Ops):
         self._names.add((kind, name))
 
     def check(self, x: Symbol, spec: Spec) -> None:
-        """Raise ModelMistake if a model passes something other than an activation, or one of another type than the
-        `spec` that it declares."""
+        """Raise ModelMistake if x is no activation, or one of another type than the `spec` that a model declares."""
         if not isinstance(x, Symbol):
             raise ModelMistake(type(x).__name__, f"what flows is what an operation returned, as {spec}")
         if x.spec != spec:

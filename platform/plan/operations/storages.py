@@ -104,9 +104,10 @@ class Tape:
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
     def unwind(self, gradients: dict[GradientKey, MeteredStorage], leaves: Leaves) -> None:
-        """Run the backward passes of the recorded operations in reverse order, freeing what was saved. `gradients`, by
-        the tensor's key: on entry those of the outputs, in the end those of the inputs; `leaves`: takes those of
-        parameters. A further gradient of the same tensor is added in place, unless something else holds the first."""
+        """Run the backward passes of the recorded operations in reverse order, freeing the saved storages. `gradients`:
+        the outputs' gradients on entry and the inputs' in the end, by the tensor's key; `leaves`: receiver of the
+        parameters' gradients. A further gradient of the same tensor is added in place, unless something else holds the
+        first."""
         while self._nodes:
             node = self._nodes.pop()
             given = [gradients.pop(key, None) for key in node.outs]

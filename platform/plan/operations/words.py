@@ -66,12 +66,12 @@ class Ops:
         raise NotImplementedError
 
     def remembered(self, spec: Spec) -> Spec:
-        """Return the type of all keys or values that causal attention reads, where this pass makes those of type
-        `spec`: the same, unless passes before have made others."""
+        """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`:
+        the same, unless passes before have made others."""
         return spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
-        """Return the activation x, the output of the layer `name`, which those who follow a run may see."""
+        """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""
         return x
 
     def product(self, name: str, x: Any, spec: Spec, others: Sequence[tuple[Any, Spec] | Parameter], out: Spec) -> Any:
@@ -108,14 +108,12 @@ def plan_operation(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def partial_gradients(planner: Planner, operation: Operation) -> dict[str, tuple[str, ...]]:
-    """Return, by name of each parameter of an operation, the axes over which the operation's backward pass leaves the
-    gradient partial, to be reduced later."""
+    """Map an operation's parameters to the axes over which its backward pass leaves their gradients partial."""
     axes = operation_of(operation.kind).computes_on(planner, operation)
     parameters = zip(operation.parameters, axes, strict=True)
     return {p.name: partial_axes(planner.layout(p), used) for p, used in parameters}
 
 
 def flops(operation: Operation, sizes: Mapping[str, int]) -> float:
-    """Return the forward FLOPs of an operation's matrix products on all ranks together. `sizes`: global sizes of the
-    model's dims."""
+    """Return the forward FLOPs of matrix products on all ranks together. `sizes`: global sizes of model dims."""
     return operation_of(operation.kind).flops(operation, sizes)

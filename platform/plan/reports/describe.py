@@ -58,15 +58,14 @@ def _stages(plan: Plan) -> list[tuple[int, str]]:
 
 
 def _padding(plan: Plan) -> str:
-    """Return the words of the description that tell replicas and padding sequences of a step, "" for neither."""
+    """Return the words on a step's padding sequences for the description, with its replicas; "" without padding."""
     dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.replicas
     over = f" x {replicas} replicas" if replicas > 1 else ""
     return f"{over}, {dealt - plan.sequences} of {dealt} sequences are padding" if dealt > plan.sequences else ""
 
 
 def _sharding(plan: Plan) -> str:
-    """Return the words of the description that tell how parameters or their updates are sharded (ZeRO), "" if they are
-    not."""
+    """Return the words on the sharding of parameters or their updates (ZeRO) for the description; "" for none."""
     if not plan.sharded:
         return ""
     over = f"chunks over {'+'.join(plan.sharded)}"

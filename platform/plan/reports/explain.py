@@ -39,7 +39,7 @@ def explain(
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
-    by stage; `settings`: of the user's own code, by key. Raises ValueError for tiers that do not nest."""
+    by stage; `settings`: settings of the user's own code, by key. Raises ValueError for tiers that do not nest."""
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
@@ -79,8 +79,7 @@ def explain(
 
 
 def _groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the axes of the process groups that the explanation lists: every mesh axis by itself, then the joint axes
-    of the groups that a run uses."""
+    """Return the axes of the process groups to list: every mesh axis by itself, then the joint axes of the run."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
     return [*single, *(axes for axes in process_groups(plan) if axes not in single)]
 
@@ -104,7 +103,7 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
 
 def bytes_per_layer(plan: Plan) -> float:
     """Return the bytes that all workers of a plan move per step for one layer of the model, on average over the layers:
-    its collectives in every microbatch, gathers of what is kept for its recomputation, and its share of gradient
+    its collectives in every microbatch, gathers of activations kept for its recomputation, and its share of gradient
     reductions and parameter gathers, of which the padding of a buffer is shared like the buffer."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
     moved = Fraction(
@@ -149,8 +148,7 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
 
 
 def _ranks(groups: Sequence[Sequence[int]]) -> str:
-    """Format the first GROUPS_SHOWN process groups as lists of ranks, such as "[0 1] [2 3]", and the number of the
-    others."""
+    """Format the first GROUPS_SHOWN process groups, such as "[0 1] [2 3]", and the number of the others."""
     more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
     return " ".join("[" + " ".join(map(str, g)) + "]" for g in groups[:GROUPS_SHOWN]) + more
 

@@ -28,7 +28,7 @@ _ROOTED = ("scatter", "gather")
 @dataclass(frozen=True)
 class TierTraffic:
     """Messages and bytes per step of one row of `Tiers.rows`. `busiest`: the most bytes that one of the links between
-    these parts carries in one direction, whatever tier they are bound for; None inside the innermost tier."""
+    these parts carries in one direction, to any tier; None inside the innermost tier."""
 
     tier: str
     messages: int
@@ -38,7 +38,7 @@ class TierTraffic:
 
 def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
     """Return the messages and bytes of one training step of a plan by tier, from the innermost outwards, for ranks that
-    sit as `tiers` says. The bytes add up to those of `communication`."""
+    sit as `tiers` says. The bytes add up to the total of `communication`."""
     rows = range(len(tiers.rows))
     messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
     links: dict[tuple[int, tuple[str, ...], str], Fraction] = defaultdict(Fraction)  # row, part of the cluster, way
@@ -137,8 +137,7 @@ def count_messages(mesh: Mesh, axes: Sequence[str], tiers: Tiers, *, from_zero: 
 
 
 def with_axes_moved(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
-    """Return the mesh with `axes` moved outside of all other axes (slow links), or inside of them, to compare the two
-    placements of branch axes."""
+    """Return the mesh with `axes` moved outside (slow links) or inside of all others, to compare branch placements."""
     moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
     others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
     return Mesh(moved + others if outer else others + moved)

@@ -67,8 +67,7 @@ def from_csv(path: str | Path) -> Schedule:
 
 
 def _unreadable(cells: list[list[str]]) -> Iterator[str]:
-    """Yield one message per non-empty cell of a schedule's CSV lines that is not an action such as `4B0`, with its
-    stage."""
+    """Yield a message, with the stage, per non-empty CSV cell that is not an action such as `4B0`."""
     for stage, line in enumerate(cells):
         for cell in line:
             if cell.strip() and not CELL.fullmatch(cell.strip()):
@@ -76,6 +75,7 @@ def _unreadable(cells: list[list[str]]) -> Iterator[str]:
 
 
 def _action(cell: str) -> Action:
+    """Parse the cell of an action such as `4B0`, which is known to be legal."""
     match = CELL.fullmatch(cell.strip())
     assert match
     chunk, kind, microbatch = match.groups()

@@ -107,8 +107,8 @@ def _lane(label: str, y: int, height: int) -> Iterator[str]:
 
 
 def joined(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
-    """Yield the bars of a row, given by start, one kind after the other, but as one bar those of a kind that follow
-    each other within a time of `least`: a picture has no room for them, and a long step has very many."""
+    """Yield the bars of a row, given by start, one kind after the other; bars of a kind within a time of `least` are
+    joined into one: a picture has no room for them, and a long step has very many."""
     for kind in BARS:
         together: list[Bar] = []
         for bar in [bar for bar in bars if bar.kind == kind] + [None]:
@@ -121,8 +121,8 @@ def joined(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
 
 
 def _bar(bar: Bar, y: int, scale: float) -> str:
-    """Return the SVG rectangle of one bar in a row whose upper edge is at `y` pixels; that of a wait is a strip at the
-    bottom of the bar of what is waited for."""
+    """Return the SVG rectangle of one bar in a row whose upper edge is at `y` pixels; a wait is a strip at the bottom
+    of the bar that it waits for."""
     x, width, waits = LEFT + bar.start * scale, (bar.end - bar.start) * scale, bar.kind == "wait"
     top, height = (y + ROW - 2 - STRIP, STRIP) if waits else (y, ROW - 2)
     box = (
@@ -167,15 +167,13 @@ def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is not below `least`: the distance of ticks on the time
-    axis of the Gantt chart."""
+    """Return the smallest of 1, 2, 5 times a power of ten >= `least`: the distance of ticks on the time axis."""
     power = 10.0 ** floor(log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
 
 
 def _legend(entries: Iterable[tuple[str, str]], top: int) -> Iterator[str]:
-    """Yield the SVG elements of the Gantt chart's legend: a coloured square and a text per distinct entry (fill, text),
-    at height `top` in pixels."""
+    """Yield the legend's SVG: a coloured square and a text per distinct (fill, text), at height `top` in pixels."""
     x = float(LEFT)
     for fill, text in dict.fromkeys(entries):
         yield f'<rect x="{x:g}" y="{top + 8}" width="12" height="12" fill="{fill}"/>'

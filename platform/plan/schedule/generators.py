@@ -140,7 +140,7 @@ def generate(kind: str, stages: int, chunks: int, microbatches: int, by: Generat
 
 def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None) -> int:
     """Return the smallest number of microbatches per step >= `microbatches` that the pipeline schedule `kind` takes,
-    with `chunks` per stage; `microbatches` itself if no number near it is legal. `by`: as for `generate`."""
+    with `chunks` per stage; `microbatches` itself if no number near it is legal. `by`: its function (`generate`)."""
     if kind in SHIPPED:  # without making the table
         return max(microbatches, stages) if chunks > 1 else microbatches
     legal = legal_microbatches(kind, stages, chunks, microbatches, by) or ()
@@ -168,7 +168,8 @@ def legal_microbatches(
     kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None
 ) -> list[int] | None:
     """Return None if the pipeline schedule `kind` takes this number of microbatches per step with `chunks` per stage,
-    else the at most 3 nearest numbers that it takes, ascending, for the error message. `by`: as for `generate`."""
+    else the at most 3 nearest numbers that it takes, ascending, for the error message. `by`: its function
+    (`generate`)."""
 
     def legal(m: int) -> bool:
         try:

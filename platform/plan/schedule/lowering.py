@@ -32,8 +32,8 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Lower a pipeline schedule: return each stage's row with sends and receives inserted, as its workers execute it.
     Raises ScheduleError as `validate` does.
 
-    The common order is that of the actions' ends in a simulation with nominal times: a receive stands before the action
-    during which its message is sent, so it is posted by then.
+    The common order is the order of the actions' ends in a simulation with nominal times: a receive stands before the
+    action during which its message is sent, so it is posted by then.
     """
     if lines := list(_violations(schedule)):
         raise ScheduleError(lines, schedule.rows)

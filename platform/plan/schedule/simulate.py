@@ -47,8 +47,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Return the pipeline bubble of the simulated step as a fraction: makespan / ideal - 1, where ideal is the time
-        for which the busiest stage computes."""
+        """Return the pipeline bubble: makespan / ideal - 1, where ideal is the busiest stage's time of computing."""
         return self.makespan / max(self.busy) - 1
 
 
@@ -108,6 +107,7 @@ def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
 
 
 def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> str:
+    """Return a line that names the action at which a stage is stuck, and the results that it waits for."""
     missing = [r for r in needs(action, schedule.total_chunks) if r not in done]
     wanted = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
     return f"stage {stage} is stuck at {action}, which waits for {wanted}"

@@ -14,8 +14,8 @@ from platform.train.worker import Worker
 
 class Answerer(Worker):
     """Worker whose model answers, after a training step or without any: `form` and `build` of `Worker` come first, and
-    its weights, then these calls, each on all ranks. As in evaluations, the weights are those that are trained, or
-    their averages, as eval.averaged says."""
+    its weights, then these calls, each on all ranks. As in evaluations, the weights are the trained ones, or their
+    averages, as eval.averaged says."""
 
     _generator: Generator | None = None
 
@@ -25,8 +25,8 @@ class Answerer(Worker):
 
     @contextmanager
     def _answering(self) -> Iterator[Generator]:
-        """Yield what answers by the weights that are to be evaluated. What the clock notes meanwhile is forgotten: it
-        is of no step, and an evaluation may have very many passes."""
+        """Yield the generator, which answers by the weights to be evaluated. The clock's notes of this time are
+        dropped: they belong to no step, and an evaluation may have very many passes."""
         assert self.communicator
         if self._generator is None:
             self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)

@@ -1,4 +1,4 @@
-"""Batch of texts as passes read it: token ids padded to one length, and what tells the model of the padding."""
+"""Batch of texts as passes read it: token ids padded to one length, and the positions at which the texts begin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUND = 16  # shorter texts are padded to a multiple of it, so that batches of l
 class Batch:
     """Texts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
     continued (`left`), so that all go on at one index. Each text has `copies` rows next to each other. `source`: the
-    tokens of an encoder's row, 0 without; `most`: those of a text that is scored."""
+    tokens of an encoder's row, 0 without; `most`: limit of tokens of a text that is scored."""
 
     def __init__(
         self, texts: AskedTexts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0, most: int = 0

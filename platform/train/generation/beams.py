@@ -23,7 +23,7 @@ def candidates(logits: Tensor, how: Choice) -> Tensor:
 
 class Beams:
     """Beams of one text: `ids` and `totals`, the continuations that are kept and their log-probabilities in nats, and
-    those that have `ended`, as (score, ids, log-probability)."""
+    the ones that have `ended`, as (score, ids, log-probability)."""
 
     def __init__(self, how: Choice, ends: Sequence[int]):
         self._how, self._ends = how, frozenset(ends)
@@ -55,7 +55,7 @@ class Beams:
         return [beam for beam, *_ in kept]
 
     def _end(self, ids: list[int], total: float, more: int) -> None:
-        """Add a continuation to those that have ended, of which as many as there are beams are kept."""
+        """Add a continuation to the ended ones, of which as many as there are beams are kept."""
         self.ended.append((self._score(total, len(ids) + more), ids, total))
         self.ended = sorted(self.ended, key=lambda found: -found[0])[: self._how.beams]
 

@@ -102,8 +102,8 @@ class Generator:
         return Batch(texts, self._unit, left=left, copies=copies, source=source, most=self._config.model.length + 1)
 
     def _source(self, texts: AskedTexts) -> int:
-        """Return the tokens of an encoder's row: as configured where positions are learned, else those of the longest
-        text; 0 without an encoder."""
+        """Return the tokens of an encoder's row: as configured where positions are learned, else as many as the longest
+        text has, rounded up to 16; 0 without an encoder."""
         m = self._config.model
         most = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
         return most if m.positions == "learned" or not most else min(most, padded(max(map(len, texts.sources)), 16))
@@ -153,13 +153,13 @@ class Generator:
 
 
 def _written(ids: Tensor, stops: Tensor) -> Written:
-    """Return what was written, from all ids up to the one that ended it."""
+    """Return a continuation, from all its ids up to the one that ended it."""
     ended = bool(torch.isin(ids[-1:], stops).any())
     return Written(ids[: len(ids) - ended].tolist(), ended)
 
 
 def _scores(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
-    """Return the sums over length of log-probabilities of `labels` and of those that are not the likeliest, fp64
+    """Return the sums of log-probabilities of `labels`, and the numbers of labels that are not the likeliest, fp64
     [rows, 2], where `counted`; labels and counted are [length, rows], logits [length, rows, vocab]."""
     p = torch.log_softmax(widened(logits), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).double()
     missed = logits.argmax(-1) != labels

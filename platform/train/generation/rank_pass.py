@@ -34,9 +34,9 @@ Rows = Mapping[str, Tensor]  # data tensors of all sequences by name, int64 [bat
 
 
 def answering_model(config: Config, source: int = 0) -> Any:
-    """Build the model of a run as passes of generation run it: told where each sequence begins and of positions, as if
-    sequences were documents. `source`: tokens that its encoder reads, 0: as configured. Raises ConfigError for a model
-    that writes no text from left to right."""
+    """Build the model of a run as passes of generation run it: with the beginning of each sequence and positions as
+    inputs, as if sequences were documents. `source`: tokens that its encoder reads, 0: as configured. Raises
+    ConfigError for a model that writes no text from left to right."""
     c = config.model
     found = build_model(replace(c, within_documents=True, source_length=source or c.source_length or c.length))
     if isinstance(found, EncoderDecoder) or (isinstance(found, SingleStack) and found.causal):

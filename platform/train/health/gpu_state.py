@@ -1,4 +1,4 @@
-"""State of a GPU as its driver tells it by `nvidia-smi`: memory errors, slowdown, version."""
+"""State of a GPU as its driver reports it by `nvidia-smi`: memory errors, slowdown, version."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ class GpuQuery:
 
 
 def parsed(line: str) -> tuple[Mapping[str, float], Mapping[str, str]]:
-    """Parse the line that `nvidia-smi` prints for FIELDS into readings and facts, without those that it does not know
-    ("[N/A]").
+    """Parse the line that `nvidia-smi` prints for FIELDS into readings and facts, without unknown ones ("[N/A]").
 
     >>> parsed("550.54.15, 0, Not Active")
     ({'ecc': 0.0}, {'gpu driver': '550.54.15', 'gpu slowdown': 'Not Active'})

@@ -41,8 +41,8 @@ FULL = Sizes({"cpu": 1024, "cuda": 8192}, {"cpu": 1 << 25, "cuda": 1 << 30}, {"c
 
 
 class Bench:
-    """Bench on which one worker is examined. `device`: cpu | cuda, of which a worker sees one; `found`: what has been
-    measured so far."""
+    """Bench on which one worker is examined. `device`: cpu | cuda, of which a worker sees one; `found`: the
+    measurements so far."""
 
     def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
         self.device, self.sizes, self.found = device, sizes, Findings()
@@ -59,6 +59,7 @@ class Bench:
         return max(1e-9, fastest)
 
     def _seconds(self, work: Callable[[], Any]) -> float:
+        """Return the seconds of one call of `work`, of this thread on CPU, of the device on a GPU."""
         if self.device == "cpu":
             begin = time.thread_time()
             work()
@@ -90,8 +91,7 @@ def multiply(bench: Bench) -> None:
 
 
 def duplicate(bench: Bench) -> None:
-    """Measure the speed of a copy within the device's memory, bytes read and written per second, and compare it with
-    the original."""
+    """Measure a copy within the device's memory, bytes read and written per second, and compare the result."""
     original = torch.arange(bench.sizes.copied[bench.device] // 8, device=bench.device)
     copy = torch.empty_like(original)
     bench.found.readings["memory"] = 2 * original.nbytes / bench.fastest(lambda: copy.copy_(original))
@@ -109,8 +109,7 @@ def look_at_gpu(bench: Bench) -> None:
 
 
 def write_file(bench: Bench) -> None:
-    """Measure how fast a file is written to the storage of the run's checkpoints, to its run directory if it saves
-    none. Raises OSError."""
+    """Measure how fast a file is written to the checkpoint storage, else the run directory. Raises OSError."""
     begin = time.perf_counter()
     open_storage(bench.storage_url).write(bench.file, [memoryview(bench.data)])
     bench.found.readings["write"] = len(bench.data) / max(1e-9, time.perf_counter() - begin)
@@ -143,7 +142,7 @@ MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, a
 
 
 def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
-    """Examine this worker by itself, and return what was measured; what could not be is an error of its check."""
+    """Examine this worker by itself, and return the measurements; a failed one is an error of its check."""
     query = GpuQuery() if device == "cuda" else None  # answers while the rest is measured
     bench, threads = Bench(config, run_dir, device, sizes), torch.get_num_threads()
     torch.set_num_threads(1)  # waiting for others, which spins, would count

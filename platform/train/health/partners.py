@@ -8,9 +8,9 @@ from itertools import islice, zip_longest
 
 def rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
     """Return up to `most` rounds of pairs of ranks, in each of which a rank is in one pair at most, and no pair twice.
-    `nodes`: of each rank. The n-th workers of all nodes are partners of each other; those that have no such partner,
-    as on a single node, are partners of each other. So a rank has several partners, and a slow one does not make all
-    of them look slow.
+    `nodes`: each rank's node. The n-th workers of all nodes are partners of each other; workers without such a partner,
+    as on a single node, are partners of each other. So a rank has several partners, and a slow one does not make all of
+    them look slow.
 
     >>> rounds(["a", "a", "b", "b"], 3)
     [[(0, 2), (1, 3)]]

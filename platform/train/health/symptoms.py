@@ -16,7 +16,7 @@ from platform.train.protocol.replies import Findings
 
 class Bound(NamedTuple):
     """Bound of a check on one kind of device. A measurement is bad if it is worse than `worst`; or if it is `apart`
-    times worse than the median of the worker's peers, unless it is `fine` or better, which nobody need mind."""
+    times worse than the median of the worker's peers, unless it is `fine` or better."""
 
     apart: float
     worst: float
@@ -26,7 +26,7 @@ class Bound(NamedTuple):
 @dataclass(frozen=True)
 class Check:
     """Check of the doctor on a worker: it measures a number in `unit`, of which more is better if `more`. `bounds`:
-    by the device of the worker, cpu | cuda; what is not there is not judged. `remedy`: what to look at where it is bad.
+    bounds by the worker's device, cpu | cuda; without one it is not judged. `remedy`: things to look at if it is bad.
     """
 
     name: str
@@ -123,8 +123,8 @@ BY_NAME = {check.name: check for check in CHECKS}
 
 
 def best_of(first: Findings, again: Findings) -> Findings:
-    """Combine two examinations of one worker: the better measurement of each check, as whatever else happens on a
-    machine only makes it worse, but the worse of what has one right value; an error stays only if it came twice."""
+    """Combine two examinations of one worker: the better measurement of each check, as other load on a machine only
+    makes it worse, but the worse one where one value alone is right; an error stays only if it came twice."""
     readings = dict(first.readings)
     for name, value in again.readings.items():
         check = BY_NAME[name]
@@ -136,9 +136,9 @@ def best_of(first: Findings, again: Findings) -> Findings:
 
 
 def symptoms(found: Mapping[int, Findings], device: str) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
-    """Judge the examined workers, each beside the others. Return what is bad about each, {} if it is sound, as check ->
-    why; and what is bad on more than half of them, which tells against something that they share and counts against
-    none, as check -> why of the first of them. `found`: the findings by worker; `device`: theirs, cpu | cuda."""
+    """Judge the examined workers, each beside the others. Return each one's bad checks, {} if it is sound, as check ->
+    why; and the checks that are bad on more than half of them, which points to something that they share and counts
+    against none, as check -> why of the first of them. `found`: findings by worker; `device`: cpu | cuda."""
     readings = {name: sorted(its.readings[name] for its in found.values() if name in its.readings) for name in BY_NAME}
     names = {name for its in found.values() for name in its.facts}
     facts = {name: Counter(its.facts.get(name, "none") for its in found.values()).most_common(1)[0] for name in names}

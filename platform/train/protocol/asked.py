@@ -9,8 +9,8 @@ from platform.boundary.schema import Count, Real
 
 @dataclass(frozen=True)
 class AskedTexts:
-    """Texts as token ids: what a decoder has read of each and, if there is an encoder, what that reads. `numbers`: of
-    the texts among all that are asked for; draws depend on them."""
+    """Texts as token ids: each one's ids in the decoder and, if there is an encoder, its `sources`. `numbers`: indices
+    of the texts among all that are asked for; draws depend on them."""
 
     ids: list[list[Count]]
     sources: list[list[Count]] = field(default_factory=list)
@@ -21,8 +21,8 @@ class AskedTexts:
 class Choice:
     """Rule by which tokens are chosen: the likeliest if `temperature` is 0, else one drawn from softmax(logits /
     temperature), restricted to the `top_k` likeliest (0: all) and of these to the fewest that have `top_p` of the
-    probability together (Holtzman et al. 2020). `seed`: of the draws; `vocab`: ids are below it. `beams`: texts that a
-    beam search keeps, 1: none; it finds the one of the largest log-probability / length^`length_penalty`."""
+    probability together (Holtzman et al. 2020). `seed`: seed of the draws; `vocab`: ids are below it. `beams`: texts
+    that a beam search keeps, 1: none; it finds the one of the largest log-probability / length^`length_penalty`."""
 
     vocab: Count
     temperature: Real = 0.0
@@ -35,8 +35,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Written:
-    """Continuation of a text: its ids, without the one that ended it, and whether one did. `log_probability`: of the
-    whole, in nats, where a search has found it."""
+    """Continuation of a text: its ids, without the one that ended it, and whether one did. `log_probability`:
+    log-probability of the whole, in nats, where a search has found it."""
 
     ids: list[Count]
     ended: bool

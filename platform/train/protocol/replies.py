@@ -33,8 +33,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Findings:
-    """Findings of the doctor on a worker. `readings`: check -> what was measured; `errors`: check -> why it could not
-    be; `facts`: name -> text, equal on all workers of a sound cluster."""
+    """Findings of the doctor on a worker. `readings`: check -> measurement; `errors`: check -> why there is none;
+    `facts`: name -> text, equal on all workers of a sound cluster."""
 
     readings: dict[str, float] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Joined:
 @dataclass(frozen=True)
 class Built:
     """Size of the model built on a worker, in parameters, and its device: the name, and `memory` in bytes, None on CPU,
-    where workers share that of the host. `moments`: the names of the optimizer's. `uncompiled`: what kept the crew from
+    where workers share the host's. `moments`: the names of the optimizer's. `uncompiled`: what kept the crew from
     compiling, in a line, where train.compile=auto would have; "" otherwise. `shared`: the ranks of each node share the
     memory of their snapshots, the same on all."""
 
@@ -120,7 +120,7 @@ class Damage(NamedTuple):
 
 
 class Dispute(NamedTuple):
-    """Tensor (KIND.PARAMETER) that replicas, at these ranks, hold differently, when nothing tells which of them are
+    """Tensor (KIND.PARAMETER) that replicas, at these ranks, hold differently, when it is unknown which of them are
     right."""
 
     ranks: list[Count]
@@ -149,13 +149,14 @@ class Taken:
 
 @dataclass
 class StepReport:
-    """Report of a training step: a rank's own, and combined by `platform.train.step.step_report` that of all ranks, by
-    rank 0.
+    """Report of a training step: a rank's own, or the report of all ranks that `platform.train.step.step_report`
+    combines on rank 0.
 
     If `skipped`, nothing was updated: the loss or the gradient norm is not finite, the loss is too high, or replicas
-    differ. `overflowed`: because the loss scale was too large, and has fallen. `seconds`: by clock section;
-    `comm_bytes`: by collective. `layer_gradients`, `layer_activations`: by layer, where monitor.layers asks for them: a
-    rank's own sums of squares; combined, the norm of the gradient, and the root mean square of what the layer returns.
+    differ. `overflowed`: True if the loss scale was too large, and has fallen. `seconds`: seconds by clock section;
+    `comm_bytes`: bytes by collective. `layer_gradients`, `layer_activations`: sizes by layer, where monitor.layers asks
+    for them: a rank's own sums of squares; combined, the norm of the gradient, and the root mean square of the layer's
+    output.
     """
 
     step: Count
@@ -183,7 +184,7 @@ class StepReport:
 @dataclass(frozen=True)
 class Copied:
     """Answer of a rank that has copied its share of the training state to host memory, ready to be written. `tensors`:
-    name -> global shape, on rank 0 alone; `values`: what is no tensor, as `State.values` returns it."""
+    name -> global shape, on rank 0 alone; `values`: all that is no tensor, from `State.values`."""
 
     tensors: dict[str, list[Count]]
     values: dict[str, Any]
@@ -227,6 +228,5 @@ _REPLIES: dict[str, Any] = {
 
 
 def read(method: str, rank: int, value: object) -> Any:
-    """Read the reply of the worker at `rank` to the driver's call of `method`, plain data, as what that method
-    returned. Raises Malformed if it is something else."""
+    """Read the reply from `rank` to the driver's call of `method` as its type. Raises Malformed if it is not."""
     return schema.read(StepReport if method == "step" and rank == 0 else _REPLIES.get(method, Any), value)

@@ -24,7 +24,7 @@ LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 def proof(config: Config, run_dir: Path, probe: str, lacks: Mapping[str, str] | None = None) -> Proof:
     """Describe this process's environment, worker or driver, for the check before a mesh forms that all see the same
     storage and run the same code. Reads the file `probe`, which the driver has written to the run directory and the
-    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `lacks`: as in Proof."""
+    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `lacks`: see Proof."""
     sees = {"run.dir": _read(str(run_dir), probe)}
     if urls.saves(config):
         sees["checkpoint.url"] = _read(urls.home(config), probe)
@@ -36,22 +36,20 @@ def proof(config: Config, run_dir: Path, probe: str, lacks: Mapping[str, str] | 
 
 
 def read_code() -> None:
-    """Find out now what a later `proof` says of this package's code and of versions, as processes forked from this one
-    need not find out again."""
+    """Compute the code digest and versions for a later `proof` now, so that forked processes need not."""
     _running("platform")
     versions()
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Return what a run's code is, by name: hashes of this package and of the user's modules as they were when this
-    process first looked, and the versions of libraries."""
+    """Return the identity of a run's code, by name: hashes of this package and of the user's modules as they were when
+    this process first looked, and the versions of libraries."""
     return {name: _running(name) for name in ("platform", *config.extend)} | _libraries()
 
 
 @cache
 def _running(module: str) -> str:
-    """Return the `source_digest` of a module at the first call in this process, which goes on to run that code when the
-    files change."""
+    """Return the `source_digest` of a module at the first call, as this process goes on to run that code."""
     return source_digest(module)
 
 
@@ -85,8 +83,7 @@ def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, CUDA and LIBRARIES in this process, by name; "none" or "not installed" for what is
-    absent."""
+    """Return the versions of Python, CUDA and LIBRARIES by name; "none" or "not installed" if absent."""
     import torch  # here: the driver imports this file before it has time for torch
 
     return {"cuda": torch.version.cuda or "none"} | _libraries()

@@ -45,8 +45,8 @@ class Formation:
     shared: bool = False
 
     def held(self, plan: Plan | None = None) -> MemoryMap:
-        """Return which rank's memory has which part of this generation's training state. `plan`: that of the
-        generation, made again if it is not given."""
+        """Return the map of the parts of this generation's training state in each rank's memory. `plan`: the
+        generation's plan, made again if it is not given."""
         plan = plan or make_plan(self.config, stage_of=self.stage_of)
         nodes = self.domains or [""] * plan.mesh.size
         return MemoryMap(held_of(plan, self.moments), nodes, self.shared, is_divided(self.config))
@@ -88,7 +88,7 @@ class Source:
 
     def survived(self, held: MemoryMap) -> list[Chain]:
         """Return the surviving state as chains of the ranks of the new generation that can read it in memory; equal on
-        all ranks. `held`: what `formed` gives."""
+        all ranks. `held`: the memory map of `formed`."""
         if not self.gathered:
             return surviving(held.chains, held.copies, held.readers(self.ranks, self.distrusted))
         survived, handed = self.gathering(held)
@@ -96,7 +96,7 @@ class Source:
 
     def gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
         """Return the state that the survivors can read, by their index among the `gathered` ranks, and the parts that
-        those without a seat in the new generation send to those with one."""
+        ranks without a seat in the new generation send to ranks with one."""
         readers = held.readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
         survived, seated = surviving(held.chains, held.copies, readers), set(self.kept)
         return survived, handed_over(survived, [old in seated for old in self.gathered])
@@ -113,9 +113,9 @@ def find_source(
     """Find the newest training state that is whole in the members' memory, for a new generation to continue from, or
     None if only storage is left; and say why newer states are not whole, in a line each.
 
-    `newest`: generation number -> the newest step of which all its members have taken a snapshot; `formed`: how it was
-    formed; `plans`: its plan, where that is known; `distrusted`: (generation number, member) whose memory is damaged.
-    `alive`: members that can read their home's memory; `size`: number of ranks of the new generation.
+    `newest`: generation number -> the newest step of which all its members have taken a snapshot; `formed`: its
+    formation; `plans`: its plan, where that is known; `distrusted`: (generation number, member) whose memory is
+    damaged. `alive`: members that can read their home's memory; `size`: number of ranks of the new generation.
     """
     reasons: list[str] = []
     for generation, step in sorted(newest.items(), key=lambda item: item[::-1], reverse=True):
@@ -148,7 +148,7 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
 def _few(found: Keepers, alive: Sequence[int], homes: Sequence[object], size: int) -> list[int]:
     """Choose a few of the earlier generation's ranks `alive` that together can read the whole state: at most as many as
     the new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of `keepers` for
-    that state; `homes`: of every rank."""
+    that state; `homes`: every rank's home."""
     chosen, left = set(alive), Counter(homes[rank] for rank in alive)
     for rank in reversed(alive):
         home = homes[rank]

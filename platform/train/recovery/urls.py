@@ -11,8 +11,7 @@ from platform.config.fields import Config
 
 
 def home(config: Config) -> str:
-    """Return the URL of the storage that a run saves its checkpoints to: checkpoint.url, or the folder `checkpoints` of
-    the run directory."""
+    """Return the URL to which a run saves checkpoints: checkpoint.url, or run.dir's folder `checkpoints`."""
     return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
 
 
@@ -23,8 +22,7 @@ def storage_key(config: Config) -> str:
 
 
 def saves(config: Config) -> bool:
-    """Return True if a run with this configuration ever saves checkpoints: regularly, at train.stop_at, or when
-    stopped."""
+    """Return True if a run ever saves checkpoints: regularly, at train.stop_at, or when stopped."""
     return bool(config.checkpoint.every or config.train.stop_at or config.checkpoint.on_stop)
 
 

@@ -60,8 +60,8 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
 
 def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
     """Judge replicas of weights and optimizer state by their checksums: return the tensors that differ from the
-    majority of their replicas, and those that differ without a majority. `told`: by rank, tensor (KIND.PARAMETER) ->
-    checksum of the block there."""
+    majority of their replicas, and the tensors that differ without a majority. `told`: checksums of local blocks, by
+    rank and tensor (KIND.PARAMETER)."""
     parameters = {p.name: p for p in plan.parameters}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(told):
@@ -83,8 +83,8 @@ def _decide(
     undecided: list[Dispute], told: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
 ) -> tuple[list[Damage], list[Dispute]]:
     """Split disputes over tensors that replicas hold differently into damage and still undecided ones: a rank whose
-    tensor contradicts its own record is damaged if all other replicas agree. `told`: by rank, tensor -> checksum;
-    `changed`: by rank, the tensors that contradict its record."""
+    tensor contradicts its own record is damaged if all other replicas agree. `told`: checksums by rank and tensor;
+    `changed`: tensors that contradict a rank's record, by rank."""
     damaged, left = [], []
     for ranks, tensor in undecided:
         wrong = [rank for rank in ranks if tensor in changed[rank]]

@@ -51,7 +51,7 @@ class Faults:
         self._left = [Fault.parse(text) for text in texts]
 
     def take(self, step: int, world_size: int) -> list[Fault]:
-        """Take the faults of training step `step` off the list and return them; drop those of earlier steps, which
+        """Take the faults of training step `step` off the list and return them; drop faults of earlier steps, which
         struck under another driver. A fault of a rank beyond the world strikes the last rank."""
         due = [fault for fault in self._left if fault.step == step]
         self._left = [fault for fault in self._left if fault.step > step]
@@ -94,8 +94,7 @@ def armed(fault: Fault) -> Callable[[str], None]:
 
 @torch.no_grad()
 def flip(weights: Mapping[str, Tensor]) -> None:
-    """Flip one bit in the first of `weights` (name -> local block) of which this rank has a block, to inject silent
-    memory corruption."""
+    """Flip one bit in the first of `weights` (name -> local block) on this rank, as silent memory corruption."""
     w = next(w for w in weights.values() if w.numel()).detach()
     words = w.view(-1).view(WORDS[w.element_size()])
     words[len(words) // 2] ^= 1 << {2: 6, 4: 22, 8: 51}[w.element_size()]  # the highest bit of the mantissa

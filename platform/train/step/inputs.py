@@ -26,7 +26,7 @@ def place(
     only: Container[str] | None = None,
 ) -> Blocks:
     """Load this rank's input blocks of a microbatch (of all replicas together), for each operation that reads a data
-    tensor: of all data tensors that the plan reads, or of those whose names are in `only`.
+    tensor: of all data tensors that the plan reads, or only of the names in `only`.
 
     `rows(start, end)` returns every data tensor, by name, for sequences start..end of the microbatch: int64 [end -
     start, length], weights fp64. Blocks are [length, batch], local; equal ones are read once and shared; an operation
@@ -78,5 +78,5 @@ def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
 
 
 def one_document(length: int) -> dict[str, Tensor]:
-    """Return the data tensors that tell of the documents in a sequence, int64 [1, length], for one that is whole."""
+    """Return the data tensors `begins` and `positions`, int64 [1, length], of a sequence that is one document."""
     return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}

@@ -79,7 +79,7 @@ class Weights:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Return those of `owned` that updates change."""
+        """Return the entries of `owned` that updates change."""
         return {n: w for n, w in self.owned.items() if n not in self._plan.frozen}
 
     @property
@@ -88,8 +88,8 @@ class Weights:
         return {n: g for flat in self.buckets for n, g in flat.gradients().items()}
 
     def begin(self, early: bool = True) -> None:
-        """Begin the passes of a training step. `early`: what a backward pass has completed can be reduced before its
-        end: not where weight gradients are passes of their own."""
+        """Begin the passes of a training step. `early`: True if completed gradients can be reduced before the end of a
+        backward pass: not where weight gradients are passes of their own."""
         self._early = early and self._overlap
         self._left = {chunk.number for chunk in self._plan.chunks}
 
@@ -133,8 +133,7 @@ class Weights:
             self._reducing.popleft().settle()
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for all reductions of a step; return each bucket's gradients, laid out as its
-        masters, by the name of its first parameter."""
+        """Wait for a step's reductions; return each bucket's flat gradients by the name of its first parameter."""
         self._reducing.clear()
         here = [flat for flat in self.buckets if flat.here]
         for flat in here:
@@ -142,7 +141,7 @@ class Weights:
         return {next(iter(flat.compute)): flat.finish() for flat in here}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Set the gradients for the optimizer from those that `finish` returned."""
+        """Set the gradients for the optimizer from the result of `finish`."""
         for flat in self.buckets:
             if (found := reduced.get(next(iter(flat.compute)))) is not None:
                 flat.receive(found)
@@ -187,6 +186,7 @@ class Weights:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Swap averages and master copies in place, piece by piece, and refresh the compute copies."""
         for name, average in self.averages.items():
             for a, b in zip(average.view(-1).split(_PIECE), self.master[name].view(-1).split(_PIECE), strict=True):
                 kept = a.clone()

@@ -1,5 +1,4 @@
-"""Aggregation of the ranks' step reports by the workers themselves: the driver gets one report, whatever their
-number."""
+"""Aggregation of the ranks' step reports by the workers themselves: the driver gets one report of all ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a r
 
 class Combiner:
     """Combines every rank's report on a training step into one on rank 0, through `communicator`, so that the driver
-    reads one whatever the number of ranks. A rank whose own work (without waiting for others) takes more than `slow`
-    times the median of its pipeline stage is reported as slow; `slow` = 0 reports none. `layers`: monitor.layers, steps
-    between reports of the sizes of gradients and activations by layer."""
+    reads a single one. A rank whose own work (without waiting for others) takes more than `slow` times the median of
+    its pipeline stage is reported as slow; `slow` = 0 reports none. `layers`: monitor.layers, steps between reports of
+    the sizes of gradients and activations by layer."""
 
     def __init__(self, plan: Plan, communicator: Communicator, slow: float, layers: int = 0):
         self._communicator, self._slow, self._every = communicator, slow, layers
@@ -62,8 +61,8 @@ class Combiner:
 
     def _sizes(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:
         """Return the sizes by layer of gradients and of activations in a step on `samples`, from the sums over all
-        ranks of both [layers, one behind the other], which are empty if they are not due. Layers whose activations
-        nobody has seen are left out."""
+        ranks of both [layers, one behind the other], which are empty if they are not due. Layers whose activations no
+        rank has seen are left out."""
         if not squares:
             return {}, {}
         count, sequences = len(self._layers), samples[1] - samples[0]

@@ -92,8 +92,8 @@ class Trainer:
         self._compiled: CompiledRows = {}  # for the executors of all steps
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Construct the optimizer of the master weights that this rank owns, with weight decay for those that the model
-        marks; frozen ones are none of its."""
+        """Construct the optimizer of the master weights that this rank owns, with weight decay for the ones that the
+        model marks, and without frozen ones."""
         o, owned, matrices = self.config.optimizer, self.weights.trained, set(self.stage.matrices)
         groups = group_parameters(o, self.stage.parameters, owned, matrices)
         nothing = torch.zeros(0, device=self.communicator.device)  # a shard may be all padding, and none is refused
@@ -191,8 +191,8 @@ class Trainer:
 
     def _forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
-        global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and what that of the
-        global batch is divided by."""
+        global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the divisor of
+        the global batch's loss."""
         first, end = samples_of(self.config.train, step)
         share = share_of(self.plan, self.corpus, first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
@@ -304,8 +304,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split of every
-        source that has one, by the source's name; and under "" that of all, weighed by their shares in training. Equal
-        on every rank. The weights are those that are trained, or their averages, as eval.averaged says."""
+        source that has one, by the source's name; and under "" the mean of all, weighed by their shares in training.
+        Equal on every rank. The weights are the trained ones, or their averages, as eval.averaged says."""
         held = self.corpus.validations
         end = self.config.eval.batches * self.config.train.global_batch
         with self.evaluated():
@@ -314,7 +314,7 @@ class Trainer:
         return {**found, "": mean}
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are those that are to be evaluated."""
+        """Return a context in which the weights are the ones to be evaluated."""
         return self.weights.averaged() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
@@ -393,8 +393,7 @@ def _timeline(reading: ClockReading) -> RankTimeline:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: memory that torch allocated on a CUDA device, the resident set
-    on CPU."""
+    """Return this process's peak memory in bytes: allocated by torch on a CUDA device, resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -37,7 +37,7 @@ from platform.weights.initial import InitialWeights, initial_weights
 
 def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     """List all tensors of a run's training state under a plan, each with its global shape and the ranks that keep its
-    blocks: master weights, and `moments` of those that are trained."""
+    blocks: master weights, and `moments` of the trained ones."""
     dtype = DTYPES[plan.precision][1]
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
@@ -63,7 +63,7 @@ def side_size(plan: Plan, side: str, name: str) -> int:
 
 
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
-    """Return what is kept of one side of a matrix whose master copy is `h`: whole, by all who have a part of that."""
+    """Return the statistics of one side of a matrix with master copy `h`, whole on all ranks that hold a part of it."""
     name = h.name.removeprefix("model.")
     whole = Box.whole((side_size(plan, side, name),))
     ranks = tuple(sorted({rank for holders in h.holders.values() for rank in holders}))
@@ -169,8 +169,8 @@ class State:
 
     def recover(self, survived: Sequence[Chain], home: HomeSnapshot | None) -> None:
         """Recover the training state from the in-memory snapshots that survivors of a generation of any plan can read;
-        all ranks call it together. `survived`: who can read what; `home`: what this rank can, None if it has nothing;
-        see `platform.checkpoint.in_memory.recover.recover`."""
+        all ranks call it together. `survived`: chains with their readers; `home`: snapshot that this rank can read,
+        None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
         known = [values for values in tell_all(self._communicator, home.values if home else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
         self._prepare(known[0])
@@ -179,8 +179,7 @@ class State:
 
     @property
     def _world(self) -> dict[str, Any]:
-        """Return the arguments on this rank and its communicator that `restore` and `recover` of `platform.checkpoint`
-        take."""
+        """Return the arguments of `restore` and `recover` of `platform.checkpoint` about this rank and its world."""
         communicator = self._communicator
         return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
 
@@ -205,7 +204,7 @@ class State:
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
 
     def _moment(self, name: str, w: Tensor, moment: str) -> Tensor:
-        """Return what is kept of the master weight `w` under the name of a moment, zeros if it is one of the
+        """Return the tensor kept of the master weight `w` under the name of a moment, zeros if it is one of the
         optimizer's and no update has made it yet."""
         if moment == AVERAGE:
             return self._trainer.weights.averages[name]
@@ -226,8 +225,8 @@ class State:
 def _in_format_1(
     plan: Plan, held: Sequence[HeldTensor], blocks: Sequence[Block]
 ) -> tuple[list[HeldTensor], list[Block]]:
-    """Return the tensors of a training state and this rank's blocks of them as a checkpoint of format 1 has them: the
-    last dim first of those that were turned since, views of the same memory."""
+    """Return the tensors of a training state and this rank's blocks of them as a checkpoint of format 1 has them: last
+    dim first if turned since, as views of the same memory."""
     turned = {p.name for p in plan.parameters if p.turned}
 
     def is_turned(name: str) -> bool:
@@ -265,8 +264,7 @@ def tell_all(communicator: Communicator, value: Any) -> list[Any]:
 
 
 def _nothing(part: Share, memory: Tensor) -> None:
-    """Raise AssertionError: stands for reading a snapshot on a rank that has none, which must not be asked for a
-    part."""
+    """Raise AssertionError: the reader of a rank without a snapshot, which must not be asked for a part."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
 
 

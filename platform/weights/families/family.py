@@ -31,9 +31,9 @@ class TensorRow(NamedTuple):
 class Family:
     """Family of models: `architecture` is the class that has all tensors, others that may be `read` have more or fewer.
 
-    `fixed`: our model keys that are alike in the whole family; `rules`: of the keys of config.json; `rows`: of tensors;
-    `prefix`: that begins names and may be missing, as where the class without a head was saved; `same`: names that
-    repeat another tensor (tied); `buffers`: names of tensors that are no parameters, and are not read.
+    `fixed`: our model keys that are alike in the whole family; `rules`: rules for the keys of config.json; `rows`: rows
+    of tensors; `prefix`: optional beginning of names, missing as where the class without a head was saved; `same`:
+    names that repeat another tensor (tied); `buffers`: names of tensors that are no parameters, and are not read.
     """
 
     name: str

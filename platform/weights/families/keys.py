@@ -52,8 +52,8 @@ def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Rule that a key is one of our model keys, `ours`. `default`: what transformers takes where it is missing; `null`:
-    what null stands for in our key; `written`: what is written, from the model, by default our key's value."""
+    """Rule that a key is one of our model keys, `ours`. `default`: value that transformers takes where it is missing;
+    `null`: our value for null; `written`: function of the model that gives the value to write, by default our key's."""
 
     theirs: str
     ours: str
@@ -66,6 +66,7 @@ class Renamed:
         return [self.theirs]
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our key with the value of theirs, in our type; `null` in place of null."""
         kind = type(getattr(Model(), self.ours))
         kinds = (int, float) if kind is float else (kind,)
         value = value_of(found, self.theirs, self.default, kinds if self.null is None else (*kinds, type(None)))
@@ -90,6 +91,7 @@ class Words:
         return [self.theirs]
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our key with our word for their value. Raises Inexpressible if there is none."""
         value = value_of(found, self.theirs, self.default, tuple({type(word) for word in self.words}))
         if value not in self.words:
             known = ", ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in self.words)
@@ -103,8 +105,8 @@ class Words:
 
 @dataclass(frozen=True)
 class Only:
-    """Rule that a key has one accepted value, the first of `accepted`, or others that mean the same. `default`: what
-    transformers takes where it is missing; it is not `written` where only older versions write it."""
+    """Rule that a key has one accepted value, the first of `accepted`, or others that mean the same. The first stands
+    for a missing key too. It is not `written` where only older versions write it."""
 
     theirs: str
     accepted: Sequence[Any]
@@ -115,6 +117,7 @@ class Only:
         return [self.theirs]
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return {}. Raises Inexpressible if the key has a value that is not accepted."""
         value = found.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
             raise Inexpressible(self.theirs, value, f"our words express {told(self.accepted[0])} alone")
@@ -145,7 +148,7 @@ class Free:
 
 @dataclass(frozen=True)
 class Dropouts:
-    """Rule that several keys are all our one model.dropout; `default`: what transformers takes where one is missing."""
+    """Rule that several keys are all our one model.dropout; `default`: value where one is missing."""
 
     theirs: Sequence[str]
     default: float
@@ -155,6 +158,7 @@ class Dropouts:
         return self.theirs
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return model.dropout. Raises Inexpressible if the keys differ."""
         first, *others = self.theirs
         rate = value_of(found, first, self.default, (int, float))
         for name in others:
@@ -175,6 +179,7 @@ class Rotary:
         return ["rope_parameters", "rope_theta", "rope_scaling"]
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our rope_* keys. Raises Inexpressible for other kinds of scaling, or numbers of them."""
         maps = (dict, type(None))
         place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
         given = dict(value_of(found, place, None, maps) or {})
@@ -205,6 +210,7 @@ class Rotary:
         return out
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return `rope_parameters`, without numbers of yarn that are at their defaults."""
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
         out: dict[str, Any] = {"rope_theta": m.rope_theta, "rope_type": kind}
         if kind != "default":
@@ -264,6 +270,7 @@ class LayerWindows:
     names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our window and window_layers. Raises Inexpressible if their keys contradict each other."""
         layers = value_of(found, self.layers, NEEDED, (int,))
         if not 0 < layers <= MOST_LAYERS:
             return {}  # refused by the bounds of model.layers
@@ -284,6 +291,7 @@ class LayerWindows:
         }
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return their four keys; `max_window_layers` where the windowed layers are the last ones."""
         windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
         last = windowed and windowed == list(range(windowed[0], m.layers))
         return {

@@ -39,8 +39,8 @@ _LLAMA_FIXED = {
 
 
 def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[Rule]:
-    """Return the rules that these families share, with the defaults in which they differ; `heads`: of keys and
-    values."""
+    """Return the rules that these families share, with the defaults in which they differ; `heads`: number of heads of
+    keys and values."""
     return [
         Renamed("vocab_size", "vocab", vocab),
         Renamed("hidden_size", "d_model", 4096),
@@ -87,8 +87,8 @@ _LLAMA_NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Biases:
-    """Rule of the keys that say which linear layers have biases: those of attention, and of others where there is a
-    key `mlp_bias`."""
+    """Rule of the keys that say which linear layers have biases: in attention, and elsewhere if there is a key
+    `mlp_bias`."""
 
     names: tuple[str, ...] = ("attention_bias", "mlp_bias")
 

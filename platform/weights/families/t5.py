@@ -30,6 +30,7 @@ class _FeedForward:
     words = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "gated-gelu": "geglu_tanh"}
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our activation. Raises Inexpressible if it is unknown or a derived key contradicts it."""
         given = value_of(found, "feed_forward_proj", "relu", (str,))
         if given not in self.words:
             raise Inexpressible("feed_forward_proj", given, f"our words express {', '.join(self.words)}")
@@ -39,6 +40,7 @@ class _FeedForward:
         return {"activation": self.words[given]}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return `feed_forward_proj`, None if T5 has no name for our activation, and its derived keys."""
         names = {word: name for name, word in reversed(self.words.items())} | {"geglu_tanh": "gated-gelu"}
         given = names.get(m.activation)
         return {"feed_forward_proj": given, **(self._parts(given) if given else {})}
@@ -57,6 +59,7 @@ class _Scaled:
     names = ("scale_decoder_outputs", "tie_word_embeddings")
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our logit_scale: d_model^-1/2, or 1."""
         tied = value_of(found, "tie_word_embeddings", True, (bool,))
         width = value_of(found, "d_model", 512, (int,))
         scaled = value_of(found, "scale_decoder_outputs", tied, (bool,))
@@ -73,6 +76,7 @@ class _Layers:
     names = ("num_layers", "num_decoder_layers")
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our layers. Raises Inexpressible if the stacks differ in theirs."""
         layers = value_of(found, "num_layers", 6, (int,))
         decoder = value_of(found, "num_decoder_layers", None, (int, type(None)))
         if decoder not in (None, layers):

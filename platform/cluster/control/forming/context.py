@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Context that all parts of one run's driver share. `config`, `plan`, `job`: those of the run's start, a generation
-    may have others; `steps`: the last step to train; `places`: device and number of workers that the cluster has room
-    for; `tasks`: by which the model is scored."""
+    """Context that all parts of one run's driver share. `config`, `plan`, `job`: values at the run's start, a
+    generation may have others; `steps`: the last step to train; `places`: device and number of workers that the cluster
+    has room for; `tasks`: tasks that score the model."""
 
     config: Config
     plan: Plan
@@ -44,7 +44,7 @@ class RunContext:
 @dataclass
 class Generation:
     """Mesh of seated workers that has formed, between two failures. `number`: counts from the run's first; `formed`:
-    who sits where under which configuration; `tiers`: what its ranks share; `step`: updates in the state that it starts
+    seats and configuration; `tiers`: cluster tiers that its ranks are in; `step`: updates in the state that it starts
     from; `peak_flops`: FLOP/s of a worker, None if unknown; `timeline`: None unless monitor.timeline is set."""
 
     number: int

@@ -23,22 +23,23 @@ LINK_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Examined:
-    """Outcome of the examination of a crew. `findings`: by member number; `bad`: what is bad about each member that is
-    not sound, check -> why; `shared`: what is bad on most members, and so is not their own."""
+    """Outcome of the examination of a crew. `findings`: findings by member number; `bad`: symptoms of each unsound
+    member, check -> why; `shared`: symptoms of most members, and so not their own."""
 
     findings: Mapping[int, Findings]
     bad: Mapping[int, Mapping[str, str]]
     shared: Mapping[str, str]
 
     def reason(self, number: int) -> str:
-        """Return what is bad about a member in one line for the user."""
+        """Return a member's symptoms in one line for the user."""
         return "; ".join(f"{name}: {why}" for name, why in self.bad[number].items())
 
 
 def examine(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> Examined:
     """Examine the members `numbers`, in the order of their ranks, before they are seated: with small sizes and alone, a
-    fraction of a second, or, if `thorough`, with large ones and with partners too. Whoever is not sound is examined
-    again, all together, as what happens beside on a machine passes. Raises WorkerFailed if one dies or hangs."""
+    fraction of a second, or, if `thorough`, with large ones and with partners too. If any is unsound, all are examined
+    again, up to ATTEMPTS times, and the best findings count: other load on a machine passes. Raises WorkerFailed if one
+    dies or hangs."""
     found: dict[int, Findings] = {}
     for _ in range(ATTEMPTS):
         crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
@@ -55,8 +56,8 @@ def examine(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> 
 
 
 def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Findings]:
-    """Return the findings on each seated member by itself, its clock included: the driver sees it to be off by as much
-    as it is before the question or after the answer, whatever they took."""
+    """Return the findings on each seated member by itself, its clock included: the error is how much it is behind the
+    driver's clock before the call, or ahead of it after the call, however long that took."""
     before = time.time()
     clocks = crew.call("tell_time", within=EXAMINE_SECONDS)
     after = time.time()
@@ -113,9 +114,9 @@ class Doctor:
         self._known: set[int] = set()  # members examined before
 
     def unsound(self, crew: Crew, members: Sequence[int]) -> dict[int, str]:
-        """Examine `members` if some of them are new; return those of the new ones that are not sound, each with what is
-        bad about it, and tell journal and user. What most members have is said, and held against none. Raises
-        WorkerFailed if one dies or hangs."""
+        """Examine `members` if some of them are new; return the unsound new ones, each with its symptoms, and report
+        them to journal and user. Symptoms of most members are reported, and bar no member. Raises WorkerFailed if one
+        dies or hangs."""
         new = [number for number in members if number not in self._known]
         if not new or not self._examines(crew):
             return {}

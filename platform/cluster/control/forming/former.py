@@ -107,8 +107,7 @@ class Former:
 
     def _seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], Source | None]:
         """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;
-        None instead if no state in memory is whole or a checkpoint is newer. `members`: those that may be
-        seated."""
+        None instead if no state in memory is whole or a checkpoint is newer. `members`: members that may be seated."""
         paths = places(members)
         source, reasons = self.ledger.source(members.keys(), mesh.size)
         for reason in reasons:
@@ -125,7 +124,7 @@ class Former:
         return found.seats, found
 
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
-        """Tell the user the plan of the generation that forms, if it differs from the one shown last, and its pipeline
+        """Print the plan of the generation that forms, if it differs from the one shown last, and its pipeline
         schedule; write plan.json."""
         if plan is not self._shown:
             self._monitor.say(reason or f"{count_of(plan.mesh.size, 'worker')}: as configured")
@@ -136,8 +135,8 @@ class Former:
             self._monitor.say(_described(schedule))
 
     def _gather(self, crew: Crew, source: Source, number: int) -> None:
-        """Let survivors that hold state in memory but get no seat in the new mesh send it to those that do, in a
-        temporary group of all holders. `number`: of the generation that forms next."""
+        """Let survivors that hold state in memory but get no seat in the new mesh send it to the seated ones, in a
+        temporary group of all holders. `number`: number of the next generation."""
         order = source.members(source.gathered)
         crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
         crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
@@ -212,8 +211,7 @@ class Former:
 
 
 def _described(schedule: Schedule) -> str:
-    """Describe a pipeline schedule for the user: its size and simulated bubble, and its table unless a line of that is
-    longer than _WIDTH."""
+    """Describe a pipeline schedule: size, simulated bubble, and its table unless that is wider than _WIDTH columns."""
     bubble = simulate(schedule).bubble
     title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
     lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]

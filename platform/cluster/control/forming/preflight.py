@@ -21,7 +21,7 @@ _ALWAYS = {"train.compile": ["auto", "off"], "train.attention_kernel": ["auto", 
 
 
 def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
-    """Return rank -> lines on what it sees or runs otherwise than the driver (storage, code, versions), for the ranks
+    """Return rank -> lines on how its environment differs from the driver's (storage, code, versions), for the ranks
     that differ. The probe files that this writes to run directory and checkpoint storage are deleted afterwards. Raise
     ConfigError if the driver itself cannot write them."""
     storages = {"run.dir": open_storage(str(run_dir))}
@@ -52,8 +52,8 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
 
 
 def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[str]:
-    """Return one line for each difference between the environments of workers, `found`, and the driver's, `own`: what
-    they see of storage, the hashes of their code, and the versions of their libraries; and for what a worker lacks."""
+    """Return one line for each difference between the environments of workers, `found`, and the driver's, `own`
+    (storage, hashes of code, versions of libraries), and for each feature that a worker lacks."""
     where = {
         "run.dir": config.run.dir,
         "checkpoint.url": redact(urls.home(config)),

@@ -60,9 +60,9 @@ class Recruiter:
 
     def wait(self, crew: Crew) -> tuple[dict[int, Member], Replanned]:
         """Wait for enough workers to form the next generation, at most elastic.wait seconds; return the members that
-        may be seated, by number, and their plan. The doctor examines those that are new, and bars those that are not
-        sound. Enough is elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If
-        a stop is requested one worker is enough, because only the last checkpoint remains to be saved.
+        may be seated, by number, and their plan. The doctor examines new ones, and bars unsound ones. Enough is
+        elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If a stop is
+        requested one worker is enough, because only the last checkpoint remains to be saved.
 
         Raises GaveUp if too few come in time, or no more can come; Stopped if a stop is requested and no mesh can form;
         WorkerFailed if one fails while it is examined.
@@ -116,8 +116,7 @@ class Recruiter:
         return missing
 
     def _missing(self, crew: Crew) -> int:
-        """Return how many workers are missing from the largest mesh that the run may form and its spares, as far as the
-        cluster has room, beside those that start now."""
+        """Return how many more workers to start for the largest mesh and its spares, as far as the cluster has room."""
         coming = len(crew.starting)  # read first: a worker that gets ready meanwhile counts twice, not never
         wanted = int(min(self._most + self._config.elastic.spares, self._limit))
         return wanted - coming - len(crew.members.keys() - crew.leaving)

@@ -1,4 +1,4 @@
-"""Choice of the members that sit at the ranks of a mesh, such that what communicates most is nearest."""
+"""Choice of the members that sit at the ranks of a mesh, such that ranks that communicate most are nearest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Path = tuple[str, ...]  # from the outermost tier to the node
 
 
 def places(members: Mapping[int, Member]) -> dict[int, Path]:
-    """Return the path of each member, by number: the tiers that all of them tell, from outer to inner, and its node."""
+    """Return the path of each member, by number: the tiers that all members report, from outer to inner, and its
+    node."""
     depth = min((len(member.tiers) for member in members.values()), default=0)
     return {number: (*member.tiers[:depth], member.node) for number, member in members.items()}
 
 
 def tiers_of(seats: Sequence[int], paths: Mapping[int, Path]) -> Tiers:
-    """Return the tiers of the ranks with the members `seats`, without those in which all ranks are together; `paths`:
-    those of members as `places` gives them."""
+    """Return the tiers of the ranks with members `seats` (`paths` from `places`), without outer ones that all share."""
     found = [paths[number] for number in seats]
     names = [tier.partition("=")[0] for tier in found[0][:-1]] + ["node"]
     apart = [i for i, values in enumerate(zip(*found, strict=True)) if len(set(values)) > 1 or i == len(names) - 1]
@@ -33,10 +33,10 @@ def arrange(paths: Mapping[int, Path], mesh: Mesh, keep: Mapping[int, int]) -> l
     """Return the member at every rank of a mesh, of at least as many members with their `paths`.
 
     Consecutive ranks, which differ along the innermost axes, are a block: of 2, of 2 x 4, and so on, as the sizes of
-    the axes say. From the largest block to the smallest, each is put into the innermost tier, within that of the block
-    around it, that has room for all of it: first where most of its ranks' members are, then where the least room would
-    be left. `keep`: rank -> member that had it before and had better keep it, of any rank before; who had one that no
-    longer exists takes one without such a member.
+    the axes say. From the largest block to the smallest, each is put into the innermost tier, within the tier of the
+    block around it, that has room for all of it: first where most of its ranks' members are, then where the least room
+    would be left. `keep`: rank -> member that had it before and had better keep it, of any rank before; a member whose
+    rank no longer exists takes one without such a member.
     """
     return _Seating(paths, mesh, keep).seats
 
@@ -82,16 +82,14 @@ class _Seating:
         return [tier for tier in self._here if tier[: len(within)] == within]
 
     def _cost(self, tier: Path, ranks: range) -> tuple[float, ...]:
-        """Return the sort key of a tier for the block of these ranks: members that would stay, room in it and in the
-        tiers around it, its lowest number."""
+        """Return a tier's sort key for a block of ranks: members that stay or lost their rank, room, lowest number."""
         had = [self._rank_of.get(m, -1) for m in self._here[tier] if m not in self._taken]
         stay, late = sum(rank in ranks for rank in had), sum(rank >= self._world for rank in had)
         around = (self._room[tier[:depth]] for depth in range(len(tier), -1, -1))
         return (-stay, -late, *around, self._here[tier][0])
 
     def _strange(self, member: int, rank: int) -> int:
-        """Return how little a member belongs to a rank: 0 who had it, 1 who had one that no longer exists, 2 who had
-        none, 3 who had another, which it may still get."""
+        """Return how little a member belongs to a rank: 0 had it, 1 had a lost one, 2 had none, 3 had another."""
         had = self._rank_of.get(member, -1)
         if had < 0:
             return 2

@@ -17,18 +17,15 @@ class SnapshotLedger:
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
 
     def add(self, generation: Generation, step: int) -> None:
-        """Record that all members of a generation hold a snapshot of the state after `step`: they have started from it,
-        or committed that step."""
+        """Record that all members of a generation hold a snapshot after `step`: they started from or committed it."""
         self._newest[generation.number] = generation, step
 
     def distrust(self, generation: int, members: Collection[int]) -> None:
-        """Ignore from now on the snapshots that these members took in the generation of this number: their memory is
-        damaged."""
+        """Ignore from now on these members' snapshots of this generation, as their memory is damaged."""
         self._distrusted |= {(generation, member) for member in members}
 
     def only(self, generation: int) -> None:
-        """Forget the snapshots of all generations but the one of this number, which is about to take a training step:
-        its workers drop the others then."""
+        """Forget the snapshots of other generations than this one, which workers drop when they take a step."""
         self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
     def source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:

@@ -23,6 +23,5 @@ class Cadence:
         return bool(self.steps) and step % self.steps == 0
 
     def saved(self) -> None:
-        """Note that a save begins now, from which `seconds` count. Even if that save fails, the next one is due at its
-        usual time."""
+        """Count `seconds` from now, as a save begins; even if it fails, the next one is due at its usual time."""
         self._since = monotonic()

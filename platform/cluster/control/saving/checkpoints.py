@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: when and how a run saves, and what it restores from storage."""
+"""The driver's side of checkpoints: when and how a run saves, and which checkpoint it restores."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Reports = Sequence[FileReport | Unwritten]  # by rank
 class Checkpoints:
     """Saves, finds and restores the checkpoints of one run, for its driver. `step`: updates in the newest good
     checkpoint that the run resumed from or made, 0 if there is none; `plan`: the plan under which the saved state was
-    computed; `found`: the checkpoint to resume from, None to start over; `files`: that every checkpoint carries.
+    computed; `found`: the checkpoint to resume from, None to start over; `files`: files that every checkpoint carries.
 
     Methods that call the crew raise WorkerFailed, and GaveUp once another driver has taken over the run.
     """
@@ -115,15 +115,13 @@ class Checkpoints:
         )
 
     def check_hope(self) -> None:
-        """Raise GaveUp if the last FAILURES saves or more all failed, the first of them at least elastic.wait seconds
-        ago: to train on would be in vain if nothing can be saved."""
+        """Raise GaveUp after FAILURES or more failed saves in a row, the first at least elastic.wait seconds ago."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             where, count = urls.storage_key(self._config), count_of(self._failed, "checkpoint")
             raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
 
     def lacks(self, last: int) -> bool:
-        """Return True if no checkpoint holds the state after `last`, the run's last training step, although it was to
-        be saved."""
+        """Return True if the state after `last`, the run's last step, was to be saved and no checkpoint holds it."""
         return self.step < last and self.due(last, last=True, stopping=False)
 
     def unreadable(self) -> str:
@@ -138,8 +136,7 @@ class Checkpoints:
 
     @property
     def kept(self) -> str:
-        """Return a sentence for the user at the end of a run: after which step the same command continues, or that
-        nothing was saved."""
+        """Return a sentence for the user: after which step the same command continues, or that nothing was saved."""
         with_override = f" with {self.resume}" if self.resume else ""
         if not self.step:
             return f"nothing was saved; the same command{with_override} starts again from step 1"
@@ -174,7 +171,7 @@ class Checkpoints:
             raise ConfigError(violation("data", self._config.data.kind, reason, legal))
 
     def _changed_data(self) -> dict[str, tuple[Any, Any]]:
-        """Return the keys of data that differ from those of the checkpoint to resume from: key -> (there, here)."""
+        """Return the keys of data that differ from the checkpoint to resume from: key -> (there, here)."""
         assert self._origin and self._origin.manifest
         found = differences(completed(self._origin.manifest.meta.identity), identity(self._config))
         return {key: pair for key, pair in found.items() if key.startswith("data.")}
@@ -225,8 +222,8 @@ class Checkpoints:
         return Origin(self._storage, **vars(found)) if found.directory in self._own else None
 
     def confirm(self) -> None:
-        """Look whether the newest checkpoint is still in storage, and set `step` to that of the newest one there, 0 if
-        none is left. Storage that does not answer proves nothing and leaves `step` alone."""
+        """Look whether the newest checkpoint is still in storage, and set `step` to the newest one's step, 0 if none is
+        left. Storage that does not answer proves nothing and leaves `step` alone."""
         anybody_s = self._config.checkpoint.resume in _NEWEST
         if not self.step or not (self._own or anybody_s):
             return
@@ -236,8 +233,7 @@ class Checkpoints:
             self.step = there.meta.step if there else 0
 
     def abandon(self) -> None:
-        """Cancel the save under way, without waiting for it, because the workers that write it leave their
-        generation."""
+        """Cancel the save under way, without waiting, because the workers that write it leave their generation."""
         if self._saver.busy:
             self._abandoned = True
             self._saver.cancel()
@@ -259,7 +255,7 @@ class Checkpoints:
         self._saver.save(snapshots[0].tensors, self._meta(step, values), write, self._files)
 
     def advance(self, crew: Crew, wait: float = 0.0) -> None:
-        """Continue the save under way, between two training steps: tell the workers the directory to write to, collect
+        """Continue the save under way, between two training steps: send the workers the directory to write to, collect
         their reports (waiting for them up to `wait` seconds) and journal what the saver's thread has finished."""
         if not self._writing and not self._wanted.empty():
             crew.call("write", self._wanted.get())

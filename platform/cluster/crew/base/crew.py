@@ -41,8 +41,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def leaving(self) -> Set[int]:
-        """Return the numbers of the members whose machines the cluster has announced to take away soon (draining
-        nodes); empty for a kind of crew that gets no such notice."""
+        """Return the numbers of members on draining nodes, which go soon; empty if this kind of crew gets no notice."""
         return set()
 
     @property
@@ -66,8 +65,7 @@ class Crew(AbstractContextManager["Crew"]):
         """
 
     def lead(self, step: int, *args: Any, within: float = inf) -> Any:
-        """Run `worker.step(step, *args)` on all ranks at once, as `call` does, and return the result of rank 0, which
-        speaks for all."""
+        """Run `worker.step(step, *args)` on all ranks as `call` does; return rank 0's result, which speaks for all."""
         return self.call("step", step, *args, within=within)[0]
 
     @abstractmethod
@@ -85,8 +83,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @abstractmethod
     def close(self) -> None:
-        """End all worker processes of the crew: by request and within a bounded time, or by force after a failure. May
-        be called again."""
+        """End all worker processes in bounded time: by request, or by force after a failure. May be called again."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -98,7 +95,6 @@ def arguments(args: Iterable[Any], rank: int) -> list[Any]:
 
 
 def call_text(method: str, args: Iterable[Any]) -> str:
-    """Format a `Crew.call` for messages to the user: the method with its first argument, or "..." for one that is no
-    string or integer; e.g. step(3)."""
+    """Format a `Crew.call` for the user, as step(3): method and first argument ("..." unless a string or integer)."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"

@@ -1,4 +1,5 @@
-"""Failures: which member failed, how, and who is to blame; exceptions that end a call, a generation or the run."""
+"""Failures: which member failed, how, and which one is to blame; exceptions that end a call, a generation or the
+run."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """Worker process of a crew. Its number is unique in the run and never reused. `tiers`: what its node is in, from
-    outer to inner, as NAME=VALUE."""
+    """Worker process of a crew. Its number is unique in the run and never reused. `tiers`: cluster tiers of its node,
+    from outer to inner, as NAME=VALUE."""
 
     number: int
     node: str
@@ -45,9 +46,10 @@ class Failure:
 
     @property
     def innocence(self) -> int:
-        """Rank this failure among those of one call by how unlikely it caused the others, the lowest being the culprit:
-        0 = the member died, hung, refused a user's mistake, or holds state that differs from its replicas (damaged);
-        1 = it raised an error of its own; 2 = it raised a communication error, as happens when another rank is gone."""
+        """Rank this failure among the failures of one call by how unlikely it caused the others, the lowest being the
+        culprit: 0 = the member died, hung, refused a user's mistake, or holds state that differs from its replicas
+        (damaged); 1 = it raised an error of its own; 2 = it raised a communication error, as happens when another rank
+        is gone."""
         if self.kind != "failed" or self.refusal:
             return 0
         return 2 if re.search(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer", self.cause) else 1

@@ -47,21 +47,19 @@ class Job:
         return len(self.coordinates)
 
     def name(self, rank: int) -> str:
-        """Return a readable name of a rank with its mesh coordinates, such as rank3[data1 t1]. Axes of size 1 are left
-        out."""
+        """Return a rank's name with its mesh coordinates, such as rank3[data1 t1], without axes of size 1."""
         at = self.coordinates[rank]
         wide = " ".join(f"{axis}{i}" for axis, i in at.items() if any(c[axis] for c in self.coordinates))
         return f"rank{rank}[{wide}]" if wide else f"rank{rank}"
 
     def log(self, number: int) -> Path:
-        """Return the path of the file in the run directory that gets the output of the worker process of member
-        `number`."""
+        """Return the path of the file in the run directory for the output of member `number`'s worker process."""
         return self.run_dir / "logs" / f"worker-{number}.log"
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Assignment of one worker: what to construct, and with which device, threads, log and environment."""
+    """Assignment of one worker: the worker to construct, with its device, threads, log and environment."""
 
     worker: str
     config: SentConfig
@@ -99,7 +97,7 @@ def assign(
     `local_world_size` on machine `group_rank`, which has `cores` CPU cores (None: as many as this process may use),
     which are divided among its workers as threads.
 
-    Its environment has those of torchrun's variables that stay the same in all generations.
+    Its environment has torchrun's variables, as far as they stay the same in all generations.
     """
     threads = job.config.cluster.threads or max(1, (cores or usable_cores()) // local_world_size)
     return Assignment(

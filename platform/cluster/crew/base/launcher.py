@@ -37,13 +37,11 @@ class Launcher(ABC):
         and serve its worker there. The first call names all initial members."""
 
     def ready(self) -> None:  # noqa: B027  most launchers need not know
-        """Take note that all initial members of the crew are ready: what was needed only to start them can be
-        removed."""
+        """Note that all initial members are ready, so that things needed only to start them can be removed."""
 
     @abstractmethod
     def ended(self, number: int, seconds: float) -> str | None:
-        """Return how the worker process of member `number` ended, as a phrase for the user, or None if it is not known
-        to have ended within `seconds`."""
+        """Return a phrase on how member `number`'s process ended; None if no end is known within `seconds`."""
 
     @abstractmethod
     def kill(self, number: int) -> None:
@@ -51,14 +49,12 @@ class Launcher(ABC):
 
     @abstractmethod
     def dismiss(self, polite: bool) -> None:
-        """End all worker processes of the crew: if `polite`, wait briefly for them to end by themselves; kill the
-        rest."""
+        """End all worker processes: if `polite`, wait briefly for them to end by themselves; kill the rest."""
 
     def leaving(self, members: Mapping[int, Member]) -> Set[int]:
-        """Return the numbers of those of `members` whose machines the cluster has announced to take away soon."""
+        """Return the numbers of `members` whose machines the cluster has announced to take away soon."""
         return frozenset()
 
     def log(self, job: Job, number: int) -> Path | None:
-        """Return the path of the file with the output of the worker process of member `number`, None if it has no such
-        file."""
+        """Return the path of the output file of member `number`'s worker process, None if it has none."""
         return job.log(number)

@@ -14,8 +14,8 @@ _DEVICES = Path("/sys/bus/pci/devices")
 
 def cores_near(gpu: str, gpus: Path = _GPUS, devices: Path = _DEVICES) -> set[int]:
     """Return the CPU cores next to a GPU, named as in CUDA_VISIBLE_DEVICES by number or UUID; empty if the machine does
-    not tell. Read from the kernel's files, without CUDA. Numbers count along the PCI bus, as CUDA's do where all GPUs
-    of a machine are alike."""
+    not report them. Read from the kernel's files, without CUDA. Numbers count along the PCI bus, as CUDA's do where all
+    GPUs of a machine are alike."""
     try:
         places = sorted(gpus.iterdir())
         named = (place for place in places if gpu and gpu in (place / "information").read_text())
@@ -32,8 +32,8 @@ def _listed(text: str) -> set[int]:
 
 
 def keep_near_gpu(environment: Mapping[str, str] = os.environ) -> set[int]:
-    """Bind the calling process to those of its cores that are next to its GPU, the first of CUDA_VISIBLE_DEVICES;
-    return them. Does nothing, and returns the empty set, where that would leave it none or all."""
+    """Bind the calling process to its cores next to its GPU, the first of CUDA_VISIBLE_DEVICES; return them. Does
+    nothing, and returns the empty set, where that would leave it none or all."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     usable = os.sched_getaffinity(0)
     near = cores_near(visible) & usable if visible else set()

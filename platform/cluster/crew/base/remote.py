@@ -94,8 +94,8 @@ class RemoteCrew(Crew):
         return [values[number] for number in self._ranks]
 
     def lead(self, step: int, *args: Any, within: float = inf) -> Any:
-        """Run a step on all ranks as `Crew.lead` says. In a large world the driver tells rank 0 alone, which tells the
-        others (`Worker.follow`): what a step costs the driver does not grow with the ranks."""
+        """Run a step on all ranks as `Crew.lead` says. In a large world the driver sends the order to rank 0 alone,
+        which passes it on (`Worker.follow`), so that its cost to the driver does not grow with the ranks."""
         first, *others = self._ranks
         if len(self._ranks) < FOLLOWED:
             return self.call("step", step, *args, within=within)[0]
@@ -183,10 +183,9 @@ class RemoteCrew(Crew):
             self._roster.board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
     def _gather(self, method: str, call: str, within: float, wanted: Collection[int]) -> dict[int, Any]:
-        """Collect the results of the call just sent from the members `wanted`, by number; they are those of all seated
-        members. `call`: the call as `call_text` formats it. Raises WorkerFailed if any of these dies, makes no progress
-        for `within` seconds, or raises; in the last case only after SUSPENSE_SECONDS, so that a likelier culprit is
-        heard too."""
+        """Collect the results of the call just sent from the members `wanted`, by number. `call`: the call as
+        `call_text` formats it. Raises WorkerFailed if any seated member dies, makes no progress for `within` seconds,
+        or raises; in the last case only after SUSPENSE_SECONDS, so that a likelier culprit is heard too."""
         values: dict[int, Any] = {}
         failures, roster = self._failures, self._roster
         silence = min(within, max(self._silence, CALM_SECONDS))
@@ -248,11 +247,7 @@ class RemoteCrew(Crew):
 
     @contextmanager
     def _impolite(self) -> Iterator[None]:
-        """Mark the members as not expected to answer during the block; for good if the block raises, also by a stop
-        signal.
-
-        `close` then kills them instead of asking them to close.
-        """
+        """Make `close` kill members, not ask them, during the block; for good if it raises, also by a stop signal."""
         before, self._polite = self._polite, False
         yield
         self._polite = before

@@ -100,8 +100,7 @@ class Roster:
         return said
 
     def _book_start(self, number: int, message: Said) -> None:
-        """Record that a starting member is ready or, if `message` has a traceback, that its worker could not be
-        constructed."""
+        """Record that a starting member is ready or, if `message` is Raised, that constructing its worker failed."""
         self.starting.discard(number)
         if isinstance(message, Raised):
             self._book_unstarted(number, "failed", message.error)
@@ -110,8 +109,7 @@ class Roster:
             self.ready[number] = self._greeted[number]
 
     def bury(self, number: int, cause: str | None) -> None:
-        """Record that a member's process is dead, of `cause` if known, and dispose of what is left: its connection and
-        process."""
+        """Record that a member's process is dead, of `cause` if known; close its connection and kill the process."""
         self.deaths[number] = cause or _CUT_OFF
         if number in self.starting:
             self.starting.remove(number)
@@ -130,15 +128,13 @@ class Roster:
         self.ready.pop(number, None)
 
     def member(self, number: int) -> Member:
-        """Return the member of this number, alive or not, with its node and process id; "" and 0 if it never dialled
-        in."""
+        """Return the member of this number, alive or not; with node "" and process id 0 if it never dialled in."""
         return self._greeted.get(number, Member(number, "", 0))
 
     def log(self, number: int) -> Path | None:
         return self._launcher.log(self.job, number)
 
     def close(self, polite: bool) -> None:
-        """Close all connections to the members, which ends those that wait for a call, and end all worker processes, as
-        `Launcher.dismiss` describes."""
+        """Close all connections, which ends members that wait for a call; end all processes by `Launcher.dismiss`."""
         self._opened.close()
         self._launcher.dismiss(polite)

@@ -20,8 +20,7 @@ _ECHO_SECONDS = 0.5  # within which a repeat is the same signal: sent to all pro
 
 
 def stop_reason(number: int) -> str:
-    """Return why a stop signal was sent: for a supervisor that passes on what it was told itself, as it says in the
-    file that REASON names; else its name."""
+    """Return why a stop signal was sent: a supervisor's text in the file that REASON names, else the signal's name."""
     told = ""
     with suppress(OSError, Malformed, KeyError):
         told = printable(documents.read_bytes(os.environ[REASON], 200).decode(errors="replace"))
@@ -51,13 +50,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """Defer stopping from now on: a first stop signal only makes the next `check` raise Stopped. The driver calls
-        this when training starts, since there is work to lose then, and calls `check` between steps."""
+        """Let a first stop signal only make the next `check` raise Stopped, as there is work to lose from now on."""
         self._deferred = True
 
     def finish(self, status: int) -> None:
-        """Record that the driver is reporting the run's end: a first stop signal is ignored now, and a second one exits
-        this process at once with exit status `status`."""
+        """Ignore a first stop signal while the run's end is reported; let a second one exit at once with `status`."""
         self._status = status
 
     @property
@@ -74,13 +71,11 @@ class StopSignals:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def note(self, reason: str) -> None:
-        """Record a request to stop the run, for `reason`, that the next `check` raises as Stopped; unlike `request`,
-        never interrupts the driver, not even before `defer`."""
+        """Record a request to stop, which the next `check` raises; unlike `request`, never interrupt the driver."""
         self._requested = self._requested or reason
 
     def check(self) -> None:
-        """Raise Stopped if a stop of the run was requested; the driver calls this between steps, where stopping loses
-        nothing."""
+        """Raise Stopped if a stop was requested; called between steps, where stopping loses nothing."""
         if self._requested:
             raise Stopped(self._requested)
 

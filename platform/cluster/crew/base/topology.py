@@ -1,4 +1,4 @@
-"""Tiers of the cluster that a node is in, such as zone, rack and switch, as its Ray labels and Slurm tell them."""
+"""Tiers of the cluster that a node is in, such as zone, rack and switch, as its Ray labels and Slurm report them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ class Watch:
     ones hang. `within`: seconds without progress after which a member that is blocked hangs; one that is at work, or
     starved of processors, after LONGER times that and at least CALM_SECONDS. `silence`: seconds without any answer
     after which it hangs, however long the call may take. All times are readings of one clock, which stands for as long
-    as the driver itself does not run (stopped, or its machine asleep): what it has not listened to is nobody's silence.
+    as the driver itself does not run (stopped, or its machine asleep): time in which it did not listen counts as no
+    member's silence.
     """
 
     def __init__(self, within: float, start: float, silence: float = inf):
@@ -37,8 +38,7 @@ class Watch:
         self._due = inf  # when the driver is to look again, at the latest
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
-        """Return which of `pending`, the members that have not answered the call, the driver is to ask for a heartbeat
-        at time `now`: those that owe none yet, or none at all if it is too early."""
+        """Return the `pending` members that owe no heartbeat yet, to ask for one at `now`; [] if it is too early."""
         if now < self._next:
             return []
         self._next = now + (BEAT_SECONDS if now >= self._deadline else BEAT_SECONDS / 2)
@@ -47,28 +47,26 @@ class Watch:
         return asked
 
     def heard(self, number: int, beat: Activity, now: float) -> None:
-        """Record heartbeat `beat` of member `number`, received at time `now`: it owes none any more, and its progress
-        counts."""
+        """Record the heartbeat `beat` that member `number` owed, received at time `now`, and its progress."""
         self._excuse(now)
         self._heard, self._slowest = now, max(self._slowest, now - self._asked.pop(number, now))
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat.seconds)
 
     def answered(self, now: float) -> None:
-        """Record that a member answered the call at time `now`, which counts as progress: ranks that waited for it will
-        move."""
+        """Record that a member answered the call at `now`, which is progress: ranks that waited for it will move."""
         self._excuse(now)
         self._moved = self._heard = now
 
     def patience(self, now: float) -> float:
-        """Return the seconds from `now` that the driver may wait for messages: until the next heartbeat request or the
-        deadline of the call, whichever is first."""
+        """Return the seconds from `now` until the next heartbeat request or the deadline: the longest wait."""
         due = min(self._next, self._deadline) if now < self._deadline else self._next
         self._due = max(now, due)
         return self._due - now
 
     def _excuse(self, now: float) -> None:
-        """Take from all times what the driver did not run, if it looks again at `now`, long after it was due."""
+        """Shift all times by the time in which the driver did not run, if it looks again at `now`, long after it was
+        due."""
         if self._due == inf:  # it has not waited yet
             return
         away, self._due = now - self._due, now  # nothing more is waited for until `patience` is asked again

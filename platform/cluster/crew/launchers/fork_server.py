@@ -1,8 +1,8 @@
 """Fork server: a process that imports once what workers need (torch above all, seconds of CPU) and forks them all.
 
 `forks` has the other end: the process that starts this one, which is its parent and ends it by ending, passes it a
-connection per worker. What a connection carries: first a worker's order, then, from this process, the worker's exit
-code. Whoever holds the other end of it kills the worker by closing it.
+connection per worker. A connection carries first a worker's order, then, from this process, the worker's exit code.
+Closing its other end kills the worker.
 
 Nothing here may start a thread or touch a device before the last worker is forked, and no worker may outlive this
 process, nor this process its parent, even if they are stopped: the kernel kills them (PR_SET_PDEATHSIG, Linux only).
@@ -37,8 +37,8 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main(control: int, parent: int, module: str) -> None:
-    """Import `module`, that of the workers, then fork workers as the process `parent` orders over the connection
-    `control` (a file descriptor), until it closes that."""
+    """Import `module`, the workers' own, then fork workers as the process `parent` orders over the connection `control`
+    (a file descriptor), until it closes that."""
     _die_with(parent)
     for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
@@ -137,7 +137,7 @@ class _Server:
             os._exit(status)
 
     def _reap(self) -> None:
-        """Take note of the workers that have ended, and tell their exit codes."""
+        """Reap the workers that have ended, and send their exit codes."""
         for fd, (process, line) in list(self._lines.items()):
             ended, how = os.waitpid(process, os.WNOHANG)
             if ended:
@@ -168,7 +168,7 @@ def _receive(line: socket.socket, size: int) -> bytes:
 
 def _work(order: bytes) -> int:
     """Serve the worker that `order` describes in this process, just forked, with the environment and the import path of
-    whoever ordered it; return the exit status."""
+    the process that ordered it; return the exit status."""
     status = 1
     try:
         environment, path, told = pickle.loads(order)

@@ -26,9 +26,9 @@ _END_SECONDS = 2.0  # for the server to end with its workers
 
 
 class ForkServer:
-    """Process that has imported what workers such as that of `place` need, and forks them. It ends with this process,
-    and its workers with it, however this one ends. Must be started from the main thread: the kernel takes a thread's
-    end for its parent's."""
+    """Process that has imported what workers such as the one of `place` need, and forks them. It ends with this
+    process, and its workers with it, however this one ends. Must be started from the main thread: the kernel takes a
+    thread's end for its parent's."""
 
     def __init__(self, place: Assignment):
         self._control, theirs = socket.socketpair()
@@ -54,8 +54,7 @@ class ForkServer:
         return Forked(ours, place, address, token)
 
     def listen(self, path: str) -> None:
-        """Let other processes of this user order workers too, by `order_worker`, at the Unix socket `path`, which only
-        they can reach."""
+        """Accept orders by `order_worker` at the Unix socket `path`, which only this user's processes can reach."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(socket.SOMAXCONN)
@@ -72,16 +71,14 @@ class ForkServer:
 
 
 def order_worker(path: str, place: Assignment, address: tuple[str, int], token: str) -> Forked:
-    """Order a worker as `ForkServer.fork` does, of the server that another process has told to listen at `path`. Raises
-    OSError if it is gone."""
+    """Order a worker as `ForkServer.fork` does, from the server listening at `path`. Raises OSError if it is gone."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
     return Forked(line, place, address, token)
 
 
 def _readable(line: socket.socket, seconds: float | None) -> bool:
-    """Wait up to `seconds` (None: for ever) for something to read; also where this process has thousands of files open,
-    which `select.select` refuses."""
+    """Wait up to `seconds` (None: for ever) for data to read; unlike `select.select` also with thousands of files."""
     poll = select.poll()
     poll.register(line, select.POLLIN)
     return bool(poll.poll(None if seconds is None else 1000 * seconds))
@@ -98,8 +95,7 @@ class Forked:
             line.sendall(HEADER.pack(len(order)) + order)
 
     def ended(self, seconds: float | None) -> str | None:
-        """Return how the process ended, as a phrase for the user, or None if it has not within `seconds` (None: wait
-        for ever)."""
+        """Return how the process ended, as a phrase for the user; None if not within `seconds` (None: for ever)."""
         if not self._how and _readable(self._line, seconds):
             with suppress(OSError):
                 self._how = _phrase(self._line.recv(CODE.size))
@@ -113,7 +109,7 @@ class Forked:
 
 
 def _phrase(told: bytes) -> str:
-    """Describe how a worker ended: `told` is its exit code, b"" if the server is gone that would tell it."""
+    """Describe how a worker ended, by its exit code as the server sent it, b"" if the server is gone."""
     if not told:
         return "the process was killed with the process that it was forked from"
     (code,) = CODE.unpack(told)

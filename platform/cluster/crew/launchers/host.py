@@ -70,9 +70,9 @@ def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for its next tensors, unless the user has told malloc otherwise:
-    every step allocates what the one before has freed, and each page that the kernel takes back meanwhile costs a fault
-    and is cleared anew. glibc only."""
+    """Let this process keep the memory that it frees, for its next tensors, unless the user has set malloc's
+    thresholds: every step allocates what the one before has freed, and each page that the kernel takes back meanwhile
+    costs a fault and is cleared anew. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and not any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
         mallopt(_M_MMAP_THRESHOLD, _MOST_MAPPED)
@@ -89,6 +89,7 @@ class _Host:
         self._worker: Any = None
 
     def run(self) -> None:
+        """Construct the worker, then execute the driver's calls, in order, until the driver closes the connection."""
         threading.Thread(target=self._read, name="control", daemon=True).start()
         self._execute(START, "start()", self._make)
         while call := self._calls.get():
@@ -152,8 +153,7 @@ class _Host:
 
 
 def typed(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
-    """Return `args`, the plain data of a driver's call, as values of the types that the signature of the worker's
-    `method` declares. Raises Malformed if one does not fit."""
+    """Return `args`, plain data, as values of the types that `method` declares. Raises Malformed if one misfits."""
     kinds = chain(_declared(getattr(method, "__func__", method)), repeat(object))
     return [schema.read(kind, value) for kind, value in zip(kinds, args, strict=False)]
 

@@ -19,16 +19,16 @@ _LOOK_SECONDS = 0.02  # between two looks at the processes
 
 
 def marked(directory: str) -> list[int]:
-    """Return the ids of the processes of the embedded Ray in `directory`: those that were started with
-    MARK=`directory`, or that have files open in it: a process that changes its title overwrites its environment, and
-    the mark with it. Excludes this process."""
+    """Return the ids of the processes of the embedded Ray in `directory`, without this process: started with
+    MARK=`directory`, or with files open in it, since a process that changes its title overwrites its environment, and
+    the mark with it."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
     return [number for number in numbers if number != os.getpid() and _belongs(number, directory)]
 
 
 def _belongs(process: int, directory: str) -> bool:
-    """Return True if the process of id `process` is left over from a run in the run directory `directory`: the variable
-    MARK of its environment names that directory, or it has a file in it open."""
+    """Return True if the process of id `process` belongs to the embedded Ray in `directory`: the variable MARK of its
+    environment names that directory, or it has a file in it open."""
     try:
         with open(f"/proc/{process}/environ", "rb") as environment:
             if f"{MARK}={directory}".encode() in environment.read().split(b"\0"):
@@ -41,7 +41,7 @@ def _belongs(process: int, directory: str) -> bool:
 
 def main(directory: str) -> None:
     """Wait for the end of standard input, which comes when the driver ends or closes it, then until no process of the
-    embedded Ray in `directory` but the driver is left, killing those that remain after PATIENCE; remove `directory`."""
+    embedded Ray in `directory` but the driver is left, killing the ones left after PATIENCE; remove `directory`."""
     driver = os.getppid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some schedulers send it to all processes of a job
     patience = 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE

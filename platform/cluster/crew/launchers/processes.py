@@ -39,7 +39,7 @@ class Processes(Launcher):
             self._forked[number] = server.fork(place, board.address, board.token(number))
 
     def _forks(self, job: Job) -> ForkServer:
-        """Return the fork server of the crew: a new one at first, and if somebody has killed it."""
+        """Return the fork server of the crew: a new one at first, and if the last one was killed."""
         if self._server and not self._server.alive:
             self._server.close()
             self._server = None

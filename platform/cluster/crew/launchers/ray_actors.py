@@ -93,8 +93,7 @@ class RayActors(Launcher):
             self._serve(_actor(job, self._together(job)), place, board)
 
     def _together(self, job: Job) -> str:
-        """Return the Ray node on which a hired member of `job` must start, "" for any: that of the others, if all are
-        to be on one."""
+        """Return the Ray node where a hired member must start: the others' under strict_pack, else "" for any."""
         living = [member.node for number, member in self.greeted.items() if number in self._actors]
         return _node_id(living[0]) if living and job.config.cluster.placement == "strict_pack" else ""
 
@@ -298,8 +297,7 @@ def _node_id(node: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Reduce Ray's report of a worker actor's death to one line for the user, without the identifiers before and the
-    guesses after it."""
+    """Reduce Ray's report of a worker actor's death to one line, without identifiers before and guesses after it."""
     text = " ".join(str(error).split()).partition("Some common causes include")[0]
     text = text[max(0, text.find("The actor is dead because")) :]
     return text.partition(" Worker exit type: SYSTEM_ERROR")[0].strip()  # the rest only repeats that it died

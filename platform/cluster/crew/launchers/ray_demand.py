@@ -31,8 +31,7 @@ class Bundle(NamedTuple):
 
 
 def bundle_of(device: str, labels: Mapping[str, str]) -> Bundle:
-    """Return what a worker on a `device`, cpu | cuda, needs of its Ray node: one CPU and, for cuda, one GPU; and the
-    `labels` that the node must have."""
+    """Return the bundle of a worker on a `device`, cpu | cuda: one CPU, for cuda also one GPU, and node `labels`."""
     return Bundle({"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {}), dict(labels))
 
 
@@ -100,7 +99,7 @@ class Desk:
             return len(total)
 
     def _watch(self) -> None:
-        """Drop what is not renewed; end this actor once nobody needs anything."""
+        """Drop demands that are not renewed; end this actor once no run needs anything."""
         import time
 
         while True:
@@ -111,7 +110,7 @@ class Desk:
 
 
 def request(bundles: list[Bundle]) -> None:
-    """Ask the autoscaler of the joined cluster to hold room for `bundles`, in place of what was asked for before."""
+    """Ask the autoscaler of the joined cluster to hold room for `bundles`, in place of the last request."""
     from ray.autoscaler.sdk import request_resources
 
     labels = [bundle.labels for bundle in bundles]
@@ -121,8 +120,8 @@ def request(bundles: list[Bundle]) -> None:
 
 
 class Demand:
-    """Demand of this process's run for workers that each need a `bundle`. `count`: tells how many it wants now; asked
-    again and again by a thread, until `close`."""
+    """Demand of this process's run for workers that each need a `bundle`. `count`: function that returns how many it
+    wants now, called again and again by a thread, until `close`."""
 
     def __init__(self, bundle: Bundle, count: Callable[[], int]):
         self._bundle, self._count, self._hysteresis = bundle, count, Hysteresis(HOLD_SECONDS)
@@ -143,6 +142,7 @@ class Demand:
                 ray.get(self._desk().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
 
     def _renew(self) -> None:
+        """Send the desk the wanted number, after `Hysteresis`, every _RENEW_SECONDS until `close`."""
         while True:
             try:
                 count = self._hysteresis.follow(self._count(), monotonic())

@@ -34,7 +34,8 @@ _OBJECT_STORE_BYTES = 100 << 20  # small: no tensor goes through it, and workers
 class Embedded:
     """Private Ray instance on this machine with room for `size` workers, but on `gpus` for no more than there are GPUs.
     It joins no other cluster, reports no usage statistics, and leaves no process or file behind when this process ends,
-    however it ends. `directory`: of its files, and of others that are to go with it; only this user can read it."""
+    however it ends. `directory`: folder of its files, and of others to be removed with it; only this user can read
+    it."""
 
     def __init__(self, size: int, *, gpus: bool):
         """Start Ray; again, with all of its processes, where it has not come up in the time that it gives itself, as on
@@ -80,8 +81,7 @@ class Embedded:
             del os.environ[leftovers.MARK]
 
     def close(self) -> None:
-        """Leave this embedded Ray, kill its processes, remove its files, and wait for that. Nothing of it is worth an
-        end in good order, which takes more than a second."""
+        """Leave this embedded Ray, kill its processes (a graceful end takes over a second), remove its files; wait."""
         _shut_down_at_once()
         self._opened.close()
         assert self._leftovers.stdin
@@ -91,8 +91,7 @@ class Embedded:
 
 
 def _too_slow(error: Exception) -> bool:
-    """Return True if Ray has given up on processes of its own that did not answer in time: it has no type for that, and
-    no setting for most of these times."""
+    """Return True if Ray gave up on processes of its own that were too slow, for which it has no exception type."""
     said = str(error).lower()
     return isinstance(error, TimeoutError) or any(words in said for words in ("timed out", "failed to start"))
 
@@ -135,7 +134,7 @@ def _private(token: Path) -> Iterator[None]:
 
 def _let_clusters_be(possible: bool) -> bool:
     """Set whether Ray, which reads the variable _CLUSTERS only once, takes this machine for one of a cluster, and
-    return what it was. Another version of Ray may have no such switch: then the variable alone has to do."""
+    return the previous setting. Another version of Ray may have no such switch: then the variable alone has to do."""
     with suppress(ImportError, AttributeError):
         constants: Any = import_module("ray._private.ray_constants")
         before: bool = constants.ENABLE_RAY_CLUSTER
@@ -188,8 +187,7 @@ def _refused_environment(error: Exception) -> ConfigError:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if `address` of a Ray cluster is HOST:PORT and nothing listens there: Ray itself would retry for
-    minutes."""
+    """Raise OSError if `address` is HOST:PORT and nothing listens there, as Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
@@ -197,7 +195,7 @@ def _knock(address: str) -> None:
 
 def free_resources(labels: Mapping[str, str]) -> dict[str, float]:
     """Return the resources of the joined Ray cluster that are free now, by Ray's names: {"CPU": ..., "GPU": ...}; at
-    most those of the nodes that have the `labels`, as label selectors name them."""
+    most the resources of the nodes that have the `labels`, as label selectors name them."""
     import ray
 
     free = ray.available_resources()
@@ -225,7 +223,7 @@ def selects(labels: Mapping[str, str], of_node: Mapping[str, str]) -> bool:
 
 def free_nodes(needs: Mapping[str, float]) -> list[tuple[dict[str, str], int]]:
     """Return the labels of every node of the joined Ray cluster, and how many times it has the resources `needs` free
-    now; [] if this Ray does not tell: it has no public function for what is free on a node."""
+    now; [] if this version of Ray cannot say: it has no public function for a node's free resources."""
     import ray
 
     try:
@@ -262,8 +260,8 @@ def _init(environment: Mapping[str, Any], **arguments: Any) -> None:
 
 
 def _hush() -> None:
-    """Stop Ray from printing pages in the driver about every process that dies, whatever `log_to_driver` says. Ray has
-    no public way to turn this off; the journal records what matters."""
+    """Stop Ray from printing pages in the driver about every process that dies, which `log_to_driver=False` does not.
+    Ray has no public way to turn this off; the journal records what matters."""
     import ray
 
     with suppress(AttributeError):  # another version of Ray: leave the messages
@@ -293,8 +291,7 @@ def runtime_env(own: Mapping[str, Any], job: Mapping[str, Any], *, installed: bo
 
 
 def _job_environment() -> dict[str, Any]:
-    """Return the runtime environment of the Ray job that started this process, {} if none did. Ray tells it by an
-    environment variable."""
+    """Return the runtime environment of the Ray job that started this process, from Ray's variable; {} if none did."""
     with suppress(ValueError, AttributeError):
         found = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
         return dict(found or {})
@@ -307,16 +304,14 @@ def _installed() -> bool:
 
 
 def _gpus() -> int:
-    """Count the GPUs of this machine: an embedded Ray that is told of more would place workers on those that are not
-    there."""
+    """Count this machine's GPUs: an embedded Ray that was given more would place workers on missing ones."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def _short_temporary_directory() -> str:
-    """Create a temporary directory for an embedded Ray, with a short path because of Ray's Unix sockets (at most 107
-    characters)."""
+    """Create a temporary directory with a short path, as Ray's Unix sockets allow at most 107 characters."""
     with suppress(OSError):
         return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     return tempfile.mkdtemp(prefix="ray-")
@@ -332,12 +327,12 @@ class Notices:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread that queries Ray for draining nodes; call it before ray.shutdown(), so that Ray is not
-        queried after it."""
+        """Stop the thread that queries Ray for draining nodes; call it before ray.shutdown()."""
         self._closed.set()
         self._thread.join()
 
     def _poll(self) -> None:
+        """Update `nodes` every _NOTICE_SECONDS until `close`, unless Ray does not answer."""
         while not self._closed.wait(_NOTICE_SECONDS):
             if (nodes := _draining_nodes()) is not None:
                 self.nodes = nodes
@@ -345,7 +340,7 @@ class Notices:
 
 def _draining_nodes() -> frozenset[str] | None:
     """Return the Ray ids of the nodes that the joined cluster is about to take away (draining), None if Ray does not
-    tell: it has no public function for this; Ray Train uses the same one."""
+    answer. It has no public function for this; Ray Train uses the same one."""
     import ray
 
     try:

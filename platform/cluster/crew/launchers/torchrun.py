@@ -62,7 +62,7 @@ def follow(run_dir: Path) -> None:
     without that if the driver ends before it has published an address.
 
     Raises ConfigError if the run's secret key is found neither in PLATFORM_SECRET nor in `run_dir`, PermissionError if
-    whoever answers at the published address cannot prove that it has this key.
+    the peer at the published address cannot prove that it has this key.
     """
     store = _connect()
     store.wait([_DRIVER], _FOREVER)
@@ -75,8 +75,7 @@ def follow(run_dir: Path) -> None:
 
 
 def dismiss() -> None:
-    """Release the processes that wait in `follow`, if the driver ends without having published its address in
-    torchrun's store. The driver calls it before it ends."""
+    """Release the processes that wait in `follow` if the driver, about to end, has not published its address."""
     store = _connect()
     if not store.check([_DRIVER]):
         store.set(_DRIVER, "null")
@@ -158,9 +157,8 @@ def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bo
 
 
 def _published(data: bytes) -> _Driver | None:
-    """Parse `data`, what the driver has published in torchrun's store: its address and session, or None if it ended
-    without opening its crew. Raises PermissionError for a value that no driver writes, since anyone can write to the
-    store."""
+    """Parse `data`, the driver's entry in torchrun's store: its address and session, or None if it ended without
+    opening its crew. Raises PermissionError for a value that no driver writes, since anyone can write to the store."""
     try:
         found: _Driver | None = schema.read(_Driver | None, documents.from_json(data))
         return found
@@ -170,7 +168,7 @@ def _published(data: bytes) -> _Driver | None:
 
 def _write(key: str, file: Path) -> None:
     """Write the run's secret key to a new file that only this user can read, for the other processes that torchrun
-    started. Raises FileExistsError if somebody creates the file meanwhile."""
+    started. Raises FileExistsError if another process creates the file meanwhile."""
     file.unlink(missing_ok=True)  # left by a driver that was killed
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "w") as out:

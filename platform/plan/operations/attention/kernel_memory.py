@@ -53,8 +53,8 @@ def permuted(ops, x: Value) -> Value:
 
 
 def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
-    """Count what is added to the scores, as `platform.parallel.kernels.positions.attention_mask` makes it; None where
-    the kernel itself hides what is ahead, and nothing else is hidden."""
+    """Count the tensor added to the scores, as `platform.parallel.kernels.positions.attention_mask` makes it; None
+    without bias where only later positions are hidden, by the kernel itself."""
     if bias is None and not a.masked:
         return None
     n = (a.batch if a.masked else 1) * (a.length if a.causal else 1) * a.memory_length
@@ -70,7 +70,7 @@ def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
 
 def in_one_kernel(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], added: Value | None) -> Value:
     """Count an attention of Q, K and V, the `operands`, that one kernel computes: it keeps these, its result `out`, the
-    log-sum-exp of each row and what is `added` to the scores."""
+    log-sum-exp of each row and the tensor `added` to the scores."""
     saved = [*(x.storage for x in operands), out.storage, ops.new(a.rows, ops.wide)]
     if added is None:
         return ops.plain(out, operands, tuple(saved))
@@ -121,7 +121,7 @@ def _step(
 
 
 def _sum(ops, scores: Value, bias: Value | None) -> Value:
-    """Record the sum of scores and what is added to them, of which a `bias` has a gradient."""
+    """Record the sum of scores and the tensor added to them, which has a gradient if it is a `bias`."""
     n, ins = scores.elements, [scores, bias] if bias else [scores]
     out, sizes = Value(ops.new(n, ops.wide), n), [x.elements for x in ins]  # its gradient is that of the scores
 

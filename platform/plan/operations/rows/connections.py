@@ -1,4 +1,4 @@
-"""Dropout, and residual connections with dropout of what is added."""
+"""Dropout, and residual connections with dropout of the added activation."""
 
 from __future__ import annotations
 

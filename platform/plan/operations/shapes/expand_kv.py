@@ -9,7 +9,7 @@ from platform.plan.operations.op import Op, planned, where_present
 
 class ExpandKvOp(Op):
     """Keys or values of grouped-query attention repeated from kv_heads to heads, so that every rank has the KV heads to
-    which its query heads attend. `grouped`: for a kernel that repeats them itself; a rank that has whole groups of
+    which its query heads attend. `grouped`: True for a kernel that repeats them itself; a rank that has whole groups of
     heads then passes its KV heads on as they are."""
 
     def record(self, ops, name, x, spec, out, *, grouped=False):

@@ -9,9 +9,9 @@ from platform.plan.operations.storages import Saved
 
 
 class ReduceOp(Op):
-    """Sum, mean or max (`function`) of activation x over those of its dims that `out`, the result's type, lacks; the
-    other dims may be reordered and the region may change. If a reduced dim is split over ranks, their partial results
-    are combined as an einsum's are. Elements that share the maximum share its gradient equally."""
+    """Sum, mean or max (`function`) of activation x over the dims that `out`, the result's type, lacks; the other dims
+    may be reordered and the region may change. If a reduced dim is split over ranks, their partial results are combined
+    as an einsum's are. Elements that share the maximum share its gradient equally."""
 
     def record(self, ops, name, function, x, spec, out):
         return ops.record(self.kind, name, [x], [spec], [out], function=function)

@@ -21,7 +21,7 @@ class RelayoutOp(Op):
         return ops.record(self.kind, name, [x], [spec], [out])
 
     def plan(self, planner, operation):
-        """Plan a conversion from the layout of the input, its dims renamed, to that of the output."""
+        """Plan a conversion from the input's layout, its dims renamed, to the output's layout."""
         spec, out = operation.inputs[0], operation.outputs[0]
         renamed = dict(zip(spec.dims, out.dims, strict=True))
         have, goal = planner.layout(spec), planner.layout(out)

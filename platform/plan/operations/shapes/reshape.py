@@ -8,7 +8,7 @@ from platform.plan.operations.op import Op, planned
 
 class ReshapeOp(Op):
     """Activation with one dim split into two adjacent dims, the major one first, or with two adjacent dims merged into
-    one; `out`, its new type, tells which. Axes that split the major dim need not be gathered, nor the minor's if a
+    one; `out`, its new type, decides which. Axes that split the major dim need not be gathered, nor the minor's if a
     block's extent along the major is 1."""
 
     def record(self, ops, name, x, spec, out):

@@ -9,8 +9,8 @@ from platform.plan.operations.op import Op, planned, reading
 
 class LookupOp(Op):
     """Rows of the parameter `table` [vocab, ...] that the data tensor `tokens` [length, batch] of ids selects: `out`
-    [length batch ...], an einsum with a one-hot that is never materialised, over the table's first dim, whatever its
-    name. At negative ids, which are padding, a row is finite."""
+    [length batch ...], an einsum with a one-hot that is never materialised, over the table's first dim, of any name. At
+    negative ids, which are padding, a row is finite."""
 
     def record(self, ops, name, table, tokens, out):
         return ops.record(self.kind, name, [], [table], [out], [tokens])
@@ -25,8 +25,7 @@ class LookupOp(Op):
         return planner.contraction([(one_hot, layout.restrict((row,))), (table, layout)], out)
 
     def plan(self, planner, operation):
-        """Plan the conversions of the table and of the result, which is partial over the axes that split the table's
-        rows."""
+        """Plan the conversions of the table and of the result, partial over the axes that split the table's rows."""
         table, out = operation.parameters[0], operation.outputs[0]
         c = self.contraction(planner, operation)
         conversions = planner.parameter_conversion(operation, table, c.inputs[1]), c.output
