@@ -140,7 +140,7 @@ def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list
     from platform.cluster.control.forming import preflight
 
     crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
-    found = preflight.refused(crew, job.config, job.run_dir)
+    found = preflight.violations_of_workers(crew, job.config, job.run_dir)
     crew.release()
     return {numbers[rank]: lines for rank, lines in found.items()}
 

@@ -151,7 +151,7 @@ def _time_limit(config: Config) -> Iterator[str]:
         yield _refused(config, key, KEYS[key].constraint, ["3600", "1:00:00"])
 
 
-def _checkpoint_every(config: Config) -> Iterator[str]:
+def _violations_of_checkpoint_every(config: Config) -> Iterator[str]:
     """Yield a refusal line if `checkpoint.every` is neither a number of steps nor a duration."""
     key, every = "checkpoint.every", config.checkpoint.every
     try:
@@ -365,7 +365,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     (set(), violations_of_start),
     ({"data.objective", "model.kind", "model.label_smoothing", "train.loss"}, violations_of_smoothing),
     ({"run.time_limit"}, _time_limit),
-    ({"checkpoint.every"}, _checkpoint_every),
+    ({"checkpoint.every"}, _violations_of_checkpoint_every),
     ({"elastic.min_workers", "elastic.max_workers"}, _workers),
     ({"train.verify_every", "parallel.zero"}, _verify_every),
     ({"cluster.kind", "cluster.device", "cluster.threads"}, _deterministic),

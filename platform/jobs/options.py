@@ -156,7 +156,7 @@ def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options
             except ValueError:
                 own = name.removeprefix(PREFIX)
                 lines.append(violation(name, text, f"must be {type_in_words(hints[own])}", [known[own].default]))
-    lines += [line for name, value in given.items() for line in _wrong(name, value, known[name])]
+    lines += [line for name, value in given.items() for line in _violations_of_option(name, value, known[name])]
     return kind(**(given if not lines else {})), rest, lines
 
 
@@ -172,7 +172,7 @@ def _parse(text: str, kind: Any) -> Any:
     return [part.strip() for part in inner.split(",") if part.strip()]
 
 
-def _wrong(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
+def _violations_of_option(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one option."""
     yield from violations_of_value(f"{PREFIX}{name}", value, field.metadata["key"])
     if name in ("time", "wait") and value:

@@ -128,7 +128,7 @@ def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
 def expressing(m: Model, name: str = "") -> Family:
     """Return the family of transformers that expresses a model: the one called `name`, if one is asked for, else the
     first that does. Raises ConfigError with what it, or the nearest family, does not express, and which do."""
-    refused = {family.name: _refusals(m, family) for family in FAMILIES.values()}
+    refused = {family.name: _violations_of_family(m, family) for family in FAMILIES.values()}
     fitting = [family for family, lines in refused.items() if not lines]
     if name in fitting or (fitting and not name):
         return FAMILIES[name or fitting[0]]
@@ -139,7 +139,7 @@ def expressing(m: Model, name: str = "") -> Family:
     raise ConfigError(lines)
 
 
-def _refusals(m: Model, family: Family) -> list[str]:
+def _violations_of_family(m: Model, family: Family) -> list[str]:
     """Return the refusal lines of a family for a model; [] if it expresses the model."""
     try:
         config_of(m, family)

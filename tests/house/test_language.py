@@ -8,12 +8,12 @@ from tests.house.language import RULES, broken
 
 # How often each rule is still broken. Write the new number here when it falls; it must not rise.
 MOST = {
-    "relative_subjects": 13,
-    "dialect": 390,
-    "notes_without_noun": 172,
-    "long_docstrings": 698,
-    "undocumented": 86,
-    "checkers": 10,
+    "relative_subjects": 0,
+    "dialect": 11,
+    "notes_without_noun": 0,
+    "long_docstrings": 398,
+    "undocumented": 0,
+    "checkers": 0,
 }
 
 

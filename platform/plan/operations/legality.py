@@ -86,7 +86,7 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
 
 def _legal_extents(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
     """Return hints on `axes`, whose product does not divide `size`: per axis the extents next below and next above that
-    divide it beside the others, or those of the product if no axis alone can mend it."""
+    divide it beside the others, or the product's extents if a change of one axis cannot."""
     n, hints = planner.mesh.extent(axes), []
     for a in axes:
         own = planner.mesh.axes[a]

@@ -124,18 +124,18 @@ def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(confi
 def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monkeypatch):
     config.checkpoint.every = 1
     with open_crew("inline", job(1)) as crew:
-        assert preflight.refused(crew, config, tmp_path) == {}
+        assert preflight.violations_of_workers(crew, config, tmp_path) == {}
         assert not list(tmp_path.rglob(".probe-*"))
         seen = []
         monkeypatch.setattr(crew, "call", lambda *a: seen.append(list(tmp_path.rglob(".probe-*"))) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            preflight.refused(crew, config, tmp_path)
+            preflight.violations_of_workers(crew, config, tmp_path)
         assert len(seen[0]) == 2 and not list(tmp_path.rglob(".probe-*"))
 
 
 def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path):
     config.checkpoint.on_stop = False
     with open_crew("inline", job(1)) as crew:
-        assert preflight.refused(crew, config, tmp_path) == {}
+        assert preflight.violations_of_workers(crew, config, tmp_path) == {}
         assert proof(config, tmp_path, "x").sees.keys() == {"run.dir"}
     assert open_storage(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()

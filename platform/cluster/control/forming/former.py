@@ -149,7 +149,7 @@ class Former:
         if not new:
             return
         try:
-            refused = preflight.refused(crew, self._config, self._job.run_dir)
+            refused = preflight.violations_of_workers(crew, self._config, self._job.run_dir)
         except ConfigError as error:  # the driver itself cannot write, which does not tell against workers
             if not self._proven:
                 raise

@@ -20,7 +20,7 @@ from platform.train.recovery.proof import proof
 _ALWAYS = {"train.compile": ["auto", "off"], "train.attention_kernel": ["auto", "math"]}  # what every worker can do
 
 
-def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
+def violations_of_workers(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
     """Return rank -> lines on how its environment differs from the driver's (storage, code, versions), for the ranks
     that differ. The probe files that this writes to run directory and checkpoint storage are deleted afterwards. Raise
     ConfigError if the driver itself cannot write them."""
