@@ -135,7 +135,7 @@ def test_what_the_axes_do_not_divide():
 
 def test_a_branch_axis_is_named_by_its_key():
     (line,) = refused(configure("1d", {"t": 2}, branch="dsp", branch_axes={"g": 8}, microbatch=8))
-    assert "model.heads=8" in line and "branch.axes.g x tensor.axes.t" in line
+    assert "model.heads=8" in line and "branch.axes.g=8 x tensor.axes.t=2" in line and "branch.axes.g=4" in line
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 61, 64])

@@ -63,7 +63,9 @@ def test_a_rank_that_shares_memory_stands_for_all_of_its_node():
     compared.train.verify_every = 1
     formed = {1: generation(compared, list(range(8)), shared=True)}
     assert find_source({1: 2}, formed, range(8), 8)[0]
-    source, [reason] = find_source({1: 2}, formed, range(8), 8, {(1, 3)})
+    source, reasons = find_source({1: 2}, formed, range(8), 8, {(1, 3)})
+    assert source and 3 not in source.kept and reasons == []  # others have copies of its shards
+    source, [reason] = find_source({1: 2}, formed, range(8), 8, {(1, member) for member in range(1, 8)})
     assert source is None and reason.startswith("step 2 of generation 1: not all is left of ")
     replicas = configure(data=2)
     replicas.train.verify_every = 1
