@@ -117,13 +117,20 @@ def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
 
 
 def of_rounding(c: Config) -> bool:
-    """Say whether an update looks at a gradient's direction alone, and a gradient of the first step is zero but for
-    rounding, as a query's is where all tokens that it sees are equal."""
+    """Say whether an update looks at a gradient's direction alone, and what rounding left of a zero decides it in some
+    step: an element's sign for Lion, a whole matrix for Muon, as a query's is where all tokens that it sees are equal."""
     if c.optimizer.kind not in ("lion", "muon"):
         return False
-    sizes = {name: float(g.abs().max()) for name, g in alone(c, [range(1, 2)])[0].gradients.items()}
-    directed = make_plan(c).matrices if c.optimizer.kind == "muon" else sizes
-    return any(sizes[name] <= 1e-13 * max(sizes.values()) for name in directed)
+    directed = make_plan(c).matrices if c.optimizer.kind == "muon" else None
+    for step in alone(c, [range(k, k + 1) for k in range(1, c.train.steps + 1)]):
+        sizes = {name: g.abs() for name, g in step.gradients.items()}
+        rounding = 1e-13 * max(float(size.max()) for size in sizes.values())
+        if directed is None:
+            if any(((size > 0) & (size <= rounding)).any() for size in sizes.values()):
+                return True
+        elif any(float(sizes[name].max()) <= rounding for name in directed):
+            return True
+    return False
 
 
 def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:

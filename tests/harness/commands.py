@@ -14,6 +14,7 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.launch import compose, main
+from tests.harness import warm
 
 QUICK = "+experiment=gpt_quick"
 SMALL = "model.layers=1 model.d_model=32 model.length=16 model.vocab=300 eval.every=0 monitor.sample=0".split()
@@ -29,6 +30,11 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT,
     )
+
+
+def warm_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`command` without the seconds in which processes import torch, where what is tested is not how they start."""
+    return warm.run_module("platform.launch", *arguments, cwd=cwd, timeout=TIMEOUT)
 
 
 def in_this_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
