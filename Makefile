@@ -3,6 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
+# Where it is set, each of many processes compiles all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Three workers for two cores, as many tests wait; tests of one group, which start many processes themselves, go to one of
 # them (tests/conftest.py).
 PARALLEL := --numprocesses 3 --dist loadgroup

@@ -100,6 +100,34 @@ def files_composed_once():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server():
+    """Lets the crews of all tests in this process have their workers forked by one server, which has imported torch
+    when the second one starts."""
+    from platform.cluster.crew.launchers import processes
+    from tests.harness import warm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "ForkServer", lambda place: warm.shared())
+        yield
+
+
+@pytest.fixture
+def own_fork_servers(monkeypatch):
+    """Gives each crew a fork server of its own, as a user's has."""
+    from platform.cluster.crew.launchers import forks, processes
+
+    monkeypatch.setattr(processes, "ForkServer", forks.ForkServer)
+
+
+@pytest.fixture
+def warm_server():
+    """Starts the fork server that crews share, before a test lists what runs on this machine."""
+    from tests.harness import warm
+
+    warm.shared()
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Eight gloo processes."""

@@ -94,7 +94,7 @@ class Composer:
     def options(self, group: str) -> list[str]:
         """Return the names of the YAML files in a group, such as "tensor"; [] if there is no such group."""
         if group not in self._options:
-            self._options[group] = loader().get_group_options(group)
+            self._options[group] = loader().repository.get_group_options(group)
         return self._options[group]
 
     def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:

@@ -4,20 +4,6 @@ import pytest
 
 from platform.cluster.crew.base.job import Job
 from platform.config.fields import Config
-from tests.harness import warm
-
-
-@pytest.fixture(scope="session")
-def warm_server():
-    """Runs before what runs on this machine is listed."""
-    warm.shared()
-
-
-@pytest.fixture
-def warm_workers(warm_server, monkeypatch):
-    """Crews of processes share a fork server; in tests/cluster/crew/test_crew.py, and by command, each starts its own,
-    as a user's does."""
-    monkeypatch.setattr("platform.cluster.crew.launchers.processes.ForkServer", lambda place: warm.shared())
 
 
 @pytest.fixture

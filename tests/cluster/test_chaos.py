@@ -98,7 +98,7 @@ def test_replicas_go_one_by_one(tmp_path, survives):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("warm_workers")
+@pytest.mark.usefixtures("warm_server")
 def test_neighbours_that_die_at_once_leave_what_they_held_to_the_others(tmp_path, survives, monkeypatch):
     """Under ZeRO-1, where each rank alone has a quarter of the moments, no copy of it was sent to anybody. The others
     follow rank 0, as in a large world, but for the steps that are saved."""
@@ -122,7 +122,7 @@ def test_a_killed_run_without_snapshots_begins_again(tmp_path):
     assert chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone")) == []
 
 
-@pytest.mark.usefixtures("warm_workers")
+@pytest.mark.usefixtures("warm_server")
 @pytest.mark.parametrize("worker", ["StaleWorker", pytest.param("ForgetfulWorker", marks=pytest.mark.full)])
 def test_a_wrong_recovery_is_found(tmp_path, worker):
     """The control of the comparison."""

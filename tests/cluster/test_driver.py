@@ -15,7 +15,7 @@ from platform.monitor import JsonLines, MetricsLog, MetricsRow
 from tests.doubles.fake_plan import fake_plan, run_fake
 from tests.harness.process_tree import descendants, gone
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("warm_server")
 
 
 def events(config):

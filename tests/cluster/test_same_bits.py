@@ -18,7 +18,7 @@ from platform.monitor import JsonLines, MetricsLog
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import configure
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("warm_server")
 MODEL: dict[str, Any] = {"layers": 1, "d_model": 16, "vocab": 300, "dropout": 0.1, "precision": "fp32"}
 
 

@@ -16,7 +16,7 @@ from tests.harness.process_tree import descendants, gone
 from tests.harness.threads import run_threads
 
 # Of the stage in the middle, which has neighbours on both sides, between the first and the last microbatch.
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("warm_server")
 ACTIONS = {
     "F": "1F2",
     "B": "1B1",

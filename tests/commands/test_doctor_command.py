@@ -4,20 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from platform.monitor import JsonLines
+from tests.harness import warm
 from tests.harness.commands import QUICK, SMALL, TIMEOUT
 
 SICK = "extend=[tests.doubles.sick_worker]"
 
 
 def doctor(*arguments, cwd, **environment):
-    line = [sys.executable, "-m", "platform.doctor", *arguments]
-    return subprocess.run(
-        line, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=TIMEOUT
-    )
+    with mock.patch.dict(os.environ, environment):
+        return warm.run_module("platform.doctor", *arguments, cwd=cwd, timeout=TIMEOUT)
 
 
 def test_a_sick_worker_is_named_in_text_and_nothing_is_left_behind(tmp_path):

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import QUICK, SMALL, TIMEOUT
 from tests.harness.process_tree import descendants, gone
+from tests.harness.warm import Command
 
 COMMAND = (
     "cluster=processes tensor=1d tensor.axes.t=1 parallel.data=2 parallel.zero=1 data=synthetic precision=fp64 "
@@ -30,9 +29,7 @@ def start(tmp_path):
     started = []
 
     def start(*arguments):
-        line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *COMMAND, *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(line, cwd=tmp_path, env=dict(os.environ), **pipes))
+        started.append(Command("platform.launch", QUICK, *SMALL, *COMMAND, *arguments, cwd=tmp_path))
         return started[-1]
 
     yield start

@@ -117,8 +117,7 @@ COVER = [
 def numbers(tmp_path: Path, *arguments: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of five steps."""
     fixed = "train.steps=5 optimizer.warmup_steps=2 parallel.data=1 data=synthetic run.dir=run".split()
-    launch = in_this_process if "cluster=inline" in arguments else command
-    done = launch(QUICK, *SMALL, *fixed, *arguments, cwd=tmp_path)
+    done = in_this_process(QUICK, *SMALL, *fixed, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

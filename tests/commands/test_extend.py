@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness import warm
+from tests.harness.commands import TIMEOUT
 
 MODULE = """
 from pathlib import Path
@@ -44,8 +46,9 @@ def elsewhere(tmp_path: Path) -> Path:
 
 
 def launch(cwd: Path, *arguments: str, module: str = "platform.launch") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, "+experiment=gpt_quick", "--config-dir", "conf", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return warm.run_module(
+        module, "+experiment=gpt_quick", "--config-dir", "conf", *arguments, cwd=cwd, timeout=TIMEOUT
+    )
 
 
 @pytest.mark.full

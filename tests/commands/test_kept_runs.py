@@ -16,7 +16,7 @@ from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, verify
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.monitor import JsonLines, MetricsLog
-from tests.harness.commands import command, in_this_process
+from tests.harness.commands import in_this_process, warm_command
 
 KEPT = sorted(path for path in (Path(__file__).parent / "kept_runs").iterdir() if path.is_dir())
 ONE_PROCESS = ["cluster=inline", "tensor=serial", "parallel.data=1", "parallel.zero=0"]
@@ -75,7 +75,7 @@ def test_a_kept_run_goes_on_and_equals_the_uninterrupted(tmp_path, kept):
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_a_kept_run_goes_on_by_its_own_command(tmp_path, kept):
     run, typed = copied(kept, tmp_path)
-    done = command(*typed, f"run.dir={run}", cwd=tmp_path)
+    done = warm_command(*typed, f"run.dir={run}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     changed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("changed  ")}
     assert changed == {"elastic.faults:", "train.stop_at:"}, done.stdout

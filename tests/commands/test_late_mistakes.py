@@ -3,7 +3,7 @@
 import pytest
 
 from platform.monitor import JsonLines
-from tests.harness.commands import QUICK, SMALL, command
+from tests.harness.commands import QUICK, SMALL, warm_command
 
 RUN = [QUICK, *SMALL, "model.heads=2", "train.steps=40", "train.global_batch=4", "data=synthetic",
        "optimizer.warmup_steps=0", "extend=[late]", "data.objective=late", "checkpoint.every=1", "run.dir=run",
@@ -32,7 +32,7 @@ MISTAKES = {  # the line that makes it -> what is said, once; and how often the 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_step_ends_the_run_of_several_workers(tmp_path, mistake):
     (tmp_path / "late.py").write_text(OWN.replace("MISTAKE", mistake))
-    done = command(*RUN, cwd=tmp_path)
+    done = warm_command(*RUN, cwd=tmp_path)
     reason, times = MISTAKES[mistake]
     journal = JsonLines.read(tmp_path / "run" / "journal.jsonl")
     [end] = [event for event in journal if event["event"] == "gave_up"]

@@ -21,7 +21,7 @@ from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.launch import compose, main
 from platform.monitor import JsonLines, MetricsLog
 from platform.optimizer.learning_rate import learning_rate
-from tests.harness.commands import QUICK, SMALL, TIMEOUT, command, in_this_process, refused
+from tests.harness.commands import QUICK, SMALL, TIMEOUT, in_this_process, refused, warm_command
 
 FIXED = "optimizer.warmup_steps=2 parallel.data=1 data=synthetic precision=fp64 model.dropout=0.1".split()
 STEPS = "train.steps=6"
@@ -37,8 +37,7 @@ def events(run: Path) -> list[str]:
 
 
 def train(cwd: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    processes = {"cluster=processes", "cluster=local"} & {*arguments}
-    launch = command if processes else in_this_process
+    launch = warm_command if "cluster=local" in arguments else in_this_process
     done = launch(QUICK, *SMALL, *FIXED, *arguments, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     return done
@@ -120,7 +119,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
     last = numbers(tmp_path / "run")[-1][0]
     assert process.returncode == 75, out
     assert f"stopped by SIGTERM after step {last}: the same command continues after step {last}" in out
-    again = command(QUICK, *SMALL, *FIXED, *arguments, f"train.stop_at={last + 2}", cwd=tmp_path)
+    again = warm_command(QUICK, *SMALL, *FIXED, *arguments, f"train.stop_at={last + 2}", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert [row[0] for row in numbers(tmp_path / "run")] == list(range(1, last + 3))
 

@@ -13,7 +13,7 @@ from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import JsonLines, MetricsLog
 from platform.weights.averages import with_averages
-from tests.harness.commands import QUICK, SMALL, command, in_this_process, refused
+from tests.harness.commands import QUICK, SMALL, in_this_process, refused, warm_command
 
 FIXED = (
     "data=synthetic precision=fp64 checkpoint.every=100 eval.every=2 eval.batches=1 train.steps=8"
@@ -26,8 +26,7 @@ SHARDS = "cluster=processes tensor=serial parallel.data=2 parallel.zero=3 elasti
 
 
 def train(cwd: Path, *arguments: str) -> list[dict]:
-    launch = in_this_process if "cluster=inline" in arguments else command
-    done = launch(QUICK, *SMALL, "model.layers=2", *FIXED, *arguments, cwd=cwd)
+    done = in_this_process(QUICK, *SMALL, "model.layers=2", *FIXED, *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     [run] = [a.removeprefix("run.dir=") for a in arguments if a.startswith("run.dir=")]
     return MetricsLog.read(cwd / run / "metrics.jsonl")
@@ -114,7 +113,7 @@ def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
     texts = ["eval.every=2", "eval.prompts=[ab,'a wolf, and']", "eval.prompt_tokens=3", "train.steps=4", "run.dir=r"]
     for how in (ONE, "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1".split()):
         more = ["data=synthetic", "precision=fp64", *texts, *how, f"run.dir={how[1]}"]
-        done = command(QUICK, *SMALL, *more, cwd=tmp_path)
+        done = warm_command(QUICK, *SMALL, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     found = [[e for e in JsonLines.read(p) if e["event"] == "sampled"] for p in tmp_path.glob("*/journal.jsonl")]
     told = [[(e["step"], e["prompt"], e["text"]) for e in events] for events in found]

@@ -117,8 +117,8 @@ def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
 
 
 def of_rounding(c: Config) -> bool:
-    """Say whether an update looks at a gradient's direction alone, and what rounding left of a zero decides it in some
-    step: an element's sign for Lion, a whole matrix for Muon, as a query's is where all tokens that it sees are equal."""
+    """Say whether an update looks at a gradient's direction alone, and rounding of a zero decides it in some step: the
+    sign of an element for Lion, a whole matrix for Muon, as a query's is where all tokens that it sees are equal."""
     if c.optimizer.kind not in ("lion", "muon"):
         return False
     directed = make_plan(c).matrices if c.optimizer.kind == "muon" else None

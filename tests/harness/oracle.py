@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,8 +57,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@cache
+def text(group: str, option: str) -> str:
+    """What a file of conf/ says, as JSON: much is configured while tests are collected, and YAML is read slowly."""
+    return json.dumps(yaml.safe_load((CONF / group / f"{option}.yaml").read_text()))
+
+
 def read(group: str, option: str) -> dict[str, Any]:
-    return yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+    return json.loads(text(group, option))
 
 
 def configure(

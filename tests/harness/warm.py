@@ -12,7 +12,7 @@ import sys
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkstemp
 
 from platform.cluster.crew.base.job import Assignment
 from platform.cluster.crew.launchers import fork_server, processes
@@ -44,36 +44,69 @@ def shared() -> Shared:
     return Shared(place)
 
 
+class Command(CONTEXT.Process):  # type: ignore[misc, name-defined]
+    """`python -m module arguments` (or the script of a path that ends in .py) in the folder `cwd`, with this process's
+    environment: forked, as its fork server is. Has the methods of `subprocess.Popen` that tests call; what it prints to
+    both streams goes to files, and `communicate` returns it."""
+
+    def __init__(self, module: str, *arguments: str, cwd: Path):
+        self._printed = [Path(name) for _, name in (mkstemp(), mkstemp())]
+        super().__init__(target=_run, args=(module, arguments, cwd, dict(os.environ), self._printed))
+        start()
+        self.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout or 0.0, *self.printed())
+        return self.exitcode
+
+    def printed(self) -> tuple[str, str]:
+        """Return what it has printed so far to stdout and to stderr."""
+        out, error = (path.read_text() for path in self._printed)
+        return out, error
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.printed()
+
+
 def run_module(module: str, *arguments: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module arguments` in the folder `cwd`, as `subprocess.run` does, in a process that is forked, as
-    its fork server is. Raises subprocess.TimeoutExpired after `timeout` seconds."""
-    start()
-    with TemporaryDirectory() as folder:
-        out, error = Path(folder, "out"), Path(folder, "error")
-        process = CONTEXT.Process(target=_run, args=(module, arguments, cwd, dict(os.environ), (out, error)))
-        process.start()
-        process.join(timeout)
-        status = process.exitcode
-        if status is None:
-            process.kill()
-            raise subprocess.TimeoutExpired([module, *arguments], timeout, out.read_text(), error.read_text())
-        return subprocess.CompletedProcess(arguments, status, out.read_text(), error.read_text())
+    """Run a `Command` as `subprocess.run` does. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+    command = Command(module, *arguments, cwd=cwd)
+    try:
+        return subprocess.CompletedProcess(arguments, command.wait(timeout), *command.printed())
+    finally:
+        command.kill()
 
 
-def _run(
-    module: str, arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], streams: tuple[Path, Path]
-) -> None:
+def _run(module: str, arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], printed: list[Path]) -> None:
     """Be the command, in a process just forked."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    for number, path in enumerate(streams, start=1):
+    for number, path in enumerate(printed, start=1):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
-    sys.argv, sys.path[:] = [module, *arguments], [str(cwd), *sys.path]
+    sys.argv = [module, *arguments]
     processes.ForkServer = Forking  # type: ignore[misc]
-    sys.modules.pop(module, None)  # as none has imported it before it runs
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        sys.path.insert(0, str(Path(module).resolve().parent))
+        runpy.run_path(module, run_name="__main__")
+    else:
+        sys.path.insert(0, str(cwd))
+        sys.modules.pop(module, None)  # as none has imported it before it runs
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class Forking(ForkServer):

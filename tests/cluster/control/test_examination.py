@@ -8,7 +8,7 @@ import pytest
 from platform.cluster.control.forming.examination import examine
 from platform.cluster.crew.open import open_crew
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("warm_server")
 SICK = "tests.doubles.sick_worker:SickWorker"
 
 

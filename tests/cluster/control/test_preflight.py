@@ -16,7 +16,7 @@ from platform.train.recovery.proof import proof, source_digest, versions
 from tests.doubles.fake_plan import run_fake
 from tests.harness.process_tree import descendants, gone
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("warm_server")
 OWN = Proof(
     node="head",
     sees={"run.dir": "11", "checkpoint.url": "22"},

@@ -23,6 +23,7 @@ def formed(crew, job, numbers=None, generation=1):
     return crew.call("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
 
 
+@pytest.mark.usefixtures("own_fork_servers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crew_calls_every_rank_and_leaves_nothing_behind(kind, job, tmp_path):
     before = descendants()
@@ -44,6 +45,7 @@ def test_a_crew_calls_every_rank_and_leaves_nothing_behind(kind, job, tmp_path):
     crew.close()  # once more does nothing
 
 
+@pytest.mark.usefixtures("warm_server")
 @pytest.mark.parametrize("kind", SEEN_ELSEWHERE)
 def test_the_first_failure_is_raised_while_the_others_hang(kind, job, tmp_path):
     before = descendants()

@@ -77,7 +77,7 @@ def test_a_driver_with_thousands_of_open_files(server, dialled):
         assert worker.ended(20) == "the process was killed by SIGKILL"
 
 
-@pytest.mark.usefixtures("warm_workers")
+@pytest.mark.usefixtures("warm_server")
 def test_workers_have_the_environment_and_the_path_of_now(job, monkeypatch, tmp_path):
     (tmp_path / "written_late.py").write_text("""
 import os
@@ -93,6 +93,7 @@ class Late(FakeWorker):
         assert crew.call("place") == ["ä"]
 
 
+@pytest.mark.usefixtures("own_fork_servers")
 def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(job):
     with open_crew("processes", job(2)) as crew:
         server = crew._launcher._server._process.pid

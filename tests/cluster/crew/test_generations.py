@@ -11,7 +11,7 @@ from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.crew.open import open_crew
 from tests.harness.process_tree import descendants, gone
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("warm_server")
 KINDS = ["processes", pytest.param("local", marks=[pytest.mark.ray, pytest.mark.full])]
 
 

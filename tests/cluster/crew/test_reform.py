@@ -15,7 +15,7 @@ from platform.train.protocol.replies import Taken
 from tests.cluster.crew.test_generations import fails, form
 from tests.harness.oracle import configure
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("warm_server")
 
 
 def left(tmp_path, generation, count, seconds):
