@@ -40,6 +40,32 @@ def pytest_collection_finish() -> None:
 
 
 EVERY_ONE = "`make test-all` runs every one"
+THINNED = ROOT / "tests" / "thinned.yaml"  # file -> test -> of so many cases `make test` runs one; 0: of none
+
+
+def thin(items: list[pytest.Item]) -> None:
+    """Mark `full` what THINNED leaves out: of a pairwise cover its last cases, which have the fewest new pairs, of
+    other tests every case but each N-th. How many of how many are left is printed at the end."""
+    import yaml
+
+    families: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("full"):
+            families.setdefault((item.location[0], getattr(item, "originalname", "")), []).append(item)
+    ran = of = 0
+    for file, tests in yaml.safe_load(THINNED.read_text()).items():
+        for name, every in tests.items():
+            cases = families.get((file, name), [])
+            counted = cases and cases[0].get_closest_marker("counted")
+            kept = [] if not every else cases[: -(-len(cases) // every)] if counted else cases[::every]
+            ran, of = ran + len(kept), of + len(cases)
+            for case in cases:
+                if case not in kept:
+                    case.add_marker(pytest.mark.full)
+                elif counted:
+                    case.add_marker(pytest.mark.counted(counted.args[0], len(kept), counted.args[2]), append=False)
+    first = next(iter(families.values()))[0]
+    first.user_properties.append(("count", (f"tests of {THINNED.relative_to(ROOT)}", ran, of, EVERY_ONE)))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that use the pool of processes or start Ray are of the group of those that start many; the others are of
     that of their file or folder in GROUPS, or of their file. Tests marked `gpu` are skipped where there is none; torch
     is imported only if there is one to skip."""
+    if items and items[0].config.option.markexpr == "not full":
+        thin(items)
     for item in items:
         many = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ray")
         listed = GROUP_OF.get(item.path.name) or GROUP_OF.get(item.path.parent.name)

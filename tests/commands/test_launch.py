@@ -13,7 +13,6 @@ from platform.composition.arguments import experiment_of
 from platform.config.groups.train_group import Eval
 from platform.launch import main
 from tests.harness.commands import QUICK, command
-from tests.harness.suite import thinned
 
 
 @pytest.fixture
@@ -248,17 +247,15 @@ def test_the_command_itself(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    thinned(
-        [
-            "['--help']",
-            "['--cfg', 'job']",
-            f"['{QUICK}', 'train.steps=0']",
-            f"['{QUICK}', 'elastic.max_workers=1']",
-            f"['{QUICK}', 'data=text', 'data.path=/nowhere']",
-            f"['{QUICK}', 'parallel.data=-1', 'tensor.axes.t=3']",
-            f"['{QUICK}', 'checkpoint.resume=/nowhere', 'cluster=processes']",
-        ]
-    ),
+    [
+        "['--help']",
+        "['--cfg', 'job']",
+        f"['{QUICK}', 'train.steps=0']",
+        f"['{QUICK}', 'elastic.max_workers=1']",
+        f"['{QUICK}', 'data=text', 'data.path=/nowhere']",
+        f"['{QUICK}', 'parallel.data=-1', 'tensor.axes.t=3']",
+        f"['{QUICK}', 'checkpoint.resume=/nowhere', 'cluster=processes']",
+    ],
 )
 def test_short_answers_import_nothing_heavy(tmp_path, arguments):
     heavy = "bool({'torch', 'ray', 'wandb'} & set(sys.modules))"

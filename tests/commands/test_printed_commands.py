@@ -15,7 +15,6 @@ from platform.monitor import MetricsLog
 from platform.planning.make_plan import make_plan
 from tests.commands.test_extend import MODULE, SCHEME
 from tests.harness.commands import QUICK, in_this_process
-from tests.harness.suite import thinned
 
 INLINE = ["cluster=inline", "tensor=serial", "parallel.data=1", "cluster.device=cpu"]
 SIZES = ["train.global_batch=2", "train.microbatch=2", "model.d_model=12", "model.heads=3", "model.length=8"]
@@ -90,7 +89,7 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize("typed", thinned(TYPED), ids=" ".join)
+@pytest.mark.parametrize("typed", TYPED, ids=" ".join)
 def test_next_is_legal_for_the_model_at_hand(folder, monkeypatch, typed):
     from platform.launch import command_of
 

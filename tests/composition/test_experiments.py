@@ -8,7 +8,7 @@ import pytest
 from platform.launch import CONF, compose
 from platform.planning.make_plan import make_plan
 from tests.harness.pairwise import cover, product
-from tests.harness.suite import suite, thinned
+from tests.harness.suite import suite
 from tests.weights.written import written
 
 EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
@@ -49,7 +49,7 @@ def test_what_runs_for_hours_saves_by_the_clock():
 OPTIONS = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml"))]
 
 
-@pytest.mark.parametrize("chosen", thinned(OPTIONS), ids="-".join)
+@pytest.mark.parametrize("chosen", OPTIONS, ids="-".join)
 def test_every_file_says_what_it_is_and_composes(chosen, tmp_path):
     group, option = chosen
     assert (CONF / group / f"{option}.yaml").read_text().startswith("# ")

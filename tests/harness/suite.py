@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,12 +21,6 @@ def suite(what: str, cases: Sequence[Case], chosen: Sequence[Case] | None = None
         return pytest.mark.counted(what, len(few), len(cases))(pytest.mark.parametrize("case", few + rest)(test))
 
     return decorate
-
-
-def thinned(values: Iterable[Any], every: int = 2) -> list[Any]:
-    """Return the values as parameters of a test, of which `make test` runs each `every`-th: the others, which differ
-    from these in little, are marked `full`."""
-    return [pytest.param(value, marks=pytest.mark.full if i % every else ()) for i, value in enumerate(values)]
 
 
 def title(case: Case) -> str:

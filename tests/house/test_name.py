@@ -172,7 +172,7 @@ def test_pytest_in_an_uninstalled_checkout(bare, root, elsewhere):
     (elsewhere / "conftest.py").write_text(
         conftest.replace("Path(__file__).resolve().parent.parent", f"Path({str(root)!r})")
     )
-    succeed(bare, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, cwd=elsewhere)
+    succeed(bare, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={root}", test, cwd=elsewhere)
 
 
 @pytest.mark.ray

@@ -25,7 +25,6 @@ from platform.planning.make_plan import make_plan
 from platform.train.worker import Worker
 from tests.harness.meta import OneAttention, alone
 from tests.harness.oracle import MODELS, Result, compute, configure, run
-from tests.harness.suite import thinned
 
 COMMON: dict[str, Any] = {"precision": "fp32", "dropout": 0.1, "layers": 3, "global_batch": 8, "microbatch": 1}
 PLANS: dict[str, dict[str, Any]] = {
@@ -189,7 +188,7 @@ WALKED = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(WALKED))
+@pytest.mark.parametrize("name", WALKED)
 def test_every_operation_of_a_step_has_a_fixed_order(name):
     """As on a GPU: on tensors without memory, attention as one kernel."""
     with alone(configure(**WALKED[name]), 0, []) as trainer, Walk() as walk, OneAttention():

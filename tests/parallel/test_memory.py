@@ -15,7 +15,6 @@ from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from tests.harness.oracle import MODELS, configure, trainer_of
-from tests.harness.suite import thinned
 from tests.harness.threads import run_threads
 
 SCHEMES: list[tuple[str, dict[str, int]]] = [
@@ -58,7 +57,7 @@ def measured(c) -> tuple[Any, list[int]]:
     return plan, run_threads(plan.mesh, lambda communicator: measure(trainer(communicator), c.seed))
 
 
-@pytest.mark.parametrize("case", thinned([(*scheme, model) for scheme in SCHEMES for model in MODELS], 3), ids=str)
+@pytest.mark.parametrize("case", [(*scheme, model) for scheme in SCHEMES for model in MODELS], ids=str)
 def test_saved_for_backward(case):
     scheme, axes, model = case
     c = configure(scheme, axes, **MODELS[model])

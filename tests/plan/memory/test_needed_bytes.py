@@ -13,7 +13,6 @@ from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
 from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure
-from tests.harness.suite import thinned
 
 MODEL: dict[str, Any] = {"layers": 3, "d_model": 64, "length": 32, "vocab": 256, "heads": 4, "precision": "fp32"}
 STAGES: dict[str, Any] = {"stages": 2, "microbatch": 2, "global_batch": 16, "layers": 4}
@@ -73,7 +72,7 @@ def configured(kernel: str = "auto", **more: Any):
     return c
 
 
-@pytest.mark.parametrize("name", thinned(PLANS))
+@pytest.mark.parametrize("name", PLANS)
 def test_what_is_needed_is_what_is_held(name):
     """Within 5 % of the largest worker's peak; and when a step is done, nothing of it lives on."""
     holds(configured(**PLANS[name]))
@@ -88,7 +87,7 @@ def test_of_adafactor(more):
     holds(c)
 
 
-@pytest.mark.parametrize("name", thinned(ATTENTION))
+@pytest.mark.parametrize("name", ATTENTION)
 def test_so_it_is_in_every_kernel_of_attention(name):
     holds(configured(**{**LONG, **ATTENTION[name]}))
 
@@ -143,7 +142,7 @@ def optimized(kind: str, **more: Any):
 
 
 @pytest.mark.parametrize("divided", DIVIDED)
-@pytest.mark.parametrize("kind", thinned(OPTIMIZED))
+@pytest.mark.parametrize("kind", OPTIMIZED)
 def test_so_it_is_with_every_optimizer(kind, divided):
     """Whose temporary memory is what weighs, where a batch is small."""
     holds(optimized(kind, **DIVIDED[divided]))

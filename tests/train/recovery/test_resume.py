@@ -20,7 +20,6 @@ from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
 from tests.harness.oracle import configure, trainer_of
-from tests.harness.suite import thinned
 from tests.harness.threads import run_threads
 
 COMMON = {"kv_heads": 4, "vocab": 61, "global_batch": 4, "microbatch": 2, "dropout": 0.1, "layers": 4}
@@ -182,7 +181,7 @@ def test_the_same_plan_goes_on_bit_by_bit(runs, name):
     same(runs, name)
 
 
-@pytest.mark.parametrize("pair", thinned(RING), ids=" -> ".join)
+@pytest.mark.parametrize("pair", RING, ids=" -> ".join)
 def test_another_plan_goes_on_with_the_same_numbers(runs, pair, record_count):
     record_count("training continued under another plan", len(RING[::2]), len(PAIRS))
     other(runs, *pair)
