@@ -118,19 +118,21 @@ def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
 
 def of_rounding(c: Config) -> bool:
     """Say whether an update looks at a gradient's direction alone, and rounding of a zero decides it in some step: the
-    sign of an element for Lion, a whole matrix for Muon, as a query's is where all tokens that it sees are equal."""
+    sign of an element for Lion, a whole matrix for Muon, as a query's is where all tokens that it sees are equal. It
+    shows as a gradient that is tiny, or as other weights after initial ones that differ in their last bit."""
     if c.optimizer.kind not in ("lion", "muon"):
         return False
-    directed = make_plan(c).matrices if c.optimizer.kind == "muon" else None
-    for step in alone(c, [range(k, k + 1) for k in range(1, c.train.steps + 1)]):
+    steps = [range(k, k + 1) for k in range(1, c.train.steps + 1)]
+    matrices = set(make_plan(c).matrices)
+    for step in (found := alone(c, steps)):
         sizes = {name: g.abs() for name, g in step.gradients.items()}
         rounding = 1e-13 * max(float(size.max()) for size in sizes.values())
-        if directed is None:
-            if any(((size > 0) & (size <= rounding)).any() for size in sizes.values()):
-                return True
-        elif any(float(sizes[name].max()) <= rounding for name in directed):
+        if c.optimizer.kind == "lion" and any(((g > 0) & (g <= rounding)).any() for g in sizes.values()):
             return True
-    return False
+        if c.optimizer.kind == "muon" and any(float(sizes[name].max()) <= rounding for name in matrices):
+            return True
+    nudged = alone(c, steps, nudge=2.0**-52)[-1]
+    return any(float((w - nudged.final[name]).abs().max()) > 1e-9 for name, w in found[-1].final.items())
 
 
 def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
