@@ -71,16 +71,19 @@ def thin(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that use the pool of processes or start Ray are of the group of those that start many; the others are of
-    that of their file or folder in GROUPS, or of their file. Tests marked `gpu` are skipped where there is none; torch
-    is imported only if there is one to skip."""
+    that of their file or folder in GROUPS, or of their file. Groups of GROUPS come first, as they take longest. Tests
+    marked `gpu` are skipped where there is none; torch is imported only if there is one to skip."""
     if items and items[0].config.option.markexpr == "not full":
         thin(items)
+    order = {}
     for item in items:
         many = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ray")
-        listed = GROUP_OF.get(item.path.name) or GROUP_OF.get(item.path.parent.name)
-        item.add_marker(pytest.mark.xdist_group("processes" if many else listed or item.path.stem))
+        listed = "processes" if many else GROUP_OF.get(item.path.name) or GROUP_OF.get(item.path.parent.name)
+        item.add_marker(pytest.mark.xdist_group(listed or item.path.stem))
+        order[item] = [*GROUPS].index(listed) if listed else len(GROUPS)
         if counted := item.get_closest_marker("counted"):
             item.user_properties.append(("count", (*counted.args, EVERY_ONE)))
+    items.sort(key=order.__getitem__)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch

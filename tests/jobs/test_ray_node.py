@@ -209,9 +209,10 @@ def test_a_node_hears_that_the_job_is_over(node, tmp_path, how):
 def test_what_cleans_up_outlives_a_signal_to_every_process(node):
     """As some schedulers send it."""
     with RayNode(node) as there:
-        [cleaner] = [
-            pid for pid, above in parents().items() if above == os.getpid() and there.directory in _command(pid)
-        ]
+        mine = lambda: [pid for pid, above in parents().items() if above == os.getpid()]  # noqa: E731
+        while not (found := [pid for pid in mine() if there.directory in _command(pid)]):
+            time.sleep(0.01)  # its command line shows a moment after it has begun
+        [cleaner] = found
         while not int(_status(cleaner).split()[1], 16) >> signal.SIGTERM - 1 & 1:  # it has come so far as to ignore it
             time.sleep(0.01)
         os.kill(cleaner, signal.SIGTERM)
