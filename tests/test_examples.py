@@ -43,7 +43,7 @@ def test_an_example_is_short_and_says_what_it_shows(path):
 
 
 COLD = "own_model"  # as a user starts it; the others by what has imported torch
-QUICK = ("one_block", "own_model", "own_schedule")  # the others take as long each; `make test-all` runs all
+QUICK = ("one_block", "own_model")  # the others take as long each; `make test-all` runs all
 RUN = [pytest.param(p, marks=() if p.stem in QUICK else pytest.mark.full, id=p.stem) for p in EXAMPLES]
 
 
