@@ -17,7 +17,7 @@ from tests.fuzz.draw_data import SOURCES, TEXTUAL
 from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS
 from tests.fuzz.runner import run
 
-SEED, COUNT, HALF = 0, 130, 26
+SEED, COUNT, HALF = 0, 130, 13
 PARTS, EACH = 20, 250  # one part stays within the time limit of a test
 
 

@@ -3,12 +3,10 @@ counts."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
+from itertools import count
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -18,25 +16,10 @@ from platform.checkpoint.blocks.placement import Block, HeldTensor
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.shared_memory import SharedMemory
 from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
+from tests.harness import warm
 
 SHAPE, TENSORS = (1 << 10, 1 << 10), 4
 STATE = [HeldTensor(f"w{i}", "float32", SHAPE, {Box.whole(SHAPE): (0,)}) for i in range(TENSORS)]
-TORN = """
-from platform.checkpoint.in_memory.snapshots import Snapshot
-Snapshot.begin = lambda self: None
-"""
-WRITER = """
-import sys
-from itertools import count
-from tests.checkpoint.in_memory.test_death_while_writing import SHAPE, STATE, SharedMemory, RankSnapshots, blocks, held
-memory = SharedMemory.create()
-mine = RankSnapshots(held(), 0, {0: memory})
-print(*memory.address, flush=True)
-for step in count(1):
-    mine.hold(step, blocks(step), {"step": step}, lambda sent, received: None)
-    if step == 2:
-        print("both are there", flush=True)
-"""
 
 
 def held() -> MemoryMap:
@@ -47,15 +30,30 @@ def blocks(step: int) -> list[Block]:
     return [Block(tensor.name, Box.whole(SHAPE), torch.full(SHAPE, float(step))) for tensor in STATE]
 
 
-def left_behind(patch: str) -> list[Snapshot]:
+def write(pipe: Connection, says: bool) -> None:
+    """Take one snapshot after the other. `says`: a snapshot says that it is being written to."""
+    if not says:
+        Snapshot.begin = lambda self: None
+    memory = SharedMemory.create()
+    mine = RankSnapshots(held(), 0, {0: memory})
+    pipe.send(memory.address)
+    for step in count(1):
+        mine.hold(step, blocks(step), {"step": step}, lambda sent, received: None)
+        if step == 2:
+            pipe.send("both are there")
+
+
+def left_behind(says: bool = True) -> list[Snapshot]:
     """The two snapshots in the memory of a process that is killed at a random moment."""
-    writer = subprocess.Popen([sys.executable, "-c", patch + WRITER], stdout=subprocess.PIPE, text=True)
-    memory = SharedMemory.find([int(word) for word in writer.stdout.readline().split()])
-    assert memory and writer.stdout.readline() == "both are there\n"
+    ours, theirs = warm.CONTEXT.Pipe()
+    warm.start()
+    writer = warm.CONTEXT.Process(target=write, args=(theirs, says), daemon=True)
+    writer.start()
+    memory = SharedMemory.find(ours.recv())
+    assert memory and ours.recv() == "both are there"
     time.sleep(random.uniform(0.0, 0.1))
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.wait()
-    writer.stdout.close()
+    writer.kill()
+    writer.join()
     return list(RankSnapshots(held(), 1, {0: memory})._of(0))
 
 
@@ -71,8 +69,8 @@ def torn(snapshots: list[Snapshot]) -> int:
 
 def test_nothing_torn_is_trusted():
     incomplete = 0
-    for _ in range(10):
-        snapshots = left_behind("")
+    for _ in range(40):
+        snapshots = left_behind()
         whole = [snapshot for snapshot in snapshots if snapshot.step is not None]
         assert whole and torn(snapshots) == 0, "the step before is whole, whenever it dies"
         assert len({snapshot.step for snapshot in whole}) == len(whole)
@@ -82,9 +80,8 @@ def test_nothing_torn_is_trusted():
     assert incomplete, "it died while it wrote"
 
 
-@pytest.mark.full
 def test_negative_control_what_does_not_say_that_it_is_written_to_is_found_torn():
-    assert any(torn(left_behind(TORN)) for _ in range(25))
+    assert any(torn(left_behind(says=False)) for _ in range(25))
 
 
 def test_who_lacks_the_step_is_not_read():
