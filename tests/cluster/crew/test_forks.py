@@ -34,13 +34,13 @@ def server(job):
 @pytest.fixture
 def dialled(server, job):
     """`dialled()`: a worker forked just now, which has dialled and waits for the driver's greeting; its process id."""
-    with socket.create_server(("127.0.0.1", 0)) as driver:
+    with socket.create_server(("127.0.0.1", 0)) as driver, ExitStack() as connections:
         driver.settimeout(60)
 
         def fork():
             before = descendants()
             forked = server.fork(place(job), driver.getsockname(), "0" * 64)
-            driver.accept()
+            connections.enter_context(driver.accept()[0])  # a worker ends when the driver hangs up
             (pid,) = {pid for pid, parent in parents().items() if parent == server._process.pid} - before
             return forked, pid
 
