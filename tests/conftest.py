@@ -33,6 +33,17 @@ GROUPS = {
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 
 
+NOT_FULL = "not full"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave the cases that `make test` does not run out of its collection, which every process of it makes."""
+    if config.option.markexpr == NOT_FULL:
+        from tests.harness import suite
+
+        suite.full = False
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests live as long as the session: the garbage collector need not look at them again and again."""
     gc.collect()
@@ -73,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that use the pool of processes or start Ray are of the group of those that start many; the others are of
     that of their file or folder in GROUPS, or of their file. Groups of GROUPS come first, as they take longest. Tests
     marked `gpu` are skipped where there is none; torch is imported only if there is one to skip."""
-    if items and items[0].config.option.markexpr == "not full":
+    if items and items[0].config.option.markexpr == NOT_FULL:
         thin(items)
     order = {}
     for item in items:
