@@ -18,8 +18,8 @@ from platform.data.mixture import DataSource, naming, shares_of, sources_of, tur
 from platform.data.objectives import Objective, SampleShape
 from platform.data.own_objective import OwnObjective, make_objective
 from platform.data.permutation import mix, order
-from platform.data.sources.document_entry import write_tokens
-from platform.data.sources.stream_blocks import BlockReader, is_streamed
+from platform.data.sources.source_kind import kind_of
+from platform.data.sources.stream_blocks import is_streamed
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
 from platform.data.tokens import cache, entry, packing
@@ -345,10 +345,10 @@ def _streamed(
     """Return the training tokens of a source that is streamed, whose `head` is in the cache. Raises ConfigError if its
     files are not there."""
 
-    kind = entry.kind_of(data)
+    kind = kind_of(data)
 
     def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
-        return write_tokens(kind.form, folder, vocabulary, vocab, [(iter(documents), 0), (iter(()), 0)])
+        return kind.write_tokens(folder, vocabulary, vocab, [(iter(documents), 0), (iter(()), 0)])
 
     def cut(place: Path, found: TokenFiles) -> Any:
         train = {TRAIN: entry.streams_of(place, found, vocab)[TRAIN]}
@@ -359,7 +359,7 @@ def _streamed(
     decisive = [head.name, rows, length, type(goal).__name__, objective.needs, begin]
     return StreamedTokens(
         folder=head.parent / cache.hash_of(["blocks", *decisive]),
-        reader=BlockReader(kind.form, kind.find(data), data),
+        reader=kind.blocks(kind.find(data), data),
         write=write,
         read=partial(entry.read_entry, vocab=vocab),
         cut=cut,

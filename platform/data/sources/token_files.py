@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.documents import open_regular
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, violation
 from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, RemoteFile, content_hash, ending, naming_file, size_of, stamp
 from platform.data.reading.listing import find_files
 from platform.data.reading.record_files import ROWS
-from platform.data.sources.document_entry import Documents, Encoded, Form, write_documents
-from platform.data.sources.source_kind import SourceKind, check_largest, held_files, violations_of_finding
+from platform.data.sources.source_kind import KINDS, Encoded, SourceKind, check_largest, held_files
+from platform.data.sources.stream_blocks import Documents, is_streamed
 from platform.data.vocabulary import Vocabulary
 from platform.plan.language.numbers import count_of
 
@@ -106,7 +106,11 @@ def token_files(data: Data) -> list[DataFile]:
     """Find the files of data=tokens: .bin, or records with lists of tokens in `data.field`. Raises ConfigError."""
     if not data.path:
         raise ConfigError("data.path: data=tokens needs a file, a folder or a glob")
-    return [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    found = [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    if is_streamed(data) and not all(ending(file) in ROWS for file in found):
+        reason = ".bin files are read where they lie, without a copy"
+        raise ConfigError(violation("data.streaming", True, reason, [False]))
+    return found
 
 
 def index_of(file: Path) -> Path | None:
@@ -230,27 +234,10 @@ _WHOLE = 8 << 30  # bytes of the .bin files of a source that are read as a whole
 Ids = NDArray[np.int64]
 
 
-def _held(data: Data) -> list[DataFile]:
-    return held_files(data, ENDINGS)
-
-
-def _violations_of_tokens(data: Data) -> list[str]:
-    """Return one refusal line per mistake in files of tokens that shows without reading them all."""
-    lines = violations_of_finding(token_files, data) or violations_of_finding(_held, data)
-    for file in [] if lines else [*token_files(data), *_held(data)]:
-        lines += violations_of_finding(lambda data, file=file: _begin(file, data), data)  # type: ignore[misc]
-    return lines
-
-
-def _begin(file: DataFile, data: Data) -> None:
-    """Read the beginning of a file of tokens. Raises ConfigError for a fault in it."""
-    next(read_tokens([file], data), None) if ending(file) in ROWS else locate(file, data)
-
-
 def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return what decides which tokens files hold: the contents of them and of their indices, and how they are read. Of
     more .bin than are read as a whole, size and parts stand for the content."""
-    whole = _read_whole([*files, *(others := _held(data))])
+    whole = _read_whole([*files, *(others := held_files(data, ENDINGS))])
 
     def hashes(some: Sequence[DataFile]) -> list[list[Any]]:
         each = [(file, [index] if isinstance(file, Path) and (index := index_of(file)) else []) for file in some]
@@ -264,22 +251,6 @@ def _read_whole(files: Sequence[DataFile]) -> bool:
     """Return True if .bin files are short enough to be read as a whole before a run; the tokens of longer ones are
     checked when they are trained on."""
     return sum(size_of(file) for file in files if ending(file) not in ROWS) <= _WHOLE
-
-
-def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None) -> dict[str, Any]:
-    """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
-    tokens.bin for records; .bin files are only named. Return its description. Raises ConfigError, for tokens that a
-    vocabulary of `vocab` entries does not have too."""
-    others = _held(data)
-    forms = {ending(file) in ROWS for file in (*files, *others)}
-    if len(forms) > 1:
-        raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
-    if True in forms:
-        form = replace(RECORDS, read=partial(read_tokens, vocab=vocab))
-        return write_documents(form, folder, files, data, vocab, given)
-    if given:
-        given.save(folder)
-    return _name(folder, files, others, data, vocab)
 
 
 def _name(
@@ -316,11 +287,14 @@ def _splits(trained: int, end: int) -> dict[str, list[int]]:
 def read_tokens(
     files: Sequence[DataFile], data: Data, key: str = "data.path", vocab: int = 1 << 31
 ) -> Iterator[tuple[int, Ids]]:
-    """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. Raises
-    ConfigError, naming the file, by the `key` that leads to it, and the place, for a value that is no list of tokens of
-    the vocabulary."""
+    """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. A .bin, which
+    is read in place, is only located. Raises ConfigError, naming the file, by the `key` that leads to it, and the
+    place, for a value that is no list of tokens of the vocabulary."""
     number = 0
     for file in files:
+        if ending(file) not in ROWS:
+            locate(file, data)
+            continue
         with naming_file(file, key):
             for place, values in ROWS[ending(file)](file, [data.field]):
                 if data.field not in values:
@@ -350,5 +324,26 @@ def _array(given: Any) -> Ids | None:
     return np.array(given, np.int64)
 
 
-RECORDS = Form(read_tokens, encode_tokens, endings=ENDINGS, starts=True)
-TOKENS = SourceKind(find=token_files, check=_violations_of_tokens, decisive=_options, write=_write, form=RECORDS)
+@dataclass(frozen=True)
+class TokenKind(SourceKind):
+    """Kind of source of tokens made by other programs."""
+
+    def write_entry(
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+    ) -> dict[str, Any]:
+        """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
+        tokens.bin for records; .bin files are only named. Return its description. Raises ConfigError, for tokens that a
+        vocabulary of `vocab` entries does not have too."""
+        others = self.held(data)
+        forms = {ending(file) in ROWS for file in (*files, *others)}
+        if len(forms) > 1:
+            raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
+        if True in forms:
+            kind = replace(self, read=partial(read_tokens, vocab=vocab))
+            return SourceKind.write_entry(kind, folder, files, data, vocab, given)
+        if given:
+            given.save(folder)
+        return _name(folder, files, others, data, vocab)
+
+
+KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _options, endings=ENDINGS, starts=True)
