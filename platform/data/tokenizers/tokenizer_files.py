@@ -128,7 +128,7 @@ def _of_one(raw: bytes, words: str) -> Tokenizer:
         return parse_tokenizer(raw)
     first = raw.partition(b"\n")[0]
     if tiktoken_ranks.LINE.fullmatch(first.rstrip(b"\r")):
-        return tiktoken_ranks.tokenizer_of_ranks(tiktoken_ranks.read_ranks(raw, words))
+        return tiktoken_ranks.tokenizer_of_ranks(*tiktoken_ranks.read_ranks(raw, words))
     return sentencepiece_model.tokenizer_of_model(sentencepiece_model.read_model(raw))
 
 
