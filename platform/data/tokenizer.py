@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -99,18 +100,15 @@ class _Progress:
 def _joined(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Put the pieces of each document together, because tokens may cross them; one of more than _WHOLE characters is
     cut behind the last line, or the last space, that ends within as many."""
-    current, parts, size = -1, [""], 0
-    for document, piece in pieces:
-        if document != current:
-            yield from ((current, text) for text in ["".join(parts)] if text)
-            current, parts, size = document, [], 0
-        parts.append(piece)
-        size += len(piece)
-        if size > _WHOLE:
-            *cut, rest = _cut("".join(parts))
-            yield from ((current, text) for text in cut)
-            parts, size = [rest], len(rest)
-    yield from ((current, text) for text in ["".join(parts)] if text)
+    for document, group in groupby(pieces, itemgetter(0)):
+        rest = ""
+        for _, piece in group:
+            rest += piece
+            if len(rest) > _WHOLE:
+                *cut, rest = _cut(rest)
+                yield from ((document, text) for text in cut)
+        if rest:
+            yield document, rest
 
 
 def _cut(text: str) -> Iterator[str]:

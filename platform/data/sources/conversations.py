@@ -17,7 +17,7 @@ from platform.data.reading.record_files import ROWS
 from platform.data.sources.source_kind import KINDS, UNREAD, Encoded, SourceKind, more_fields
 from platform.data.sources.stream_blocks import Documents
 from platform.data.sources.texts import deciding
-from platform.data.tokenizers.chat import ANSWERS, Conversation, Parts, conversation
+from platform.data.tokenizers.chat import ANSWERS, Conversation, Parts, conversation, map_texts
 from platform.data.vocabulary import Vocabulary
 
 ENDINGS = [*ROWS]
@@ -81,7 +81,7 @@ def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> 
             return None
         pair = [("user", encodable(given + _more(values, data, place))), (ANSWERS, encodable(answer))]
         return Instruction([{"role": role, "content": text} for role, text in pair], True, where)
-    messages = conversation(_with_roles(_encodable(given)))
+    messages = conversation(_with_roles(map_texts(encodable, given)))
     if not messages:
         there = ", ".join(values) or "none"
         wanted = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
@@ -128,15 +128,6 @@ def _with_roles(value: Any) -> Any:
 def _says(content: Any) -> bool:
     """Return True if the content of a message is not blank."""
     return bool(content.strip() if isinstance(content, str) else content)
-
-
-def _encodable(value: Any) -> Any:
-    """Return plain data with lone surrogates in its texts replaced, as `encodable` does."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return {key: _encodable(part) for key, part in value.items()}
-    return [_encodable(part) for part in value] if isinstance(value, list) else value
 
 
 _BATCH = 1024  # conversations that are encoded at once

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -20,7 +20,7 @@ from platform.config.fields import Data
 from platform.data import tokenizer
 from platform.data.permutation import order
 from platform.data.reading.data_files import DataFile, content_hash, ending, size_of, stamp
-from platform.data.reading.listing import find_files
+from platform.data.reading.listing import ENDINGS, find_files
 from platform.data.reading.record_files import ROWS
 from platform.data.sources.stream_blocks import BEGIN, BlockReader, Documents, is_streamed
 from platform.data.tokenizers.tokenizer_files import JSON, TEMPLATE
@@ -69,7 +69,7 @@ class SourceKind:
     """Kind of source. `find(data)` returns its files; `read(files, data, key)` yields the documents in files, which the
     key leads to, and raises ConfigError for faults; `encode(vocabulary, documents, characters)` turns them into tokens;
     `content(data, files)`: what decides which documents they are; `texts`: the part of a document that trains a
-    tokenizer, None if it holds tokens; `endings`: suffixes of its files in a folder, None for text; `starts`: document
+    tokenizer, None if it holds tokens; `endings`: suffixes of its files in a folder; `starts`: document
     boundaries are stored in starts.bin, because the tokens do not mark them; `learned`: the tokens to predict are
     stored too, in learned.bin; `blockwise`: it can be streamed."""
 
@@ -79,7 +79,7 @@ class SourceKind:
     content: Callable[[Data, Sequence[DataFile]], list[Any]]
     texts: Callable[[Any], Iterable[str]] | None = None
     size: Callable[[Any], int] = len
-    endings: Sequence[str] | None = None
+    endings: list[str] = field(default_factory=ENDINGS.copy)
     starts: bool = False
     learned: bool = False
     blockwise: bool = True
@@ -175,7 +175,7 @@ class SourceKind:
         if splits.tail:
             end = found["splits"]["validation"][1]
             trained = end - round(end * splits.tail)
-            found["splits"] = {"train": [0, trained], "validation": [trained, end]}
+            found["splits"] = splits_at(trained, end)
         return found
 
     def vocabulary(
@@ -207,7 +207,7 @@ class SourceKind:
                         open_["learned"].write(learned.astype("|u1").tobytes())
                     place += len(part.ids)
                 ends.append(place)
-        return {"dtype": dtype.str, "splits": {"train": [0, ends[0]], "validation": ends}}
+        return {"dtype": dtype.str, "splits": splits_at(*ends)}
 
     def _texts(self, documents: Iterable[tuple[int, Any]], characters: int) -> Texts:
         """Return the texts of documents, which have so many characters."""
@@ -276,10 +276,9 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
     return held if room <= budget / 2 else set()
 
 
-def held_files(data: Data, endings: Sequence[str] | None = None) -> list[DataFile]:
+def held_files(data: Data, endings: list[str] = ENDINGS) -> list[DataFile]:
     """Return the files that `data.validation_path` names, held out as a whole; [] if it is "". Raises ConfigError."""
-    more = {} if endings is None else {"endings": list(endings)}
-    return find_files("data.validation_path", data.validation_path, **more) if data.validation_path else []
+    return find_files("data.validation_path", data.validation_path, endings) if data.validation_path else []
 
 
 def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
@@ -303,6 +302,11 @@ def training_options(data: Data) -> list[Any]:
     """Return which keys of `data`, other than the source's, decide about a trained tokenizer."""
     found = [added_tokens(data), template_of(data)]
     return [found] if any(found) else []
+
+
+def splits_at(trained: int, end: int) -> dict[str, list[int]]:
+    """Describe the splits of a stream of tokens: those to train on, then those held out."""
+    return {"train": [0, trained], "validation": [trained, end]}
 
 
 def type_of(vocab: int) -> np.dtype:

@@ -20,7 +20,7 @@ from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, RemoteFile, content_hash, ending, naming_file, size_of, stamp
 from platform.data.reading.listing import find_files
 from platform.data.reading.record_files import ROWS
-from platform.data.sources.source_kind import KINDS, Encoded, SourceKind, check_largest, held_files
+from platform.data.sources.source_kind import KINDS, Encoded, SourceKind, check_largest, held_files, splits_at
 from platform.data.sources.stream_blocks import Documents, is_streamed
 from platform.data.vocabulary import Vocabulary
 from platform.plan.language.numbers import count_of
@@ -270,7 +270,7 @@ def _name(
     if len(known) and not others:
         trained = int(known[np.searchsorted(known, trained)]) if trained <= known[-1] else ends[-1]
     known.astype("<i8").tofile(folder / "starts.bin")
-    return {"arrays": [_place(file) for file in found], "splits": _splits(trained, ends[-1])}
+    return {"arrays": [_place(file) for file in found], "splits": splits_at(trained, ends[-1])}
 
 
 def _place(file: TokenFile) -> dict[str, Any]:
@@ -278,10 +278,6 @@ def _place(file: TokenFile) -> dict[str, Any]:
     size = file.file.stat().st_size
     path = str(file.file.absolute())
     return {"path": path, "dtype": file.dtype, "offset": file.offset, "count": file.count, "bytes": size}
-
-
-def _splits(trained: int, end: int) -> dict[str, list[int]]:
-    return {"train": [0, trained], "validation": [trained, end]}
 
 
 def read_tokens(
