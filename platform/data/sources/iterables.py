@@ -18,6 +18,7 @@ from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, encodable
 from platform.data.sources.source_kind import KINDS, SourceKind
+from platform.data.sources.stream_blocks import is_streamed
 from platform.data.sources.texts import encode_texts
 from platform.data.sources.token_files import encode_tokens
 from platform.data.vocabulary import Vocabulary
@@ -122,8 +123,9 @@ class OwnKind(SourceKind):
     ) -> dict[str, Any]:
         """Build the entry of the documents. Raises ConfigError if the last pass over them gave others than the
         first."""
-        before = self.decisive(data, files)
+        whole = not is_streamed(data)
+        before = whole and self.content(data, files)
         found = super().write_entry(folder, files, data, vocab, given)
-        if self.decisive(data, files) != before:
+        if (whole and self.content(data, files)) != before:
             raise ConfigError(f"data.kind={data.kind}: gives other documents every time; give the same, in one order")
         return found

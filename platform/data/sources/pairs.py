@@ -6,7 +6,7 @@ import ast
 import inspect
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -112,7 +112,6 @@ def encode_pairs(vocabulary: Vocabulary | None, pairs: Documents, characters: in
         yield Encoded(ids, np.cumsum([len(ids) for ids in encoded]).tolist())
 
 
-@dataclass(frozen=True)
 class PairKind(SourceKind):
     """Kind of source of pairs of texts, which are read as a whole."""
 

@@ -320,7 +320,6 @@ def _array(given: Any) -> Ids | None:
     return np.array(given, np.int64)
 
 
-@dataclass(frozen=True)
 class TokenKind(SourceKind):
     """Kind of source of tokens made by other programs."""
 
