@@ -190,13 +190,9 @@ def _megatron(file: Path, index: Path, size: int) -> TokenFile:
 def write_megatron(path: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
     """Write documents of tokens as PATH.bin and PATH.idx, as Megatron-LM reads them. Raises OSError."""
     code = 8 if vocab <= 1 << 16 else 4
-    dtype, lengths = np.dtype(_CODES[code]), []
     with path.with_name(f"{path.name}.bin").open("wb") as file:
-        for document in documents:
-            file.write(document.astype(dtype).tobytes())
-            lengths.append(len(document))
-    sizes = np.array(lengths, "<i4")
-    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * dtype.itemsize
+        sizes = np.array(_append(file, documents, _CODES[code]), "<i4")
+    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(_CODES[code]).itemsize
     with path.with_name(f"{path.name}.idx").open("wb") as file:
         file.write(_COUNTS.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1))
         for part in (sizes, pointers.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")):
@@ -211,19 +207,19 @@ def write_nanogpt(path: Path, documents: Iterable[NDArray[np.integer]], vocab: i
             _append(file, documents, "<u2")
             return
         file.write(bytes(_HEADER))
-        if (count := _append(file, documents, "<u4")) >= 1 << 31:
+        if (count := sum(_append(file, documents, "<u4"))) >= 1 << 31:
             raise ConfigError(f"{path}.bin: {count} tokens, of which llm.c's format may have {(1 << 31) - 1}")
         file.seek(0)
         file.write(np.array([20240801, 7, count], "<i4").tobytes())
 
 
-def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> int:
-    """Write documents of tokens as integers of a type, and return how many tokens they have."""
-    count = 0
+def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> list[int]:
+    """Write documents of tokens as integers of a type, and return how many tokens each has."""
+    lengths = []
     for document in documents:
         file.write(document.astype(dtype).tobytes())
-        count += len(document)
-    return count
+        lengths.append(len(document))
+    return lengths
 
 
 WRITERS = {"megatron": write_megatron, "nanogpt": write_nanogpt}
