@@ -1,7 +1,8 @@
 """The corpus: sources -> tokens -> samples of one length in one global order. Its only state is a sample's index."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from platform.data.mixture import DataSource, naming, shares_of, sources_of, tur
 from platform.data.objectives import Objective, SampleShape
 from platform.data.own_objective import OwnObjective, make_objective
 from platform.data.permutation import mix, order
-from platform.data.sources.document_entry import write_tokens
-from platform.data.sources.stream_blocks import BlockReader, is_streamed
+from platform.data.sources.source_kind import kind_of
+from platform.data.sources.stream_blocks import is_streamed
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
 from platform.data.tokens import cache, entry, packing
@@ -59,9 +60,7 @@ class Corpus:
     seed: int
     parts: tuple[SourceTokens, ...]
     shares: tuple[int, ...]  # of the parts, in training
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
-    special: SpecialIds  # that begin and end documents
+    special: SpecialIds = field(default_factory=SpecialIds)  # that begin and end documents
     vocabulary: Vocabulary | None = None  # its tokenizer; None if it has no text
     entry: Path | None = None  # the folder of its tokens; None if it has none
 
@@ -69,6 +68,14 @@ class Corpus:
     def files(self) -> TokenizerFiles:
         """Return the files of its tokenizer, by name; {} if it has no text."""
         return self.vocabulary.files if self.vocabulary else {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return self.vocabulary.encode(text) if self.vocabulary else synthetic.encode_bytes(text, self.vocab)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; those outside [0, vocab) are left out."""
+        return self.vocabulary.decode(ids) if self.vocabulary else synthetic.show_ids(ids)
 
     @property
     def digest(self) -> str:
@@ -187,29 +194,36 @@ def open_corpus(
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: the lines of
     `violations_of_sources`, a fault deep inside a file, a split without one whole sample.
     """
-    sources = sources_of(data)
-    known = None
-    if data.kind != "synthetic":
-        known = _opened(entry) if entry else given_vocabulary(data)
+    sources, known = sources_of(data), None
+    if entry:
+        with _as_found(entry):
+            known = open_vocabulary(entry)
+    elif data.kind != "synthetic":
+        known = given_vocabulary(data)
     special = special_of(known, sources[0].data)
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
     goal = make_objective(objective, shape, data.objective_settings)
-    small = vocab - goal.reserved
     if not entry and (violations := violations_of_sources(data, vocab=vocab, reserved=goal.reserved)):
         raise ConfigError(violations)
+    opening = _Opening(sources, goal, vocab - goal.reserved, seed, length)
     if data.kind == "synthetic":
-        corpus = _synthetic(goal, small, seed)
-    elif entry:
-        corpus = _trusted(entry, sources, goal, small, seed, length)
+        corpus = opening.synthetic()
     else:
-        corpus = _tokenised(sources, goal, small, seed, length, shared, known)
+        corpus = opening.trusted(entry) if entry else opening.tokenised(shared, known)
     if not entry:
         _check_sizes(corpus, sources, length)
-    streamed = any(
-        isinstance(part.streams[TRAIN], StreamedTokens) for part in corpus.parts
-    )  # and then weights are given
+    streamed = any(isinstance(part.streams[TRAIN], StreamedTokens) for part in corpus.parts)  # then weights are given
     samples = [1 if streamed else max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
     return replace(corpus, shares=tuple(shares_of(sources, samples)))
+
+
+@contextmanager
+def _as_found(folder: Path) -> Iterator[None]:
+    """Raise OSError in place of Malformed: a cache entry is not as another process of this run has found it."""
+    try:
+        yield
+    except Malformed as error:
+        raise OSError(f"{folder} is not what the driver has found there: {error}") from None
 
 
 def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
@@ -223,64 +237,6 @@ def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> 
         raise ConfigError(violations)
 
 
-def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
-    """Open a corpus of random tokens, uniform in [0, vocab), for data=synthetic."""
-    streams = {split: synthetic.RandomTokens(seed, i, vocab) for i, split in enumerate((TRAIN, VALIDATION))}
-    return Corpus(
-        vocab=vocab,
-        objective=objective,
-        seed=seed,
-        parts=(SourceTokens("", streams, short_hash(["synthetic", FORMAT, vocab, seed])),),
-        shares=(1,),
-        encode=partial(synthetic.encode_bytes, vocab=vocab),
-        decode=synthetic.show_ids,
-        special=SpecialIds(),
-    )
-
-
-def _tokenised(
-    sources: Sequence[DataSource],
-    objective: Objective,
-    vocab: int,
-    seed: int,
-    length: int,
-    shared: Path | None,
-    given: Vocabulary | None,
-) -> Corpus:
-    """Open a corpus of text: the entries of its sources in the cache, built by the first process that asks, or in
-    `shared` if that is given. Several sources have one tokenizer: the one `given`, or one that is trained on all of
-    them."""
-    if len(sources) == 1:
-        with naming(sources[0]):
-            folder, found = entry.open_entry(sources[0].data, vocab, shared, given)
-        return _of_entries(folder, sources, [(folder, found)], objective, vocab, seed, length)
-    folder, names = entry.open_common(sources, vocab, shared, given)
-    entries, common = [], given or open_vocabulary(folder)
-    for source, name in zip(sources, names, strict=True):
-        with naming(source):
-            entries.append(entry.open_entry(source.data, vocab, shared, common))
-        assert entries[-1][0].name == name
-    return _of_entries(folder, sources, entries, objective, vocab, seed, length)
-
-
-def _trusted(
-    folder: Path, sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int, length: int
-) -> Corpus:
-    """Open the corpus of cache entries that another process of this run has verified. Raises OSError if they are not
-    there as that has found them."""
-    read = partial(entry.read_entry, vocab=vocab, deep=False)
-    try:
-        several = len(sources) > 1
-        names = cache.open_trusted(folder, entry.read_common).entries if several else [folder.name]
-        if len(names) != len(sources):
-            raise Malformed(f"has {len(names)} sources, not {len(sources)}")
-        places = [folder.parent / name for name in names]
-        entries = [(place, cache.open_trusted(place, read)) for place in places]
-        return _of_entries(folder, sources, entries, objective, vocab, seed, length, trusted=True)
-    except Malformed as error:
-        raise OSError(f"{folder} is not what the driver has found there: {error}") from None
-
-
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
     """Return a vocabulary's special tokens; without one, `data.separator` of tokens, or a trained tokenizer's."""
     if vocabulary or data.kind != "tokens":
@@ -288,97 +244,110 @@ def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
     return SpecialIds((data.separator,), data.separator)
 
 
-def _opened(folder: Path) -> Vocabulary | None:
-    """Open the vocabulary of a cache entry that another process of this run verified. Raises OSError if it differs."""
-    try:
-        return open_vocabulary(folder)
-    except Malformed as error:
-        raise OSError(f"{folder} is not what the driver has found there: {error}") from None
+@dataclass(frozen=True)
+class _Opening:
+    """Opening of a corpus, whose ids are in [0, vocab). The caller sets its shares."""
 
+    sources: Sequence[DataSource]
+    objective: Objective
+    vocab: int
+    seed: int
+    length: int
 
-def _of_entries(
-    folder: Path,
-    sources: Sequence[DataSource],
-    entries: Sequence[tuple[Path, TokenFiles]],
-    objective: Objective,
-    vocab: int,
-    seed: int,
-    length: int,
-    trusted: bool = False,
-) -> Corpus:
-    """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: the entry that they
-    share, with the tokenizer, if there is one. The caller sets its shares. `trusted`: another process of this run has
-    found them."""
-    vocabulary = open_vocabulary(folder)
-    special, parts = special_of(vocabulary, sources[0].data), []
-    for source, (place, found) in zip(sources, entries, strict=True):
-        begin = special_of(vocabulary, source.data).begin
-        with naming(source):
-            streams = dict(_rows_of(source.data, entry.streams_of(place, found, vocab), place, length, begin, trusted))
-            if is_streamed(source.data):
-                streams[TRAIN] = _streamed(source.data, place, objective, vocabulary, vocab, seed, length, begin)
-        parts.append(SourceTokens(source.name, streams, found.digest(place)))
-    return Corpus(
-        vocab=vocabulary.size if vocabulary else vocab,
-        objective=objective,
-        seed=seed,
-        parts=tuple(parts),
-        shares=(1,) * len(parts),
-        encode=vocabulary.encode if vocabulary else partial(synthetic.encode_bytes, vocab=vocab),
-        decode=vocabulary.decode if vocabulary else synthetic.show_ids,
-        special=special,
-        vocabulary=vocabulary,
-        entry=folder,
-    )
+    def synthetic(self) -> Corpus:
+        """Open a corpus of random tokens, uniform in [0, vocab), for data=synthetic."""
+        vocab, seed = self.vocab, self.seed
+        streams = {split: synthetic.RandomTokens(seed, i, vocab) for i, split in enumerate((TRAIN, VALIDATION))}
+        part = SourceTokens("", streams, short_hash(["synthetic", FORMAT, vocab, seed]))
+        return Corpus(vocab, self.objective, seed, (part,), (1,))
 
+    def tokenised(self, shared: Path | None, given: Vocabulary | None) -> Corpus:
+        """Open a corpus of text: the entries of its sources in the cache, built by the first process that asks, or in
+        `shared` if that is given. Several sources have one tokenizer: the one `given`, or one that is trained on all
+        of them."""
+        folder, entries = None, []
+        if len(self.sources) > 1:
+            folder, names = entry.open_common(self.sources, self.vocab, shared, given)
+            given = given or open_vocabulary(folder)
+        for source in self.sources:
+            with naming(source):
+                entries.append(entry.open_entry(source.data, self.vocab, shared, given))
+        assert not folder or names == [place.name for place, _ in entries]
+        return self._of_entries(folder or entries[0][0], entries)
 
-def _streamed(
-    data: Data,
-    head: Path,
-    objective: Objective,
-    vocabulary: Vocabulary | None,
-    vocab: int,
-    seed: int,
-    length: int,
-    begin: int,
-) -> StreamedTokens:
-    """Return the training tokens of a source that is streamed, whose `head` is in the cache. Raises ConfigError if its
-    files are not there."""
+    def trusted(self, folder: Path) -> Corpus:
+        """Open the corpus of cache entries that another process of this run has verified. Raises OSError if they are
+        not there as that has found them."""
+        read = partial(entry.read_entry, vocab=self.vocab, deep=False)
+        with _as_found(folder):
+            several = len(self.sources) > 1
+            names = cache.open_trusted(folder, entry.read_common).entries if several else [folder.name]
+            if len(names) != len(self.sources):
+                raise Malformed(f"has {len(names)} sources, not {len(self.sources)}")
+            places = [folder.parent / name for name in names]
+            entries = [(place, cache.open_trusted(place, read)) for place in places]
+            return self._of_entries(folder, entries, trusted=True)
 
-    kind = entry.kind_of(data)
+    def _of_entries(self, folder: Path, entries: Sequence[tuple[Path, TokenFiles]], trusted: bool = False) -> Corpus:
+        """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: the entry that
+        they share, with the tokenizer, if there is one. `trusted`: another process of this run has found them."""
+        vocabulary, parts = open_vocabulary(folder), []
+        for source, (place, found) in zip(self.sources, entries, strict=True):
+            with naming(source):
+                streams = entry.streams_of(place, found, self.vocab)
+                streams = dict(self._rows_of(source.data, streams, place, vocabulary, trusted))
+                if is_streamed(source.data):
+                    streams[TRAIN] = self._streamed(source.data, place, vocabulary)
+            parts.append(SourceTokens(source.name, streams, found.digest(place)))
+        return Corpus(
+            vocab=vocabulary.size if vocabulary else self.vocab,
+            objective=self.objective,
+            seed=self.seed,
+            parts=tuple(parts),
+            shares=(1,) * len(parts),
+            special=special_of(vocabulary, self.sources[0].data),
+            vocabulary=vocabulary,
+            entry=folder,
+        )
 
-    def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
-        return write_tokens(kind.form, folder, vocabulary, vocab, [(iter(documents), 0), (iter(()), 0)])
+    def _streamed(self, data: Data, head: Path, vocabulary: Vocabulary | None) -> StreamedTokens:
+        """Return the training tokens of a source that is streamed, whose `head` is in the cache. Raises ConfigError if
+        its files are not there."""
+        kind, objective = kind_of(data), self.objective
 
-    def cut(place: Path, found: TokenFiles) -> Any:
-        train = {TRAIN: entry.streams_of(place, found, vocab)[TRAIN]}
-        return _rows_of(data, train, place, length, begin, trusted=False)[TRAIN]
+        def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
+            return kind.write_tokens(folder, vocabulary, self.vocab, [(iter(documents), 0), (iter(()), 0)])
 
-    goal = objective.made if isinstance(objective, OwnObjective) else objective
-    rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
-    decisive = [head.name, rows, length, type(goal).__name__, objective.needs, begin]
-    return StreamedTokens(
-        folder=head.parent / cache.hash_of(["blocks", *decisive]),
-        reader=BlockReader(kind.form, kind.find(data), data),
-        write=write,
-        read=partial(entry.read_entry, vocab=vocab),
-        cut=cut,
-        count=lambda stream: max(0, objective.samples(stream)),
-        seed=seed,
-    )
+        def cut(place: Path, found: TokenFiles) -> Any:
+            train = {TRAIN: entry.streams_of(place, found, self.vocab)[TRAIN]}
+            return self._rows_of(data, train, place, vocabulary, trusted=False)[TRAIN]
 
+        goal = objective.made if isinstance(objective, OwnObjective) else objective
+        rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
+        begin = special_of(vocabulary, data).begin
+        decisive = [head.name, rows, self.length, type(goal).__name__, objective.needs, begin]
+        return StreamedTokens(
+            folder=head.parent / cache.hash_of(["blocks", *decisive]),
+            reader=kind.blocks(kind.find(data), data),
+            write=write,
+            read=partial(entry.read_entry, vocab=self.vocab),
+            cut=cut,
+            count=lambda stream: max(0, objective.samples(stream)),
+            seed=self.seed,
+        )
 
-def _rows_of(
-    data: Data, streams: Mapping[str, Any], place: Path, length: int, begin: int, trusted: bool
-) -> Mapping[str, Any]:
-    """Return the streams of a source, whose entry of the cache is `place`, as the keys of `data` say: packed into rows
-    of `length` tokens, or as they are. `begin`: the token with which a document begins, -1: none. Raises ConfigError if
-    documents are to be separated and nothing marks their bounds."""
-    apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
-    if begin < 0 and any(starts_of(stream) is None and len(stream) for stream in streams.values()):
-        for key in (key for key, wanted in apart.items() if wanted):
-            constraint = "a token must tell where documents begin, as no index does"
-            raise ConfigError(violation("data.separator", begin, f"{key} needs documents: {constraint}", ["a token"]))
-    if data.packing == "cut":
-        return streams
-    return packing.packed_streams(streams, place, length, begin, data.overlong, trusted=trusted)
+    def _rows_of(
+        self, data: Data, streams: Mapping[str, Any], place: Path, vocabulary: Vocabulary | None, trusted: bool
+    ) -> Mapping[str, Any]:
+        """Return the streams of a source, whose entry of the cache is `place`, as the keys of `data` say: packed into
+        rows of `length` tokens, or as they are. Raises ConfigError if documents are to be separated and nothing marks
+        their bounds."""
+        begin = special_of(vocabulary, data).begin  # -1: no token
+        apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
+        if begin < 0 and any(starts_of(stream) is None and len(stream) for stream in streams.values()):
+            for key in (key for key, wanted in apart.items() if wanted):
+                reason = f"{key} needs documents: a token must tell where documents begin, as no index does"
+                raise ConfigError(violation("data.separator", begin, reason, ["a token"]))
+        if data.packing == "cut":
+            return streams
+        return packing.packed_streams(streams, place, self.length, begin, data.overlong, trusted=trusted)

@@ -13,10 +13,8 @@ from platform.data import tokenizer
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
 from platform.data.objectives import Objective
 from platform.data.own_objective import of_objective
-from platform.data.sources import iterables
-from platform.data.sources.stream_blocks import is_streamed, violations_of_stream
-from platform.data.sources.texts import SOURCES
-from platform.data.tokens.entry import KINDS, kind_of
+from platform.data.sources.source_kind import KINDS, kind_of
+from platform.data.sources.stream_blocks import is_streamed
 from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.language.numbers import count_of
@@ -29,7 +27,7 @@ def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserv
     """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
     kind, fraction, paths, beginnings of files. `vocab`: ids of the model, of which the objective takes the
     `reserved` last ones for itself; a tokenizer needs at least one per byte value."""
-    if data.kind not in (kinds := _kinds()):
+    if data.kind not in (kinds := [*KINDS, "synthetic", "mixture"]):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     try:
         sources = sources_of(data)
@@ -38,11 +36,6 @@ def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserv
     violations = [line for source in sources for line in _violations_of_source(source)]
     textual = any(kind_of(source.data).texts for source in sources)
     return violations + ([] if data.kind == "synthetic" else _violations_of_tokenizer(data, vocab, reserved, textual))
-
-
-def _kinds() -> list[str]:
-    """Return all kinds of data, a user's own among them."""
-    return [*dict.fromkeys([*SOURCES, *KINDS, *iterables.TEXTS, *iterables.TOKENS]), "synthetic", "mixture"]
 
 
 def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> list[str]:
@@ -78,9 +71,12 @@ def _violations_of_source(source: DataSource) -> list[str]:
         remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
         wrong = {key: violation_of_protocol(url, writing=False) for key, url in remote.items()}
         lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
-        lines += [] if remote else kind_of(data).check(data)
-    if is_streamed(data):
-        lines += violations_of_stream(data, kind_of(data))
+        lines += [] if remote else kind_of(data).violations_of_source(data)
+    if is_streamed(data) and (data.kind == "synthetic" or not kind_of(data).blockwise):
+        lines.append(violation("data.streaming", True, f"data={data.kind} is read as a whole", [False]))
+    elif is_streamed(data) and data.validation and not data.validation_path:
+        reason = "of a source that is never read as a whole no part can be held out"
+        lines.append(violation("data.validation", data.validation, reason, [0, "data.validation_path=FILE"]))
     return [of_source(source, line) for line in lines]
 
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from platform.boundary.refusals import ConfigError, closest, violation
 from platform.config.bounds import KEYS, violations_of_value
 from platform.config.fields import Config, Data
-from platform.config.key import type_in_words
+from platform.config.key import fits, type_in_words
 
 _FINEST = 1 << 20  # parts into which weights are rounded
 _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
@@ -98,15 +98,14 @@ def _violations_of_source(name: str, given: Any) -> list[str]:
     for own, value in given.items():
         where = f"{key}.{own}"
         if own in ("weight", "epochs"):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 1e-9 <= value <= 1e9:
+            if not fits(value, float) or not 1e-9 <= value <= 1e9:
                 lines.append(violation(where, value, "must be a number from 1e-9 to 1e9", [1]))
         elif own not in types:
             near = [f"{key}.{name}" for name in closest(own, [*OWN, "weight", "epochs"])[:3]]
             lines.append(violation(where, value, "unknown key", near))
         elif own == "kind" and value in ("mixture", "synthetic"):
             lines.append(violation(where, value, "no source of a mixture", ["text"]))
-        elif not isinstance(value, (int, float) if types[own] is float else types[own]):
+        elif not fits(value, types[own]):
             lines.append(violation(where, value, f"must be {type_in_words(types[own])}"))
         elif own != "validation" or value != 1:
             lines += [

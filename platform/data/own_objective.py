@@ -37,21 +37,17 @@ class OwnObjective:
 
     @property
     def needs(self) -> int:
-        with of_objective(self.name):
-            return self._count("needs", self.made.needs, 1)
+        return self._said("needs", 1)
 
     @property
     def reserved(self) -> int:
-        with of_objective(self.name):
-            return self._count("reserved", self.made.reserved, 0)
+        return self._said("reserved", 0)
 
     def samples(self, stream: Any) -> int:
-        with of_objective(self.name):
-            return self._count("samples", self.made.samples(stream), -1)
+        return self._said("samples", -1, stream)
 
     def predicted(self, stream: Any, index: Ints) -> int:
-        with of_objective(self.name):
-            return self._count("predicted", self.made.predicted(stream, index), 0)
+        return self._said("predicted", 0, stream, index)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
         """Return samples `index` of the stream, as the user's objective makes them."""
@@ -98,11 +94,14 @@ class OwnObjective:
         reason = f"{of}: {count_of(there, 'label')}, and predicted says {said}"
         raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
-    def _count(self, what: str, value: Any, least: int) -> int:
-        """Return a number that the user's objective has said. Raises ConfigError if it is no integer, or too small."""
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"data.objective={self.name}: says {what}={value!r}; an integer >= {least} is needed")
-        return int(value)
+    def _said(self, what: str, least: int, *given: Any) -> int:
+        """Return a number that the user's objective says. Raises ConfigError if it is no integer, or too small."""
+        with of_objective(self.name):
+            value = getattr(self.made, what)
+            value = value(*given) if given else value
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"data.objective={self.name}: says {what}={value!r}; an integer >= {least} is needed")
+            return int(value)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,8 @@ def encode_documents(
     """Encode pieces of text, (number of the document, text) each, into one stream of token ids with what begins
     documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: total length of the documents, to
     report progress, 0 if unknown."""
-    current, done, progress = -1, 0, _Progress(characters)
+    current, done = -1, 0
+    start = told = monotonic()
     whole = _joined(pieces) if vocabulary.given else pieces
     for batch in _batches(whole):
         ids: list[int] = []
@@ -74,43 +76,30 @@ def encode_documents(
             ids += found
         yield np.array(ids, np.uint32)
         done += sum(len(piece) for _, piece in batch)
-        progress.tell(done)
+        if (now := monotonic()) >= told + _SILENCE:
+            told = now
+            _log_progress(done, characters, done / (now - start))
 
 
-class _Progress:
-    """Logs, every few seconds, how many of `characters` are encoded, and how long the others will take."""
-
-    def __init__(self, characters: int):
-        self._characters, self._start = characters, monotonic()
-        self._next = self._start + _SILENCE
-
-    def tell(self, done: int) -> None:
-        """Log that `done` characters are encoded, if the last report is some time ago."""
-        now = monotonic()
-        if now < self._next:
-            return
-        self._next = now + _SILENCE
-        speed = done / (now - self._start)
-        of = f" of {self._characters / 1e6:.1f}" if self._characters else ""
-        left = f", {max(0, self._characters - done) / speed:.0f} s left" if self._characters else ""
-        logger.info("tokenised %.1f%s million characters, %.1f in a second%s", done / 1e6, of, speed / 1e6, left)
+def _log_progress(done: int, characters: int, speed: float) -> None:
+    """Log how many of `characters` are encoded, `speed` of them in a second, and how long the others will take."""
+    of = f" of {characters / 1e6:.1f}" if characters else ""
+    left = f", {max(0, characters - done) / speed:.0f} s left" if characters else ""
+    logger.info("tokenised %.1f%s million characters, %.1f in a second%s", done / 1e6, of, speed / 1e6, left)
 
 
 def _joined(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Put the pieces of each document together, because tokens may cross them; one of more than _WHOLE characters is
     cut behind the last line, or the last space, that ends within as many."""
-    current, parts, size = -1, [""], 0
-    for document, piece in pieces:
-        if document != current:
-            yield from ((current, text) for text in ["".join(parts)] if text)
-            current, parts, size = document, [], 0
-        parts.append(piece)
-        size += len(piece)
-        if size > _WHOLE:
-            *cut, rest = _cut("".join(parts))
-            yield from ((current, text) for text in cut)
-            parts, size = [rest], len(rest)
-    yield from ((current, text) for text in ["".join(parts)] if text)
+    for document, group in groupby(pieces, itemgetter(0)):
+        rest = ""
+        for _, piece in group:
+            rest += piece
+            if len(rest) > _WHOLE:
+                *cut, rest = _cut(rest)
+                yield from ((document, text) for text in cut)
+        if rest:
+            yield document, rest
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
@@ -188,17 +188,8 @@ def own_files(found: TokenizerFiles) -> dict[str, bytes]:
 
 
 def given_vocabulary(data: Data) -> Vocabulary | None:
-    """Return the vocabulary that data.tokenizer names; None if one is to be trained. Raises ConfigError."""
-    files = given_files(data)
-    try:
-        return vocabulary_of(files) if files else None
-    except Malformed as error:
-        raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
-
-
-def given_files(data: Data) -> dict[str, bytes] | None:
-    """Return the files of the tokenizer that data.tokenizer names, with what else the keys of data say of it; None if
-    one is to be trained. Raises ConfigError."""
+    """Return the vocabulary that data.tokenizer names, with what else the keys of data say of it; None if one is to be
+    trained. Raises ConfigError."""
     if data.tokenizer in ("", TRAIN):
         return None
     found = read_files(data.tokenizer, data.tokenizer_words)
@@ -213,14 +204,13 @@ def given_files(data: Data) -> dict[str, bytes] | None:
         if new := [token for token in added if tokenizer.token_to_id(token) is None]:
             found = {**found, JSON: with_tokens(found[JSON], new)}
         del tokenizer  # its child is free for the next
-        named = vocabulary_of(found).named
+        made = vocabulary_of(found)
     except Malformed as error:
         raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
     if CONFIG not in found:
-        found = with_config(
-            found, {"tokenizer_class": OWN["tokenizer_class"], **{f"{r}_token": t for r, t in named.items()}}
-        )
-    return {**found, TEMPLATE: template.encode()} if template else found
+        named = {f"{role}_token": token for role, token in made.named.items()}
+        found = with_config(found, {"tokenizer_class": OWN["tokenizer_class"], **named})
+    return replace(made, files={**found, TEMPLATE: template.encode()} if template else found)
 
 
 def added_tokens(data: Data) -> list[str]:

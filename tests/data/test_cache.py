@@ -11,7 +11,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.data.corpus import open_corpus
-from platform.data.tokens import cache, entry
+from platform.data.sources.source_kind import SourceKind
+from platform.data.tokens import cache
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 
@@ -23,14 +24,14 @@ def _entry(data) -> Path:
 
 def _build_together(data, barrier, results):
     """In a process of its own: publish only when the other process has built, too."""
-    write = entry.KINDS["text"].write
+    write = SourceKind.write_entry
 
     def slow(*args):
         description = write(*args)
         barrier.wait()
         return description
 
-    entry.KINDS["text"] = replace(entry.KINDS["text"], write=slow)
+    SourceKind.write_entry = slow
     made = open_corpus(data, **SIZES)
     results.put((made.digest, made.batch("train", 0, 4)["labels"].tolist()))
 

@@ -12,7 +12,7 @@ from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
 from platform.data.reading import data_files
-from platform.data.sources.texts import files_of, read_documents
+from platform.data.sources.texts import read_documents, text_files
 
 TEXTS = [f"document {i}: {i * i} sheep, Käfer 🪲\n" * (i % 7 + 1) for i in range(700)]
 
@@ -76,7 +76,7 @@ FORMATS = {
 
 def documents(data: Data) -> list[str]:
     joined: dict[int, str] = {}
-    for number, piece in read_documents(files_of(data), data):
+    for number, piece in read_documents(text_files(data), data):
         joined[number] = joined.get(number, "") + piece
     return list(joined.values())
 

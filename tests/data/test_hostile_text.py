@@ -17,6 +17,7 @@ from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.reading import data_files
 from platform.data.sources import pairs, texts
+from platform.data.sources.source_kind import kind_of
 from platform.data.tokens import cache
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
@@ -87,7 +88,7 @@ def test_a_missing_file_is_named_by_its_key(tmp_path, key, name):
     for file in {"a", "b"} - {name}:
         (tmp_path / file).write_text("a\n")
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    assert pairs.violations_of_pairs(data)[0].startswith(f"{key}={tmp_path}/{name}: no file or folder")
+    assert kind_of(data).violations_of_source(data)[0].startswith(f"{key}={tmp_path}/{name}: no file or folder")
 
 
 def test_lines_end_at_line_feeds(tmp_path):

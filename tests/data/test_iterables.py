@@ -10,7 +10,8 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.sources import iterables, register_documents
+from platform.data.sources import register_documents
+from platform.data.sources.source_kind import KINDS
 
 SHAPE = {"length": 16, "vocab": 300, "seed": 0}
 TEXTS = [f"{i} sheep and {i + 1} wolves\n" for i in range(300)]
@@ -22,8 +23,7 @@ def registered(monkeypatch, tmp_path):
     """Registers a function for one test; returns the keys that read it."""
 
     def register(read, tokens=False, **keys):
-        monkeypatch.setattr(iterables, "TEXTS", {})
-        monkeypatch.setattr(iterables, "TOKENS", {})
+        monkeypatch.setitem(KINDS, "own", None)
         register_documents("own", read, tokens=tokens)
         return Data(kind="own", cache=str(tmp_path / "cache"), **keys)
 

@@ -12,10 +12,10 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data import corpus as corpus_module
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.sources import iterables, register_documents
+from platform.data.sources import register_documents
+from platform.data.sources.source_kind import KINDS, SourceKind
 from platform.data.tokens import streamed
 
 SHAPE = {"length": 16, "vocab": 300, "seed": 5}
@@ -40,15 +40,15 @@ def source(tmp_path):
 @pytest.fixture
 def written(monkeypatch):
     """The first document of each block that is tokenised, in order."""
-    found, write = [], corpus_module.write_tokens
+    found, write = [], SourceKind.write_tokens
 
-    def counted(form, folder, vocabulary, vocab, parts):
+    def counted(kind, folder, vocabulary, vocab, parts):
         [(documents, _), rest] = parts
-        documents = list(documents)
-        found.append(str(documents[0][1]))
-        return write(form, folder, vocabulary, vocab, [(iter(documents), 0), rest])
+        documents = list(documents)  # none, of a head
+        found.extend(str(document) for _, document in documents[:1])
+        return write(kind, folder, vocabulary, vocab, [(iter(documents), 0), rest])
 
-    monkeypatch.setattr(corpus_module, "write_tokens", counted)
+    monkeypatch.setattr(SourceKind, "write_tokens", counted)
     return found
 
 
@@ -199,7 +199,7 @@ def test_tokens_and_conversations(tmp_path, no_thread):
 
 
 def test_documents_of_ones_own(monkeypatch, tmp_path, no_thread):
-    monkeypatch.setattr(iterables, "TEXTS", {})
+    monkeypatch.setitem(KINDS, "own", None)
     register_documents("own", lambda data: iter(TEXTS))
     data = Data(kind="own", streaming=True, block=BLOCK, validation=0, cache=str(tmp_path / "cache"))
     corpus = open_corpus(data, **SHAPE)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
-VERSIONS = {"transformers": "5.23.0", "sentencepiece": "0.2.3", "tiktoken": "0.14.0"}
+VERSIONS = {"transformers": "5.23.0", "tiktoken": "0.14.0"}
 
 
 def install(name: str) -> str:

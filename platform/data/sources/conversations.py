@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,15 +14,14 @@ from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, encodable, ending, naming_file
 from platform.data.reading.listing import find_files
 from platform.data.reading.record_files import ROWS
-from platform.data.sources.document_entry import Documents, Encoded, Form, splits_of, write_documents
-from platform.data.sources.source_kind import SourceKind, held_files, violations_of_finding
+from platform.data.sources.source_kind import KINDS, UNREAD, Encoded, SourceKind, more_fields
+from platform.data.sources.stream_blocks import Documents
 from platform.data.sources.texts import deciding
-from platform.data.tokenizers.chat import ANSWERS, Conversation, Parts, conversation
+from platform.data.tokenizers.chat import ANSWERS, Conversation, Parts, conversation, map_texts
 from platform.data.vocabulary import Vocabulary
 
 ENDINGS = [*ROWS]
 ALPACA_INPUT = "input"
-UNREAD = "none"  # data.input_field: no field goes on a prompt
 _SHAREGPT = {
     "human": "user",
     "gpt": ANSWERS,
@@ -58,11 +56,6 @@ def instruction_files(data: Data) -> list[DataFile]:
     return found
 
 
-def more_fields(data: Data) -> list[str]:
-    """Return the fields, beside `data.field`, that decide the text read from a record."""
-    return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
-
-
 def read_instructions(
     files: Sequence[DataFile], data: Data, key: str = "data.path"
 ) -> Iterator[tuple[int, Instruction]]:
@@ -88,7 +81,7 @@ def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> 
             return None
         pair = [("user", encodable(given + _more(values, data, place))), (ANSWERS, encodable(answer))]
         return Instruction([{"role": role, "content": text} for role, text in pair], True, where)
-    messages = conversation(_with_roles(_encodable(given)))
+    messages = conversation(_with_roles(map_texts(encodable, given)))
     if not messages:
         there = ", ".join(values) or "none"
         wanted = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
@@ -137,15 +130,6 @@ def _says(content: Any) -> bool:
     return bool(content.strip() if isinstance(content, str) else content)
 
 
-def _encodable(value: Any) -> Any:
-    """Return plain data with lone surrogates in its texts replaced, as `encodable` does."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return {key: _encodable(part) for key, part in value.items()}
-    return [_encodable(part) for part in value] if isinstance(value, list) else value
-
-
 _BATCH = 1024  # conversations that are encoded at once
 
 
@@ -186,30 +170,14 @@ def _writes_answer(instruction: Instruction, learned: str) -> bool:
     return any(word in learned for word in words) if words else bool(learned.strip())
 
 
-def _violations_of_instructions(data: Data) -> list[str]:
-    """Return one refusal line per mistake in files of instructions that shows in their beginnings."""
-    lines = violations_of_finding(instruction_files, data) or violations_of_finding(
-        lambda data: held_files(data, ENDINGS), data
-    )
-    for file in [] if lines else [*instruction_files(data), *held_files(data, ENDINGS)]:
-        lines += violations_of_finding(lambda data, file=file: next(read_instructions([file], data), None), data)  # type: ignore[misc]
-    return lines
-
-
-INSTRUCTION_FORM = Form(
+KINDS["instructions"] = SourceKind(
+    instruction_files,
     read_instructions,
     encode_instructions,
+    content=lambda data, files: ["instructions", *deciding(data, files), *more_fields(data)],
     texts=lambda instruction: instruction.texts,
     size=lambda instruction: sum(map(len, instruction.texts)),
     endings=ENDINGS,
     starts=True,
     learned=True,
-)
-INSTRUCTIONS = SourceKind(
-    find=instruction_files,
-    check=_violations_of_instructions,
-    decisive=lambda data, files: ["instructions", *deciding(data, files), *more_fields(data)],
-    write=partial(write_documents, INSTRUCTION_FORM),
-    texts=lambda files, data: splits_of(INSTRUCTION_FORM, files, data).texts(),
-    form=INSTRUCTION_FORM,
 )

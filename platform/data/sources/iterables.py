@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,12 @@ from platform.boundary.refusals import ConfigError, violation
 from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, encodable
-from platform.data.sources.document_entry import Form, splits_of, write_documents
-from platform.data.sources.source_kind import SourceKind, violations_of_finding
+from platform.data.sources.source_kind import KINDS, SourceKind
+from platform.data.sources.stream_blocks import is_streamed
 from platform.data.sources.texts import encode_texts
 from platform.data.sources.token_files import encode_tokens
 from platform.data.vocabulary import Vocabulary
 
-_Read = Callable[..., Iterable[Any]]
-TEXTS: dict[str, _Read] = {}  # by data.kind: functions that yield texts
-TOKENS: dict[str, _Read] = {}  # and those that yield lists of tokens
 _NO_MORE = object()
 
 
@@ -36,38 +33,44 @@ def register_documents(
     with `tokens`, of sequences of token ids. It is called anew for every pass over them, and must then give the same
     documents in the same order. `settings`: a dataclass of data.settings, which `read` gets as `settings`."""
     admit("data.kind", name, settings, read)
-    (TOKENS if tokens else TEXTS)[name] = read
+    documents = partial(read_own, read, _tokens if tokens else _text)
+    texts = None if tokens else lambda text: [text]
+    encode = encode_tokens if tokens else encode_texts
+    KINDS[name] = OwnKind(lambda data: [], documents, encode, partial(_content, documents), texts, starts=tokens)
 
 
 def read_own(
-    files: Sequence[DataFile], data: Data, key: str = "data.path"
+    read: Callable[..., Iterable[Any]],
+    convert: Callable[[Any, Data, int], Any],
+    files: Sequence[DataFile],
+    data: Data,
+    key: str = "data.path",
 ) -> Iterator[tuple[int, str | NDArray[np.int64]]]:
-    """Yield (number, text or tokens) of each document of the user's function `data.kind`; empty ones are left out.
-    Raises ConfigError, naming it and the document, for any error that it raises, and for a value that is no
-    document."""
+    """Yield (number, text or tokens) of each document of the user's function `read`, as `convert` checks them; empty
+    ones are left out. Raises ConfigError, naming it and the document, for any error that it raises, and for a value
+    that is no document."""
     number, place = 0, 0
     with _reading(data):
-        read = TOKENS.get(data.kind) or TEXTS[data.kind]
         documents = iter(with_settings(read, "data.kind", data.kind, data.settings)(data))
     while True:
         with _reading(data, f", for document {place}"):
             document = next(documents, _NO_MORE)
         if document is _NO_MORE:
             return
-        found = _tokens(document, data, place) if data.kind in TOKENS else _text(document, data, place)
+        found = convert(document, data, place)
         place += 1
         if len(found):
             yield number, found
             number += 1
 
 
-def digest_of(data: Data) -> str:
-    """Return the SHA-256 of all documents of the user's function `data.kind`."""
+def _content(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[DataFile]) -> list[Any]:
+    """Return what decides which documents they are: the SHA-256 of them all."""
     digest = hashlib.sha256()
-    for _, document in read_own([], data):
+    for _, document in read(files, data):
         raw = document.encode() if isinstance(document, str) else document.astype("<i8").tobytes()
         digest.update(len(raw).to_bytes(8, "little") + raw)
-    return digest.hexdigest()
+    return ["own", digest.hexdigest()]
 
 
 def _text(document: Any, data: Data, place: int) -> str:
@@ -101,46 +104,28 @@ def _reading(data: Data, which: str = "") -> Iterator[None]:
         raise ConfigError(f"{name}: {error}{which}") from error
 
 
-_TEXT_FORM = Form(read_own, encode_texts, texts=lambda text: [text])
-_TOKEN_FORM = Form(read_own, encode_tokens, starts=True)
+class OwnKind(SourceKind):
+    """Kind of source of a user's function that yields documents, and reads no files of ours."""
 
+    def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
+        """Return one part: all that the function yields."""
+        return [[]]
 
-def _violations_of_documents(data: Data) -> list[str]:
-    """Return one refusal line per mistake that the first document of the user's function shows."""
-    if data.validation_path:
-        return [
-            violation("data.validation_path", data.validation_path, f"data.kind={data.kind} reads no files", ['""'])
-        ]
-    return violations_of_finding(lambda data: next(read_own([], data), None), data)
+    def held(self, data: Data) -> list[DataFile]:
+        """Return no files. Raises ConfigError if some are named."""
+        if data.validation_path:
+            reason = f"data.kind={data.kind} reads no files"
+            raise ConfigError(violation("data.validation_path", data.validation_path, reason, ['""']))
+        return []
 
-
-def _decisive(data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return what decides which documents they are: all of them."""
-    return ["own", digest_of(data)]
-
-
-def _write(form: Form) -> Any:
-    """Return the function that builds the entry of documents of this form. It raises ConfigError if the last pass over
-    them gave others than the first."""
-
-    def write(
-        folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+    def write_entry(
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
     ) -> dict[str, Any]:
-        before = digest_of(data)
-        found = write_documents(form, folder, files, data, vocab, given)
-        if digest_of(data) != before:
+        """Build the entry of the documents. Raises ConfigError if the last pass over them gave others than the
+        first."""
+        whole = not is_streamed(data)
+        before = whole and self.content(data, files)
+        found = super().write_entry(folder, files, data, vocab, given)
+        if (whole and self.content(data, files)) != before:
             raise ConfigError(f"data.kind={data.kind}: gives other documents every time; give the same, in one order")
         return found
-
-    return write
-
-
-OWN_TEXTS = SourceKind(
-    find=lambda data: [],
-    check=_violations_of_documents,
-    decisive=_decisive,
-    write=_write(_TEXT_FORM),
-    texts=lambda files, data: splits_of(_TEXT_FORM, files, data).texts(),
-    form=_TEXT_FORM,
-)
-OWN_TOKENS = replace(OWN_TEXTS, write=_write(_TOKEN_FORM), texts=None, form=_TOKEN_FORM)

@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,8 @@ from platform.data.reading.data_files import DataFile, content_hash, encodable, 
 from platform.data.reading.listing import find_files
 from platform.data.reading.record_files import ROWS
 from platform.data.sources import texts
-from platform.data.sources.source_kind import SourceKind, Texts, held_out, tokenizer_for, type_of
+from platform.data.sources.source_kind import KINDS, Encoded, SourceKind, Splits, type_of
+from platform.data.sources.stream_blocks import Documents
 from platform.data.vocabulary import Vocabulary
 from platform.plan.language.numbers import count_of
 
@@ -34,14 +36,6 @@ def pair_files(data: Data) -> list[DataFile]:
     if [len(f) for f in found] == [1, 1] or (len(found) == 1 and all(ending(file) in ROWS for file in found[0])):
         return [file for part in found for file in part]
     raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
-
-
-def violations_of_pairs(data: Data) -> list[str]:
-    """Return one refusal line per mistake in the paths of data=pairs; the files are not read."""
-    try:
-        return [] if pair_files(data) else [f"data={data.kind}: no file"]
-    except ConfigError as error:
-        return error.violations
 
 
 def read_pairs(files: Sequence[DataFile], data: Data) -> Iterator[tuple[str, str]]:
@@ -107,57 +101,58 @@ def deciding_options(data: Data) -> str:
 
 
 _BATCH = 4096  # pairs that are encoded at once
-_Pairs = list[tuple[str, str]]
 
 
-def _splits(files: Sequence[DataFile], data: Data) -> tuple[dict[str, _Pairs], Texts]:
-    """Read the pairs of texts of a source, by split; return them, and the texts of those to train on."""
-    found = list(read_pairs(files, data))
-    if not found:
-        raise ConfigError(f"data.path={data.path}: no pair of texts in it")
-    sizes = [len(a) + len(b) for a, b in found]
-    held = held_out(sizes, data.validation)
-    splits = {
-        "train": [pair for n, pair in enumerate(found) if n not in held],
-        "validation": [found[n] for n in sorted(held)],
-    }
-    characters = sum(size for n, size in enumerate(sizes) if n not in held)
-    return splits, Texts((text for pair in splits["train"] for text in pair), characters)
+def encode_pairs(vocabulary: Vocabulary | None, pairs: Documents, characters: int) -> Iterator[Encoded]:
+    """Encode pairs of texts, which have bounds where each text ends."""
+    assert vocabulary
+    while batch := [text for _, pair in islice(pairs, _BATCH) for text in pair]:
+        encoded = vocabulary.encode_all(batch)
+        ids = np.concatenate([np.array(ids, np.int64) for ids in encoded])
+        yield Encoded(ids, np.cumsum([len(ids) for ids in encoded]).tolist())
 
 
-def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None) -> dict[str, Any]:
-    """Build the cache entry of a corpus of pairs of texts: write into `folder` tokens.bin and ends.bin (the training
-    pairs, then those held out) and the tokenizer, of at most `vocab` entries. Return its description."""
-    splits, texts = _splits(files, data)
-    vocabulary, dtype = tokenizer_for(folder, given, lambda: texts, vocab, data), type_of(vocab)
-    written = {split: _append(folder, vocabulary, iter(part), dtype) for split, part in splits.items()}
-    return {"dtype": dtype.str, "splits": written}
+class PairKind(SourceKind):
+    """Kind of source of pairs of texts, which are read as a whole."""
+
+    def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
+        """Return one part, as two files may hold one pair."""
+        return [files] if files else []
+
+    def held(self, data: Data) -> list[DataFile]:
+        """Return no files: only some of its own pairs are held out."""
+        return []
+
+    def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
+        """Read the pairs of a source once, and divide them. Raises ConfigError."""
+        pairs = [*self.read(files, data, "data.path")]
+        found = SourceKind.splits(replace(self, read=lambda *_: iter(pairs)), files, data)
+        trained = sum(self.size(pair) for _, pair in found.read(False))
+        return replace(found, texts=lambda: self._texts(found.read(False), trained), tail=0.0)
+
+    def write_tokens(
+        self, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
+    ) -> dict[str, Any]:
+        """Write into `folder` the tokens of pairs of texts, and ends.bin (int64, the position in its split where each
+        text ends). Return their description, of each split the numbers of tokens and pairs."""
+        dtype, written = type_of(vocab), []
+        with (folder / "tokens.bin").open("wb") as tokens, (folder / "ends.bin").open("wb") as ends:
+            for pairs, characters in parts:
+                place = texts = 0
+                for part in self.encode(vocabulary, pairs, characters):
+                    tokens.write(part.ids.astype(dtype).tobytes())
+                    ends.write((np.array(part.bounds) + place).astype("<i8").tobytes())
+                    place, texts = place + len(part.ids), texts + len(part.bounds)
+                written.append([place, texts // 2])
+        return {"dtype": dtype.str, "splits": {"train": written[0], "validation": written[1]}}
 
 
-def _append(folder: Path, vocabulary: Vocabulary, found: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
-    """Append the tokens of pairs of texts, the next split of a cached corpus, to the files in `folder`: tokens.bin (of
-    type `dtype`), and ends.bin (int64, the position in this split where each text ends). Return the numbers of tokens
-    and pairs that were written."""
-    place = pairs_written = 0
-    with (folder / "tokens.bin").open("ab") as tokens, (folder / "ends.bin").open("ab") as ends:
-        while batch := list(islice(found, _BATCH)):
-            encoded = vocabulary.encode_all([text for pair in batch for text in pair])
-            tokens.write(np.concatenate([np.array(ids, dtype) for ids in encoded]).tobytes())
-            bounds = place + np.cumsum([len(ids) for ids in encoded], dtype="<i8")
-            ends.write(bounds.astype("<i8").tobytes())
-            place, pairs_written = int(bounds[-1]), pairs_written + len(batch)
-    return [place, pairs_written]
-
-
-def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return what decides which pairs of texts files hold: options and contents."""
-    return [[deciding_options(data), *map(content_hash, files)]]
-
-
-PAIRS = SourceKind(
-    find=pair_files,
-    check=violations_of_pairs,
-    decisive=_options,
-    write=_write,
-    texts=lambda files, data: _splits(files, data)[1],
+KINDS["pairs"] = PairKind(
+    pair_files,
+    lambda files, data, key: enumerate(read_pairs(files, data)),
+    encode_pairs,
+    content=lambda data, files: [[deciding_options(data), *map(content_hash, files)]],
+    texts=lambda pair: pair,
+    size=lambda pair: sum(map(len, pair)),
+    blockwise=False,
 )

@@ -1,27 +1,47 @@
-"""Kinds of sources: what each says of itself, and what they share: documents held out, a tokenizer trained."""
+"""Kinds of sources: what each says of itself, and what follows for all of them: the check of their files, documents in
+two splits, a tokenizer trained on them, and an entry of the cache."""
 
+from __future__ import annotations
+
+import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data import tokenizer
 from platform.data.permutation import order
-from platform.data.reading.data_files import DataFile, content_hash, ending
-from platform.data.reading.listing import find_files
+from platform.data.reading.data_files import DataFile, content_hash, ending, size_of, stamp
+from platform.data.reading.listing import ENDINGS, find_files
 from platform.data.reading.record_files import ROWS
+from platform.data.sources.stream_blocks import BEGIN, BlockReader, Documents, is_streamed
 from platform.data.tokenizers.tokenizer_files import JSON, TEMPLATE
 from platform.data.vocabulary import Vocabulary, added_tokens, open_vocabulary, template_of
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 1  # of streams: raise it when the same documents would give other blocks
+UNREAD = "none"  # data.input_field: no field goes on a prompt
 _TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
+_SNIFFED = 32  # files whose beginnings `violations_of_source` reads
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of some documents, end to end. `bounds`: positions in `ids` at which documents begin, or texts of pairs
+    end; `learned`: mask of the tokens to predict, None for all."""
+
+    ids: NDArray[Any]
+    bounds: Sequence[int] = ()
+    learned: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,15 +53,211 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Splits:
+    """Documents of a source, in two splits that can be read again and again. `texts`: texts for a tokenizer to be
+    trained on."""
+
+    read: Callable[[bool], Documents]  # True: those held out
+    texts: Callable[[], Texts]
+    documents: int = 0
+    characters: int = 0
+    tail: float = 0.0  # part of the stream of tokens that is held out at its end, as no document is
+
+
+@dataclass(frozen=True)
 class SourceKind:
-    """Kind of source: how its files are found and checked, what decides their tokens, and how its entry is made."""
+    """Kind of source. `find(data)` returns its files; `read(files, data, key)` yields the documents in files, which the
+    key leads to, and raises ConfigError for faults; `encode(vocabulary, documents, characters)` turns them into tokens;
+    `content(data, files)`: what decides which documents they are; `texts`: the part of a document that trains a
+    tokenizer, None if it holds tokens; `endings`: suffixes of its files in a folder; `starts`: document
+    boundaries are stored in starts.bin, because the tokens do not mark them; `learned`: the tokens to predict are
+    stored too, in learned.bin; `blockwise`: it can be streamed."""
 
     find: Callable[[Data], Sequence[DataFile]]
-    check: Callable[[Data], list[str]]  # refusal lines for what shows without reading everything
-    decisive: Callable[[Data, Sequence[DataFile]], list[Any]]
-    write: Callable[[Path, Sequence[DataFile], Data, int, Vocabulary | None], dict[str, Any]]
-    texts: Callable[[Sequence[DataFile], Data], Texts] | None = None  # None: it holds tokens, which have their own
-    form: Any = None  # of its documents (`document_entry.Form`); None: they are read as a whole
+    read: Callable[[Sequence[DataFile], Data, str], Documents]
+    encode: Callable[[Vocabulary | None, Documents, int], Iterator[Encoded]]
+    content: Callable[[Data, Sequence[DataFile]], list[Any]]
+    texts: Callable[[Any], Iterable[str]] | None = None
+    size: Callable[[Any], int] = len
+    endings: list[str] = field(default_factory=ENDINGS.copy)
+    starts: bool = False
+    learned: bool = False
+    blockwise: bool = True
+
+    def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
+        """Return the files in parts that can be read by themselves."""
+        return [[file] for file in files]
+
+    def held(self, data: Data) -> list[DataFile]:
+        """Return the files that are held out as a whole. Raises ConfigError."""
+        return held_files(data, self.endings)
+
+    def violations_of_source(self, data: Data) -> list[str]:
+        """Return one refusal line per mistake in a source that shows in the beginnings of its files."""
+        lines: list[str] = []
+        files: Sequence[DataFile] = ()
+        held: Sequence[DataFile] = ()
+        with _noting(lines, data):
+            found = self.find(data)
+            if found and not any(map(size_of, found)):
+                raise self._nothing_in(data)
+            files = found
+        with _noting(lines, data):
+            held = self.held(data)
+        parts = [("data.path", part) for part in self.parts(files)[:_SNIFFED]]
+        for key, part in [*parts, *(("data.validation_path", [file]) for file in held[:_SNIFFED])]:
+            with _noting(lines, data):
+                next(self.read(part, data, key), None)
+        return lines
+
+    def decisive(self, data: Data, files: Sequence[DataFile]) -> list[Any]:
+        """Return what decides which documents a source holds; of a streamed one also how they are divided into blocks:
+        of each file the format, the size and a part of its content, of a user's function its first documents."""
+        if not is_streamed(data):
+            return self.content(data, files)
+        digest = hashlib.sha256()
+        for _, document in [] if files else self._first_block(files, data):
+            digest.update(document.encode() if isinstance(document, str) else document.astype("<i8").tobytes())
+        stamps = [[ending(file), *stamp(file)] for file in files] or [[digest.hexdigest()]]
+        held = [content_hash(file) for file in self.held(data)]
+        return ["stream", FORMAT, data.kind, stamps, held, data.field, *more_fields(data), data.block]
+
+    def blocks(self, files: Sequence[DataFile], data: Data) -> BlockReader:
+        """Return the reader of a streamed source."""
+        return BlockReader(self.parts(files), lambda part: self.read(part, data, "data.path"), self.size, data.block)
+
+    def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
+        """Read the documents of a source once, for their faults, and divide them into those to train on and those held
+        out; of a streamed one only those held out count, and its first block trains a tokenizer. Raises ConfigError."""
+        others = self.held(data)
+
+        def held_documents() -> Documents:
+            return self.read(others, data, "data.validation_path") if others else iter(())
+
+        if is_streamed(data):
+            return Splits(lambda held: held_documents() if held else iter(()), lambda: self._first_texts(files, data))
+        sizes: list[int] = []
+        for number, document in self.read(files, data, "data.path"):
+            if number == len(sizes):
+                sizes.append(0)
+            sizes[number] += self.size(document)
+        if not sizes:
+            raise self._nothing_in(data)
+        for _ in held_documents():
+            pass
+        chosen = set() if others else held_out(sizes, data.validation)
+
+        def split(held: bool) -> Documents:
+            if others and held:
+                return held_documents()
+            return (found for found in self.read(files, data, "data.path") if (found[0] in chosen) == held)
+
+        tail = 0.0 if others or chosen else data.validation
+        return Splits(split, lambda: self._texts(split(False), sum(sizes)), len(sizes), sum(sizes), tail)
+
+    def training_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
+        """Return the texts of a source on which a tokenizer is trained. Raises ConfigError."""
+        return self.splits(files, data).texts()
+
+    def write_entry(
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+    ) -> dict[str, Any]:
+        """Build the cache entry of a source: write into `folder` tokens.bin (the training documents, then the held-out
+        ones), the arrays beside them (starts.bin, int64; learned.bin, a byte per token), and the tokenizer, of at most
+        `vocab` entries, which is trained if none is `given`. Return its description. The documents are read once for
+        their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
+        splits = self.splits(files, data)
+        if self.texts and splits.documents:
+            logger.info("tokenising %d documents, %.1f million characters", splits.documents, splits.characters / 1e6)
+        vocabulary = self.vocabulary(folder, splits.texts, data, vocab, given)
+        parts = [(splits.read(False), splits.characters), (splits.read(True), 0)]
+        found = self.write_tokens(folder, vocabulary, vocab, parts)
+        if splits.tail:
+            end = found["splits"]["validation"][1]
+            trained = end - round(end * splits.tail)
+            found["splits"] = splits_at(trained, end)
+        return found
+
+    def vocabulary(
+        self, folder: Path, texts: Callable[[], Texts], data: Data, vocab: int, given: Vocabulary | None
+    ) -> Vocabulary | None:
+        """Return the tokenizer of an entry of the cache, which is saved in its `folder`: the one that is `given`, or,
+        for a source of text, one that is trained on `texts`, as the keys of `data` say."""
+        if given:
+            given.save(folder)
+        return given or (train_on(folder, texts(), vocab, data) if self.texts else None)
+
+    def write_tokens(
+        self, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
+    ) -> dict[str, Any]:
+        """Write into `folder` the tokens of documents, and the arrays beside them; return their description. `parts`:
+        the documents to train on, then the held-out ones, each with the characters in them, 0 if that is not known."""
+        ends, place, dtype = [], 0, type_of(vocab)
+        with ExitStack() as opened:
+            names = ["tokens", *(["starts"] if self.starts else []), *(["learned"] if self.learned else [])]
+            open_ = {name: opened.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
+            for documents, characters in parts:
+                for part in self.encode(vocabulary, documents, characters):
+                    check_largest(int(part.ids.max(initial=0)), vocab)
+                    open_["tokens"].write(part.ids.astype(dtype).tobytes())
+                    if self.starts:
+                        open_["starts"].write((np.array(part.bounds, "<i8") + place).astype("<i8").tobytes())
+                    if self.learned:
+                        learned = np.ones(len(part.ids), bool) if part.learned is None else part.learned
+                        open_["learned"].write(learned.astype("|u1").tobytes())
+                    place += len(part.ids)
+                ends.append(place)
+        return {"dtype": dtype.str, "splits": splits_at(*ends)}
+
+    def _texts(self, documents: Iterable[tuple[int, Any]], characters: int) -> Texts:
+        """Return the texts of documents, which have so many characters."""
+        parts = self.texts or (lambda _: ())
+        return Texts((text for _, document in documents for text in parts(document)), characters)
+
+    def _first_block(self, files: Sequence[DataFile], data: Data) -> list[tuple[int, Any]]:
+        """Return the documents of a source's first block. Raises ConfigError if there is none."""
+        found, _ = self.blocks(files, data).block(BEGIN)
+        if not found:
+            raise self._nothing_in(data)
+        return found
+
+    def _first_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
+        """Return the texts of the first block, on which a tokenizer is trained."""
+        documents = self._first_block(files, data)
+        return self._texts(documents, sum(self.size(document) for _, document in documents))
+
+    def _nothing_in(self, data: Data) -> ConfigError:
+        """Return the refusal of a source without a document."""
+        return ConfigError(f"{place_of(data)}: no {'text' if self.texts else 'tokens'} in it")
+
+
+KINDS: dict[str, SourceKind] = {}  # by data.kind; each is in a file here, or of the user's own
+
+
+def kind_of(data: Data) -> SourceKind:
+    """Return the kind of a source; text, unless it is another."""
+    return KINDS.get(data.kind, KINDS["text"])
+
+
+def place_of(data: Data) -> str:
+    """Return the setting that names a source, for a refusal: data.path=PATH, or data=KIND."""
+    return f"data.path={data.path}" if data.path else f"data={data.kind}"
+
+
+def more_fields(data: Data) -> list[str]:
+    """Return the fields, beside `data.field`, that decide the text read from a record."""
+    return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
+
+
+@contextmanager
+def _noting(lines: list[str], data: Data) -> Iterator[None]:
+    """Append the refusal of a source that is raised within the context to `lines`."""
+    try:
+        yield
+    except ConfigError as error:
+        lines += error.violations
+    except OSError as error:
+        lines.append(f"{place_of(data)}: cannot be read: {error.strerror}")
 
 
 def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
@@ -60,10 +276,9 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
     return held if room <= budget / 2 else set()
 
 
-def held_files(data: Data, endings: Sequence[str] | None = None) -> list[DataFile]:
+def held_files(data: Data, endings: list[str] = ENDINGS) -> list[DataFile]:
     """Return the files that `data.validation_path` names, held out as a whole; [] if it is "". Raises ConfigError."""
-    more = {} if endings is None else {"endings": list(endings)}
-    return find_files("data.validation_path", data.validation_path, **more) if data.validation_path else []
+    return find_files("data.validation_path", data.validation_path, endings) if data.validation_path else []
 
 
 def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
@@ -89,15 +304,9 @@ def training_options(data: Data) -> list[Any]:
     return [found] if any(found) else []
 
 
-def tokenizer_for(
-    folder: Path, given: Vocabulary | None, texts: Callable[[], Texts], vocab: int, data: Data
-) -> Vocabulary:
-    """Return the tokenizer of an entry of the cache, which is saved in its `folder`: the one that is `given`, or, for
-    None, one that is trained on `texts`, as the keys of `data` say."""
-    if given is None:
-        return train_on(folder, texts(), vocab, data)
-    given.save(folder)
-    return given
+def splits_at(trained: int, end: int) -> dict[str, list[int]]:
+    """Describe the splits of a stream of tokens: those to train on, then those held out."""
+    return {"train": [0, trained], "validation": [trained, end]}
 
 
 def type_of(vocab: int) -> np.dtype:
@@ -106,25 +315,10 @@ def type_of(vocab: int) -> np.dtype:
 
 
 def contents(files: Sequence[DataFile]) -> list[list[Any]]:
-    """Return the format and the hash of the content of each file, which decide which documents it holds."""
-    return [[_format(file), content_hash(file)] for file in files]
-
-
-def _format(file: DataFile) -> bool | str:
-    """Return the format of a file of text, to name its entry by: False for text, True for .jsonl."""
-    end = ending(file)
-    return end == ".jsonl" if end not in ROWS or end == ".jsonl" else end
-
-
-def violations_of_finding(find: Callable[[Data], Any], data: Data) -> list[str]:
-    """Return the refusal lines of finding the files of a source, [] if they are found."""
-    try:
-        find(data)
-    except ConfigError as error:
-        return error.violations
-    except OSError as error:
-        return [f"data.path={data.path}: cannot be read: {error.strerror}"]
-    return []
+    """Return the format and the hash of the content of each file, which decide which documents it holds: as format
+    False for text, True for .jsonl, or the ending of a table."""
+    formats = {end: end if end != ".jsonl" else True for end in ROWS}
+    return [[formats.get(ending(file), False), content_hash(file)] for file in files]
 
 
 def check_largest(largest: int, vocab: int) -> None:

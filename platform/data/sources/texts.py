@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import sysconfig
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,23 +15,14 @@ from platform.boundary.refusals import ConfigError
 from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Data
 from platform.data import tokenizer
-from platform.data.reading.data_files import (
-    Bounded,
-    DataFile,
-    RemoteFile,
-    ending,
-    naming_file,
-    open_unpacked,
-    size_of,
-)
+from platform.data.reading.data_files import Bounded, DataFile, RemoteFile, ending, naming_file, open_unpacked
 from platform.data.reading.listing import find_files, walk
 from platform.data.reading.record_files import ROWS, text_of
-from platform.data.sources.document_entry import Documents, Encoded, Form, splits_of, write_documents
-from platform.data.sources.source_kind import SourceKind, contents, held_files, violations_of_finding
+from platform.data.sources.source_kind import KINDS, Encoded, SourceKind, contents, held_files, place_of
+from platform.data.sources.stream_blocks import Documents
 from platform.data.vocabulary import Vocabulary
 
 _READ_AT_ONCE = 64 * 1024  # bytes of a long document that are read at once
-_SNIFFED = 32  # files whose beginnings `violations_of_files` reads
 # Third-party packages, and parts of the standard library that are tests, tables or second copies.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 
@@ -54,58 +45,31 @@ def text_files(data: Data) -> list[DataFile]:
     return find_files("data.path", data.path)
 
 
-SOURCES: dict[str, Callable[..., Sequence[Any]]] = {"stdlib": stdlib_files, "text": text_files}
-
-
 def register_source(name: str, files: Callable[..., Sequence[DataFile | str]], settings: type | None = None) -> None:
     """Register a source of text as `data.kind=NAME`: the function `files` finds its files of text, given the keys of
     group data. `settings`: a dataclass of data.settings, which `files` gets as `settings`."""
     admit("data.kind", name, settings, files)
-    SOURCES[name] = files
+    KINDS[name] = replace(KINDS["text"], find=partial(registered_files, files))
 
 
-def files_of(data: Data) -> list[DataFile]:
-    """Return the files of text that the source `data.kind` finds. Raises ConfigError, naming the source, if it raises,
-    or gives anything but an iterable of paths; its own ConfigError and OSError pass unchanged."""
-    found: object = None
-    if (find := SOURCES[data.kind]) in (stdlib_files, text_files):
-        return [*find(data)]
+def registered_files(find: Callable[..., object], data: Data) -> list[DataFile]:
+    """Return the files of text that the user's function `find` finds. Raises ConfigError, naming the source, if it
+    raises, or gives anything but an iterable of paths; its own ConfigError and OSError pass unchanged."""
+    given: object = None
     try:
         with own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
-            found = with_settings(find, "data.kind", data.kind, data.settings)(data)
-            return [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[DataFile], found)]
+            given = with_settings(find, "data.kind", data.kind, data.settings)(data)
+            found = [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[Any], given)]
     except OwnCodeError as error:
-        given = "" if found is None else f" gives {type(found).__name__}, not paths of files:"
+        what = "" if given is None else f" gives {type(given).__name__}, not paths of files:"
         reason = str(error).removeprefix("raises ")
-        raise ConfigError(f"data.kind={data.kind}: its source{given} {reason}") from error
+        raise ConfigError(f"data.kind={data.kind}: its source{what} {reason}") from error
+    if not found:
+        raise ConfigError(f"{place_of(data)}: no file in it")
+    return found
 
 
-def violations_of_files(data: Data) -> list[str]:
-    """Return one refusal line per mistake in the source of text, as far as the beginnings of its first files show: no
-    file, no text, a fault in a file."""
-    try:
-        files = files_of(data)
-        if not files:
-            return [f"{_key(data)}: no file in it"]
-        if all(size_of(file) == 0 for file in files):
-            return [f"{_key(data)}: no text in it"]
-    except ConfigError as error:
-        return error.violations
-    except OSError as error:
-        return [f"{_key(data)}: cannot be read: {error.strerror}"]
-    violations = []
-    for file in files[:_SNIFFED]:
-        try:
-            with closing(read_documents([file], data)) as beginning:
-                next(beginning, None)
-        except ConfigError as error:
-            violations += error.violations
-    return violations
-
-
-def read_documents(
-    files: Iterable[DataFile], data: Data, key: str = "data.path"
-) -> Generator[tuple[int, str], None, None]:
+def read_documents(files: Iterable[DataFile], data: Data, key: str = "data.path") -> Iterator[tuple[int, str]]:
     """Read the documents in files of text: yield (number of the document, next piece of its text); no piece is empty.
 
     Raises ConfigError, naming the file, by the `key` that leads to it, and the place, for content that is unreadable,
@@ -155,11 +119,6 @@ def _records(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
             yield True, text
 
 
-def _key(data: Data) -> str:
-    """Return the setting that names the source of text, for a refusal: data.path=PATH, or data=KIND."""
-    return f"data.path={data.path}" if data.path else f"data={data.kind}"
-
-
 def encode_texts(vocabulary: Vocabulary | None, pieces: Documents, characters: int) -> Iterator[Encoded]:
     """Encode pieces of texts, as `platform.data.tokenizer.encode_documents` does."""
     assert vocabulary
@@ -172,16 +131,5 @@ def deciding(data: Data, files: Sequence[DataFile]) -> list[Any]:
     return [contents(files), data.field, *([contents(others)] if others else [])]
 
 
-def _violations_of_text(data: Data) -> list[str]:
-    return violations_of_files(data) + violations_of_finding(held_files, data)
-
-
-TEXT_FORM = Form(read_documents, encode_texts, texts=lambda piece: [piece])
-TEXTS = SourceKind(
-    find=files_of,
-    check=_violations_of_text,
-    decisive=deciding,
-    write=partial(write_documents, TEXT_FORM),
-    texts=lambda files, data: splits_of(TEXT_FORM, files, data).texts(),
-    form=TEXT_FORM,
-)
+KINDS["text"] = SourceKind(text_files, read_documents, encode_texts, deciding, texts=lambda piece: [piece])
+KINDS["stdlib"] = replace(KINDS["text"], find=stdlib_files)

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.documents import open_regular
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, violation
 from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, RemoteFile, content_hash, ending, naming_file, size_of, stamp
 from platform.data.reading.listing import find_files
 from platform.data.reading.record_files import ROWS
-from platform.data.sources.document_entry import Documents, Encoded, Form, write_documents
-from platform.data.sources.source_kind import SourceKind, check_largest, held_files, violations_of_finding
+from platform.data.sources.source_kind import KINDS, Encoded, SourceKind, check_largest, held_files, splits_at
+from platform.data.sources.stream_blocks import Documents, is_streamed
 from platform.data.vocabulary import Vocabulary
 from platform.plan.language.numbers import count_of
 
@@ -106,7 +106,11 @@ def token_files(data: Data) -> list[DataFile]:
     """Find the files of data=tokens: .bin, or records with lists of tokens in `data.field`. Raises ConfigError."""
     if not data.path:
         raise ConfigError("data.path: data=tokens needs a file, a folder or a glob")
-    return [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    found = [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    if is_streamed(data) and not all(ending(file) in ROWS for file in found):
+        reason = ".bin files are read where they lie, without a copy"
+        raise ConfigError(violation("data.streaming", True, reason, [False]))
+    return found
 
 
 def index_of(file: Path) -> Path | None:
@@ -186,13 +190,9 @@ def _megatron(file: Path, index: Path, size: int) -> TokenFile:
 def write_megatron(path: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
     """Write documents of tokens as PATH.bin and PATH.idx, as Megatron-LM reads them. Raises OSError."""
     code = 8 if vocab <= 1 << 16 else 4
-    dtype, lengths = np.dtype(_CODES[code]), []
     with path.with_name(f"{path.name}.bin").open("wb") as file:
-        for document in documents:
-            file.write(document.astype(dtype).tobytes())
-            lengths.append(len(document))
-    sizes = np.array(lengths, "<i4")
-    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * dtype.itemsize
+        sizes = np.array(_append(file, documents, _CODES[code]), "<i4")
+    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(_CODES[code]).itemsize
     with path.with_name(f"{path.name}.idx").open("wb") as file:
         file.write(_COUNTS.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1))
         for part in (sizes, pointers.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")):
@@ -207,19 +207,19 @@ def write_nanogpt(path: Path, documents: Iterable[NDArray[np.integer]], vocab: i
             _append(file, documents, "<u2")
             return
         file.write(bytes(_HEADER))
-        if (count := _append(file, documents, "<u4")) >= 1 << 31:
+        if (count := sum(_append(file, documents, "<u4"))) >= 1 << 31:
             raise ConfigError(f"{path}.bin: {count} tokens, of which llm.c's format may have {(1 << 31) - 1}")
         file.seek(0)
         file.write(np.array([20240801, 7, count], "<i4").tobytes())
 
 
-def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> int:
-    """Write documents of tokens as integers of a type, and return how many tokens they have."""
-    count = 0
+def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> list[int]:
+    """Write documents of tokens as integers of a type, and return how many tokens each has."""
+    lengths = []
     for document in documents:
         file.write(document.astype(dtype).tobytes())
-        count += len(document)
-    return count
+        lengths.append(len(document))
+    return lengths
 
 
 WRITERS = {"megatron": write_megatron, "nanogpt": write_nanogpt}
@@ -230,27 +230,10 @@ _WHOLE = 8 << 30  # bytes of the .bin files of a source that are read as a whole
 Ids = NDArray[np.int64]
 
 
-def _held(data: Data) -> list[DataFile]:
-    return held_files(data, ENDINGS)
-
-
-def _violations_of_tokens(data: Data) -> list[str]:
-    """Return one refusal line per mistake in files of tokens that shows without reading them all."""
-    lines = violations_of_finding(token_files, data) or violations_of_finding(_held, data)
-    for file in [] if lines else [*token_files(data), *_held(data)]:
-        lines += violations_of_finding(lambda data, file=file: _begin(file, data), data)  # type: ignore[misc]
-    return lines
-
-
-def _begin(file: DataFile, data: Data) -> None:
-    """Read the beginning of a file of tokens. Raises ConfigError for a fault in it."""
-    next(read_tokens([file], data), None) if ending(file) in ROWS else locate(file, data)
-
-
 def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return what decides which tokens files hold: the contents of them and of their indices, and how they are read. Of
     more .bin than are read as a whole, size and parts stand for the content."""
-    whole = _read_whole([*files, *(others := _held(data))])
+    whole = _read_whole([*files, *(others := held_files(data, ENDINGS))])
 
     def hashes(some: Sequence[DataFile]) -> list[list[Any]]:
         each = [(file, [index] if isinstance(file, Path) and (index := index_of(file)) else []) for file in some]
@@ -264,22 +247,6 @@ def _read_whole(files: Sequence[DataFile]) -> bool:
     """Return True if .bin files are short enough to be read as a whole before a run; the tokens of longer ones are
     checked when they are trained on."""
     return sum(size_of(file) for file in files if ending(file) not in ROWS) <= _WHOLE
-
-
-def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None) -> dict[str, Any]:
-    """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
-    tokens.bin for records; .bin files are only named. Return its description. Raises ConfigError, for tokens that a
-    vocabulary of `vocab` entries does not have too."""
-    others = _held(data)
-    forms = {ending(file) in ROWS for file in (*files, *others)}
-    if len(forms) > 1:
-        raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
-    if True in forms:
-        form = replace(RECORDS, read=partial(read_tokens, vocab=vocab))
-        return write_documents(form, folder, files, data, vocab, given)
-    if given:
-        given.save(folder)
-    return _name(folder, files, others, data, vocab)
 
 
 def _name(
@@ -299,7 +266,7 @@ def _name(
     if len(known) and not others:
         trained = int(known[np.searchsorted(known, trained)]) if trained <= known[-1] else ends[-1]
     known.astype("<i8").tofile(folder / "starts.bin")
-    return {"arrays": [_place(file) for file in found], "splits": _splits(trained, ends[-1])}
+    return {"arrays": [_place(file) for file in found], "splits": splits_at(trained, ends[-1])}
 
 
 def _place(file: TokenFile) -> dict[str, Any]:
@@ -309,18 +276,17 @@ def _place(file: TokenFile) -> dict[str, Any]:
     return {"path": path, "dtype": file.dtype, "offset": file.offset, "count": file.count, "bytes": size}
 
 
-def _splits(trained: int, end: int) -> dict[str, list[int]]:
-    return {"train": [0, trained], "validation": [trained, end]}
-
-
 def read_tokens(
     files: Sequence[DataFile], data: Data, key: str = "data.path", vocab: int = 1 << 31
 ) -> Iterator[tuple[int, Ids]]:
-    """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. Raises
-    ConfigError, naming the file, by the `key` that leads to it, and the place, for a value that is no list of tokens of
-    the vocabulary."""
+    """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. A .bin, which
+    is read in place, is only located. Raises ConfigError, naming the file, by the `key` that leads to it, and the
+    place, for a value that is no list of tokens of the vocabulary."""
     number = 0
     for file in files:
+        if ending(file) not in ROWS:
+            locate(file, data)
+            continue
         with naming_file(file, key):
             for place, values in ROWS[ending(file)](file, [data.field]):
                 if data.field not in values:
@@ -350,5 +316,25 @@ def _array(given: Any) -> Ids | None:
     return np.array(given, np.int64)
 
 
-RECORDS = Form(read_tokens, encode_tokens, endings=ENDINGS, starts=True)
-TOKENS = SourceKind(find=token_files, check=_violations_of_tokens, decisive=_options, write=_write, form=RECORDS)
+class TokenKind(SourceKind):
+    """Kind of source of tokens made by other programs."""
+
+    def write_entry(
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+    ) -> dict[str, Any]:
+        """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
+        tokens.bin for records; .bin files are only named. Return its description. Raises ConfigError, for tokens that a
+        vocabulary of `vocab` entries does not have too."""
+        others = self.held(data)
+        forms = {ending(file) in ROWS for file in (*files, *others)}
+        if len(forms) > 1:
+            raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
+        if True in forms:
+            kind = replace(self, read=partial(read_tokens, vocab=vocab))
+            return SourceKind.write_entry(kind, folder, files, data, vocab, given)
+        if given:
+            given.save(folder)
+        return _name(folder, files, others, data, vocab)
+
+
+KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _options, endings=ENDINGS, starts=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import finalize
 
@@ -87,7 +87,7 @@ class ChatTemplate:
     def _rendered(self, messages: Conversation, wanted: Sequence[tuple[int, bool]]) -> list[str]:
         """Return a conversation as the template writes it, once for each that is wanted: (how many of its messages, if
         the beginning of an answer follows); what messages spell like a special token is hidden."""
-        hidden = [self._hidden(message) for message in messages]
+        hidden = map_texts(self._hidden, [*messages])
         body = json.dumps({"messages": hidden, "named": self._named, "wanted": wanted}, default=str).encode()
         output = _OUTPUT + 4 * len(body) * len(wanted)
         bounds = limits(_MEMORY + 8 * output, _SECONDS + output / _SPEED, output)
@@ -102,13 +102,9 @@ class ChatTemplate:
             raise ConfigError(f"{self._key}: refuses a conversation: it writes half a surrogate pair")
         return texts
 
-    def _hidden(self, value: Any) -> Any:
-        """Return plain data in which every text that spells a special token has a mark behind its first character."""
-        if isinstance(value, str):
-            return self._spelling.sub(lambda m: m[0][0] + _HIDDEN + m[0][1:], value.replace(_HIDDEN, ""))
-        if isinstance(value, Mapping):
-            return {key: self._hidden(part) for key, part in value.items()}
-        return [self._hidden(part) for part in value] if isinstance(value, list) else value
+    def _hidden(self, text: str) -> str:
+        """Return a text in which each spelling of a special token has a mark behind its first character."""
+        return self._spelling.sub(lambda m: m[0][0] + _HIDDEN + m[0][1:], text.replace(_HIDDEN, ""))
 
     def _split(self, text: str, answer: bool) -> Iterator[tuple[str, bool, bool]]:
         """Yield the parts of a text, cut at special tokens, as (part, True for a special token, `answer`)."""
@@ -124,6 +120,15 @@ class ChatTemplate:
     @staticmethod
     def _shown(text: str) -> str:
         return text.replace(_HIDDEN, "")
+
+
+def map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Return plain data with every text in it changed, but not the keys of maps."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_texts(change, part) for key, part in value.items()}
+    return [map_texts(change, part) for part in value] if isinstance(value, list) else value
 
 
 def conversation(value: Any) -> Conversation | None:

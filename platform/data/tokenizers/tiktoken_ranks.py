@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.schema import Malformed
+from platform.data.tokenizers.merges import merges_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,10 +39,10 @@ WORDS = {  # regular expressions of words, by the encoding that first had them
 @dataclass(frozen=True)
 class Encoding:
     """Says what a file of ranks does not: the regular expression of `words`, by its name in WORDS or itself, and the
-    `special` tokens with their ids; None: END alone, after the ranks."""
+    `special` tokens with their ids; none: END alone, after the ranks."""
 
     words: str
-    special: Mapping[str, int] | None = None
+    special: Mapping[str, int] = field(default_factory=dict)
 
 
 def _llama3() -> dict[str, int]:
@@ -65,19 +66,10 @@ KNOWN = {  # number of ranks -> encoding
 }
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Tokens of a file of ranks, by rank, and what belongs to them."""
-
-    tokens: dict[bytes, int]
-    words: str
-    special: dict[str, int] = field(default_factory=dict)
-
-
-def read_ranks(raw: bytes, words: str = "") -> Ranks:
-    """Read the bytes of a file of ranks. `words`: a regular expression, or the name of one in WORDS; "": the published
-    encoding's with as many ranks. Raises Malformed for other bytes, and if no `words` are given and no encoding has as
-    many ranks."""
+def read_ranks(raw: bytes, words: str = "") -> tuple[dict[bytes, int], Encoding]:
+    """Read the bytes of a file of ranks: its tokens by rank, and what it does not say. `words`: a regular expression,
+    or the name of one in WORDS; "": the published encoding's with as many ranks. Raises Malformed for other bytes, and
+    if no `words` are given and no encoding has as many ranks."""
     tokens: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):
         if not line:
@@ -101,47 +93,30 @@ def read_ranks(raw: bytes, words: str = "") -> Ranks:
             f"has {len(tokens)} ranks, as no published encoding; how it cuts words must be said:"
             f" data.tokenizer_words={'|'.join(WORDS)}, or a regular expression"
         )
-    special = dict(known.special or {END: max(tokens.values()) + 1})
+    special = known.special or {END: max(tokens.values()) + 1}
     if {*special.values()} & {*tokens.values()}:
         raise Malformed("a special token has the id of a rank")
-    return Ranks(tokens, WORDS.get(words, words), special)
+    return tokens, Encoding(words, special)
 
 
-def tokenizer_of_ranks(ranks: Ranks) -> Tokenizer:
+def tokenizer_of_ranks(tokens: Mapping[bytes, int], encoding: Encoding) -> Tokenizer:
     """Make the tokenizer that gives a text the ids that tiktoken gives it. Raises Malformed if its regular expression
     of words is none."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    letter = {byte: chr(code) for byte, code in _letters().items()}
-    spelled = {"".join(letter[b] for b in token): rank for token, rank in ranks.tokens.items()}
-    merges = [pair for pairs in _merges(ranks.tokens) for pair in pairs]
-    named = [("".join(letter[b] for b in left), "".join(letter[b] for b in right)) for left, right in merges]
-    tokenizer = Tokenizer(models.BPE({**spelled, **ranks.special}, named, ignore_merges=True))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # of byte-level BPE: a byte's own character, or one >= 256
+    letters = dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), alphabet, strict=True))
+    spelled = {"".join(letters[byte] for byte in token): rank for token, rank in tokens.items()}
+    merges = [*merges_of(sorted(spelled, key=spelled.__getitem__), spelled)]
+    tokenizer = Tokenizer(models.BPE({**spelled, **encoding.special}, merges, ignore_merges=True))
     try:
-        words: Any = pre_tokenizers.Split(Regex(ranks.words), "isolated")
+        words: Any = pre_tokenizers.Split(Regex(WORDS.get(encoding.words, encoding.words)), "isolated")
     except Exception as error:  # the library raises its own
         raise Malformed(f"data.tokenizer_words is no regular expression: {error}") from None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    order = sorted(ranks.special, key=lambda text: ranks.special[text])
+    order = sorted(encoding.special, key=encoding.special.__getitem__)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in order])
     return tokenizer
-
-
-def _letters() -> dict[int, int]:
-    """Return the character for each byte in byte-level BPE (Radford et al. 2019): itself if it prints, else >= 256."""
-    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printing]
-    return {**{b: b for b in printing}, **{b: 256 + i for i, b in enumerate(others)}}
-
-
-def _merges(tokens: Mapping[bytes, int]) -> list[list[tuple[bytes, bytes]]]:
-    """Return the pairs of tokens that make each token, in the order of ranks."""
-    out = []
-    for token in sorted((t for t in tokens if len(t) > 1), key=tokens.__getitem__):
-        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
-        known = [(left, right) for left, right in pairs if left in tokens and right in tokens]
-        out.append(sorted(known, key=lambda pair: (tokens[pair[0]], tokens[pair[1]])))
-    return out

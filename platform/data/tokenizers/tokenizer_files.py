@@ -44,7 +44,10 @@ def read_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]
     ConfigError, in a line that names `key`."""
     try:
         found = _gathered(source)
-        return found if JSON in found else {**found, JSON: make_json(_that_make(found), words)}
+        if all(name in BESIDE for name in found):
+            forms = ", ".join((JSON, *MODELS, MERGES[0], WORD_PIECES, "*.tiktoken"))
+            raise Malformed(f"holds no tokenizer: none of {forms}")
+        return found if JSON in found else {**found, JSON: make_json(found, words)}
     except (Malformed, OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         line = documents.one_line(reason.encode(errors="replace"))
@@ -99,25 +102,15 @@ def _read(storage: Any, path: str) -> bytes:
     return raw
 
 
-def _that_make(found: dict[str, bytes]) -> dict[str, bytes]:
-    """Return files of a tokenizer of which tokenizer.json is to be made. Raises Malformed if none says a vocabulary."""
-    if all(name in BESIDE for name in found):
-        raise Malformed(
-            f"holds no tokenizer: none of {', '.join((JSON, *MODELS, MERGES[0], WORD_PIECES, '*.tiktoken'))}"
-        )
-    return found
-
-
 def made_of(found: dict[str, bytes], words: str) -> bytes:
     """Return tokenizer.json made of the other files of a tokenizer. Raises Malformed, and what the library raises: only
     for a child process (`platform.data.parsers`)."""
-    others = [name for name in found if name not in BESIDE]
-    forms: list[tuple[bool, Callable[[], Tokenizer]]] = [
-        ({*MERGES} <= found.keys(), lambda: _of_merges(found)),
-        (WORD_PIECES in found, lambda: _of_word_pieces(found)),
-        (True, lambda: _of_one(found[others[0]], words)),
-    ]
-    made = next(make for there, make in forms if there)()
+    if {*MERGES} <= found.keys():
+        made = _of_merges(found)
+    elif WORD_PIECES in found:
+        made = _of_word_pieces(found)
+    else:
+        made = _of_one(next(raw for name, raw in found.items() if name not in BESIDE), words)
     _add_tokens(made, found)
     return made.to_str().encode()
 
@@ -128,7 +121,7 @@ def _of_one(raw: bytes, words: str) -> Tokenizer:
         return parse_tokenizer(raw)
     first = raw.partition(b"\n")[0]
     if tiktoken_ranks.LINE.fullmatch(first.rstrip(b"\r")):
-        return tiktoken_ranks.tokenizer_of_ranks(tiktoken_ranks.read_ranks(raw, words))
+        return tiktoken_ranks.tokenizer_of_ranks(*tiktoken_ranks.read_ranks(raw, words))
     return sentencepiece_model.tokenizer_of_model(sentencepiece_model.read_model(raw))
 
 

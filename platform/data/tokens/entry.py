@@ -1,6 +1,6 @@
 """Entries of the cache: the tokens of one source, its training documents and then those held out, and a tokenizer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -16,14 +16,8 @@ from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
 from platform.config.fields import Data, short_hash
 from platform.data.mixture import DataSource, naming
 from platform.data.reading.data_files import DataFile
-from platform.data.sources import iterables
-from platform.data.sources.conversations import INSTRUCTIONS
-from platform.data.sources.iterables import OWN_TEXTS, OWN_TOKENS
-from platform.data.sources.pairs import PAIRS
-from platform.data.sources.source_kind import SourceKind, Texts, train_on, training_options
-from platform.data.sources.stream_blocks import head_kind, is_streamed
-from platform.data.sources.texts import TEXTS
-from platform.data.sources.token_files import TOKENS, CheckedTokens
+from platform.data.sources.source_kind import SourceKind, Texts, kind_of, train_on, training_options
+from platform.data.sources.token_files import CheckedTokens
 from platform.data.tokens import cache
 from platform.data.tokens.streams import DocumentStream, JoinedTokens, PairStream, mapped
 from platform.data.vocabulary import Vocabulary, open_vocabulary
@@ -31,16 +25,6 @@ from platform.data.vocabulary import Vocabulary, open_vocabulary
 FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
 _WINDOW = 1 << 22  # tokens that are checked at once
 _PLACE = Annotated[int, Span(0, 1 << 50)]
-
-
-KINDS: dict[str, SourceKind] = {"text": TEXTS, "pairs": PAIRS, "tokens": TOKENS, "instructions": INSTRUCTIONS}
-
-
-def kind_of(data: Data) -> SourceKind:
-    """Return the kind of a source; text, unless it is another. Of a streamed one only a head is written."""
-    own = OWN_TOKENS if data.kind in iterables.TOKENS else OWN_TEXTS if data.kind in iterables.TEXTS else TEXTS
-    kind = KINDS.get(data.kind, own)
-    return head_kind(kind) if kind.form and is_streamed(data) else kind
 
 
 @dataclass(frozen=True)
@@ -99,7 +83,7 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | 
     read = partial(read_entry, vocab=vocab)
 
     def make(folder: Path) -> dict[str, Any]:
-        return kind.write(folder, files, data, vocab, given)
+        return kind.write_entry(folder, files, data, vocab, given)
 
     if shared:
         return cache.fetch_shared(entry, shared, make, read)
@@ -216,7 +200,7 @@ def open_common(
         with naming(source):
             kind = kind_of(source.data)
             every.append((source, kind, kind.find(source.data)))
-    textual = [(source, kind.texts, files) for source, kind, files in every if kind.texts and source.trained]
+    textual = [(source, kind, files) for source, kind, files in every if kind.texts and source.trained]
     if textual and not given and (other := next((source for source, kind, _ in every if not kind.texts), None)):
         made = "a tokenizer that is trained on text would not be that of these tokens"
         raise ConfigError(f"{other.key}.kind={other.data.kind}: beside {textual[0][0].key}: {made}")
@@ -240,9 +224,7 @@ def open_common(
     return place, cache.fetch(place, make, read_common).entries
 
 
-def _naming_texts(
-    source: DataSource, read: Callable[[Sequence[DataFile], Data], Texts], files: Sequence[DataFile]
-) -> Texts:
+def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile]) -> Texts:
     """Return the texts of a source to train a tokenizer on; refusals of them name the source."""
 
     def pieces(given: Texts) -> Iterator[str]:
@@ -250,7 +232,7 @@ def _naming_texts(
             yield from given.pieces
 
     with naming(source):
-        found = read(files, source.data)
+        found = kind.training_texts(files, source.data)
     return Texts(pieces(found), found.characters)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import struct
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
 from platform.boundary.schema import Malformed
-from platform.data.tokenizers.sentencepiece_model import read_model
+from platform.data.tokenizers.sentencepiece_model import NEEDS, read_model
 from platform.data.tokenizers.tokenizer_files import read_files
 from platform.data.vocabulary import vocabulary_of
 from tests.data.tokenizers.texts import sources, texts
-from tests.harness.peers import peer
 
 OPTIONS = {
     "as it comes": {},
@@ -29,10 +30,9 @@ OPTIONS = {
 
 @cache
 def trained(kind: str, option: str, root: Path) -> Path:
-    library = peer("sentencepiece")
     lines = [line for text in sources(0, 12) for line in text.splitlines() if line.strip()][:3000]
     prefix = root / f"{kind}-{len(option)}"
-    library.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=500,
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=500,
                                        model_type=kind, minloglevel=2, **OPTIONS[option])  # fmt: skip
     return prefix.with_suffix(".model")
 
@@ -48,7 +48,7 @@ def test_ids_are_equal(root, kind, option):
     """Where several cuts of a unigram model have one probability, any of them; and what spells a special token of it is
     cut, as it makes tokens of texts too."""
     file = trained(kind, option, root)
-    theirs = peer("sentencepiece").SentencePieceProcessor(model_file=str(file))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(file))
     ours = vocabulary_of(read_files(str(file)))
     score = {i: theirs.get_score(i) for i in range(theirs.get_piece_size())}
     assert ours.size == theirs.get_piece_size()
@@ -109,7 +109,7 @@ BAD = {
 
 
 def test_what_is_good_is_read():
-    assert [p.text for p in read_model(GOOD).pieces] == ["<unk>", "<s>", "</s>", "▁a", "b"]
+    assert [p.piece for p in read_model(GOOD).pieces] == ["<unk>", "<s>", "</s>", "▁a", "b"]
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -117,6 +117,14 @@ def test_what_is_none_is_refused(case):
     raw, reason = BAD[case]
     with pytest.raises(Malformed, match=reason.replace("(", r"\(").replace(")", r"\)")):
         read_model(raw)
+
+
+@pytest.mark.parametrize("package", ["sentencepiece.sentencepiece_model_pb2", "google.protobuf.message"])
+def test_a_package_that_is_missing_is_named(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(Malformed) as error:
+        read_model(GOOD)
+    assert str(error.value) == NEEDS
 
 
 @given(st.binary(max_size=60), st.integers(0, len(GOOD)))

@@ -13,7 +13,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.tokenizer import train_tokenizer
 from platform.data.tokenizers.tokenizer_files import read_files
-from platform.data.vocabulary import given_files, open_vocabulary, vocabulary_of
+from platform.data.vocabulary import given_vocabulary, open_vocabulary, vocabulary_of
 from tests.data.tokenizers.texts import sources, texts
 from tests.harness.peers import peer
 
@@ -101,7 +101,7 @@ def test_added_tokens_have_their_ids(tmp_path, trained):
 def test_what_the_keys_add(folder, tmp_path):
     """Special tokens, which ends documents, a chat template: all of it is in the files then."""
     data = Data(tokenizer=str(folder), special_tokens=["<tool>", "<s>"], end_token="<tool>", chat_template="chatml")
-    found = given_files(data)
+    found = given_vocabulary(data).files
     assert found and json.loads(found["tokenizer_config.json"]) == {**CONFIG, "eos_token": "<tool>"}
     for name, raw in found.items():
         (tmp_path / name).write_bytes(raw)
@@ -109,13 +109,13 @@ def test_what_the_keys_add(folder, tmp_path):
     assert ours.special_tokens == ["<|endoftext|>", "<s>", "</s>", "<tool>", "<|im_start|>", "<|im_end|>"]
     assert ours.special.front == (402, 400) and ours.given
     assert ours.chat.text([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
-    plain = given_files(Data(tokenizer=str(folder)))
+    plain = given_vocabulary(Data(tokenizer=str(folder))).files
     assert plain == {path.name: path.read_bytes() for path in folder.iterdir()}  # as they are, byte by byte
 
 
 def test_a_tokenizer_that_says_nothing_of_special_tokens(folder):
     (folder / "tokenizer_config.json").unlink()
-    found = given_files(Data(tokenizer=str(folder / "tokenizer.json")))
+    found = given_vocabulary(Data(tokenizer=str(folder / "tokenizer.json"))).files
     assert found and json.loads(found["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
     assert vocabulary_of(found).special.front == (0, 400)
 
@@ -151,7 +151,7 @@ def test_what_is_none_is_refused(tmp_path, case):
     where, reason = BAD[case]
     source = str(where(tmp_path))
     with pytest.raises(ConfigError) as error:
-        given_files(Data(tokenizer=source))
+        given_vocabulary(Data(tokenizer=source))
     (line,) = error.value.violations
     assert line.startswith(f"data.tokenizer={source}: ") and reason in line and "train" in line and "\n" not in line
 
@@ -159,12 +159,12 @@ def test_what_is_none_is_refused(tmp_path, case):
 def test_keys_that_name_no_token(folder):
     data = Data(tokenizer=str(folder), end_token="<nowhere>")
     with pytest.raises(ConfigError, match="has no token '<nowhere>'"):
-        given_files(data)
+        given_vocabulary(data)
     (folder / "tokenizer_config.json").unlink()
     text = (folder / "tokenizer.json").read_text()
     for name in ("endoftext", "<s>", "</s>"):
         text = text.replace(name, name.replace("s", "z").replace("end", "zzz"))
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match="names no token that ends documents; data.end_token=TOKEN does"):
-        given_files(replace(data, end_token=""))
-    assert given_files(replace(data, end_token="<z>"))
+        given_vocabulary(replace(data, end_token=""))
+    assert given_vocabulary(replace(data, end_token="<z>"))

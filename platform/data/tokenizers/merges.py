@@ -1,0 +1,12 @@
+"""Merges of BPE, for vocabularies that are published as tokens in their order, without the pairs that make them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+
+def merges_of(tokens: Iterable[str], known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs that make each of the tokens in turn, of `known` tokens with their ids, by which pairs that make
+    one token are ordered."""
+    for token in tokens:
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        legal = [(left, right) for left, right in pairs if left in known and right in known]
+        yield from sorted(legal, key=lambda pair: (known[pair[0]], known[pair[1]]))
