@@ -3,12 +3,12 @@ several families have in common.
 
 A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of ours
 one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer. Rows are in the
-order in which transformers writes them.
+order in which transformers writes them; a row of parameters that a model lacks counts for nothing in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,6 +45,16 @@ class Family:
     prefix: str
     same: Mapping[str, str] = field(default_factory=dict)
     buffers: Sequence[str] = ()
+
+
+def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
+    """Yield the rows of the weight and the bias of modules; `names`: their name -> our weights that it holds, apart by
+    spaces. `turned`: the weights are."""
+    for theirs, ours in names.items():
+        endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
+        for kind, ending in zip(("weight", "bias"), endings, strict=True):
+            held = tuple(f"{name}{ending}" for name in ours.split())
+            yield TensorRow(f"{theirs}.{kind}", held, turned and kind == "weight")
 
 
 ONE_STACK = Only("is_encoder_decoder", (False,), written=False)
