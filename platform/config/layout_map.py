@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from platform.boundary.refusals import ConfigError, closest, violation
-from platform.config.fields import Branch, Config, Rules, Tensor
+from platform.config.fields import Branch, Config, Tensor
+from platform.config.groups.mesh_group import Rules
 from platform.plan.language.layout import DIMS
 from platform.plan.language.scheme import REGIONS, ROLES
 
