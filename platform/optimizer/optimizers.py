@@ -16,24 +16,31 @@ from platform.optimizer.scratch import (
     scratch_of_muon,
     scratch_of_sgd,
 )
-from platform.optimizer.whole import ELEMENT, FEWEST_DIMS, NEEDS
 
 if TYPE_CHECKING:
     import torch  # at run time only where used: planning reads OPTIMIZERS and must not wait for torch's import
 
 
+ELEMENT = "element"
+FEWEST_DIMS = {"tensor": 1, "matrix": 2}  # need -> parameters of at least so many dims must be whole
+Need = str | Callable[[Optimizer], str]
+
+
 @dataclass(frozen=True)
 class OptimizerKind:
     """Entry of OPTIMIZERS. `make(groups, config.optimizer)` returns a torch optimizer of parameter groups [{"params",
-    "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where
-    `platform.optimizer.whole.NEEDS` says so. `moments`: numbers of state per element of a parameter, or a function that
-    finds it. `divides`: True if they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they
-    read them, as torch's fused optimizers do for its GradScaler."""
+    "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where `needs`
+    says so. `moments`: numbers of state per element of a parameter, or a function that finds it. `divides`: True if
+    they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read them, as torch's fused
+    optimizers do for its GradScaler. `needs`: what is updated as a whole, or a function that finds it: every `element`
+    by itself, every `tensor`, or each tensor of two or more dims (`matrix`). Muon gets what it needs whole: the plan
+    gathers it (`Plan.matrices`); Adafactor what it needs summed (`Plan.factored`)."""
 
     make: Callable[..., torch.optim.Optimizer]
     moments: int | Callable[[Optimizer], int]
     divides: bool = False
     scratch: Callable[[Optimizer, Update], int] = no_scratch
+    needs: Need = ELEMENT
 
 
 def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -181,5 +188,4 @@ def register_optimizer(
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
     admit("optimizer.kind", name, settings, make)
-    OPTIMIZERS[name] = OptimizerKind(make, moments)
-    NEEDS[name] = needs or find_need
+    OPTIMIZERS[name] = OptimizerKind(make, moments, needs=needs or find_need)
