@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -29,7 +29,6 @@ class Key:
     most: float = 10**12  # upper limit of a number whose bounds have none: beyond it memory, clocks or time run out
     choices: tuple[Any, ...] = ()  # all legal values, but for those that a user's module registers
     open: bool = False  # a module named in `extend` may register another choice
-    not_built: Mapping[Any, str] = field(default_factory=dict)  # planned value -> the missing capability
     pattern: str = ""  # regular expression that all of a text must match
     constraint: str = ""  # pattern, or rule of `platform.config.rules`, in words
 
