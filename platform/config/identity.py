@@ -50,9 +50,8 @@ def identity(config: Config) -> dict[str, Any]:
     data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
     train = {f"train.{name}": values["train"][name] for name in _OF_TRAIN} | {"train.loss": loss_of(config)}
-    return redact(
-        {"model": values["model"], "data": data, "seed": config.seed, **train, "optimizer": values["optimizer"]}
-    )
+    own = {"model": values["model"], "data": data, "seed": config.seed, **train, "optimizer": values["optimizer"]}
+    return redact(own)
 
 
 def completed(there: Mapping[str, Any]) -> dict[str, Any]:
