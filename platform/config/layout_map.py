@@ -147,11 +147,10 @@ def _listed(names: Iterable[str]) -> str:
 
 def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
     """Yield a refusal line for scheme `serial` or `none`, which split nothing, with a table that splits something."""
+    constraint = "a table that splits something needs a name of its own"
     if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
-        constraint = "a table that splits something needs a name of its own"
         yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
     if branch.kind == "none" and (branch.append or branch.prepend or branch.only):
-        constraint = "a table that splits something needs a name of its own"
         yield violation("branch.kind", branch.kind, constraint, ["a line `kind: NAME` in its file"])
 
 

@@ -12,12 +12,7 @@ from platform.config.key import key, own_settings
 class Optimizer:
     """Update rule, and the schedule of its learning rate."""
 
-    kind: str = key(
-        "adamw",
-        "the optimizer",
-        ("adamw", "sgd", "lion", "muon", "adafactor"),
-        open=True,
-    )
+    kind: str = key("adamw", "the optimizer", ("adamw", "sgd", "lion", "muon", "adafactor"), open=True)
     lr: float = key(1e-3, "peak learning rate, reached after warm-up", ">= 0 and < inf", most=1e6)
     betas: list[float] = key(
         [0.9, 0.95], "decay rates of Adam's two moments; of Lion's update and its momentum", ">= 0 and < 1"
