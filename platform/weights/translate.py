@@ -16,6 +16,7 @@ from platform.weights.families.known import COMMON, FAMILIES
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
 _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length")
 _OF_OTHERS = ("io", "hidden")
+_OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing
 _SIZES: Mapping[str, Callable[[Model], int]] = {  # keys whose 0 stands for a size
     "kv_heads": lambda m: m.kv_heads or m.heads,
     "d_kv": lambda m: m.d_kv or m.d_model // m.heads,
@@ -43,7 +44,8 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
     Raises ConfigError with a line for each key that our words do not express, and for each value that our key refuses.
     """
     family = family_of(found)
-    out, wrong = dict(family.fixed), []
+    usual = {key: value for key, value in vars(Model()).items() if key not in _OWN}
+    out, wrong = {**usual, **family.fixed}, []
     rules = (*family.rules, *COMMON)
     for rule in rules:
         try:

@@ -46,18 +46,12 @@ def _workers(config: Config) -> Iterator[str]:
 
 
 FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan", "flip")
-
-
 FAULT_SECTIONS = (  # sections of a step, as its clock records them; an action of a pipeline table (0F0) is legal too
     "step", "data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint",
 )  # fmt: skip
-
-
 FAULT = re.compile(
     rf"(?P<step>\d{{1,12}}):(?P<kind>{'|'.join(FAULT_KINDS)}):(?P<rank>\d{{1,12}})(?::(?P<section>\w+))?", re.ASCII
 )
-
-
 _ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 
 

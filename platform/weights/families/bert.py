@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from platform.weights.families.family import (
-    ONE_STACK,
-    OWN_SCALE,
-    PLAIN,
-    SEES_ALL,
-    Family,
-    d_ff_of,
-    modules,
-    special_tokens,
-)
+from platform.weights.families.family import ONE_STACK, PLAIN, Family, d_ff_of, modules, special_tokens
 from platform.weights.families.keys import Dropouts, Free, Only, Renamed, Words
 
 BERT = Family(
@@ -19,8 +10,7 @@ BERT = Family(
     "BertForMaskedLM",
     ["BertForMaskedLM", "BertForPreTraining"],
     {"kind": "encoder", "norm": "layernorm", "post_norm": True, "embedding_norm": True, "positions": "learned",
-     "bias": True, "attention_bias": "", "kv_heads": 0, "d_kv": 0, "query_key_norm": False, "head_transform": True,
-     "head_bias": True, "tied": True, **SEES_ALL, **OWN_SCALE},
+     "bias": True, "head_transform": True, "head_bias": True, "tied": True},
     [
         Renamed("vocab_size", "vocab", 30522),
         Renamed("hidden_size", "d_model", 768),

@@ -31,9 +31,10 @@ class TensorRow(NamedTuple):
 class Family:
     """Family of models: `architecture` is the class that has all tensors, others that may be `read` have more or fewer.
 
-    `fixed`: our model keys that are alike in the whole family; `rules`: rules for the keys of config.json; `rows`: rows
-    of tensors; `prefix`: optional beginning of names, missing as where the class without a head was saved; `same`:
-    names that repeat another tensor (tied); `buffers`: names of tensors that are no parameters, and are not read.
+    `fixed`: our model keys that are alike in the whole family; what neither they nor `rules`, for the keys of
+    config.json, say is at its default. `rows`: rows of tensors; `prefix`: optional beginning of names, missing as where
+    the class without a head was saved; `same`: names that repeat another tensor (tied); `buffers`: names of tensors
+    that are no parameters, and are not read.
     """
 
     name: str
@@ -75,9 +76,3 @@ def d_kv_of(m: Model) -> int:
 
 def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "use_cache": True}
-
-
-PRE_NORM = {"post_norm": False, "embedding_norm": False}
-NO_HEAD = {"head_transform": False, "head_bias": False}
-SEES_ALL = {"window": 0, "window_layers": []}
-OWN_SCALE = {"attention_scale": 0.0, "logit_scale": 1.0}

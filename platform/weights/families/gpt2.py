@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from platform.weights.families.family import (
-    NO_HEAD,
-    ONE_STACK,
-    PLAIN,
-    PRE_NORM,
-    SEES_ALL,
-    Family,
-    modules,
-    special_tokens,
-)
+from platform.weights.families.family import ONE_STACK, PLAIN, Family, modules, special_tokens
 from platform.weights.families.keys import Dropouts, Free, Only, Renamed, Words
 
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     ["GPT2LMHeadModel"],
-    {"kind": "decoder", "norm": "layernorm", "positions": "learned", "bias": True, "attention_bias": "", "kv_heads": 0,
-     "d_kv": 0, "query_key_norm": False, "segments": 0, "logit_scale": 1.0, **PRE_NORM, **NO_HEAD, **SEES_ALL},
+    {"kind": "decoder", "norm": "layernorm", "positions": "learned", "bias": True},
     [
         Renamed("vocab_size", "vocab", 50257),
         Renamed("n_positions", "length", 1024),

@@ -6,19 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from platform.config.fields import Model
-from platform.weights.families.family import (
-    GATED,
-    NO_HEAD,
-    ONE_STACK,
-    OWN_SCALE,
-    PRE_NORM,
-    SEES_ALL,
-    Family,
-    d_ff_of,
-    d_kv_of,
-    modules,
-    special_tokens,
-)
+from platform.weights.families.family import GATED, ONE_STACK, Family, d_ff_of, d_kv_of, modules, special_tokens
 from platform.weights.families.keys import (
     Found,
     Free,
@@ -31,10 +19,7 @@ from platform.weights.families.keys import (
     value_of,
 )
 
-_LLAMA_FIXED = {
-    "kind": "decoder", "norm": "rmsnorm", "positions": "rope", "query_key_norm": False, "bias": False,
-    "attention_bias": "", "segments": 0, **PRE_NORM, **NO_HEAD, **SEES_ALL, **OWN_SCALE,
-}  # fmt: skip
+_LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias": False}
 
 
 def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[Rule]:
@@ -106,7 +91,7 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     ["LlamaForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in ("bias", "attention_bias")},
+    _LLAMA_FIXED,
     [
         *_llama_rules(32000, 11008, 2048, None),
         _HEAD_DIM,
@@ -120,7 +105,7 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     ["MistralForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key != "window"},
+    _LLAMA_FIXED,
     [
         *_llama_rules(32000, 14336, 4096 * 32, 8),
         _HEAD_DIM,
@@ -136,7 +121,7 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     ["Qwen2ForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in SEES_ALL} | {"attention_bias": "qkv", "d_kv": 0},
+    {**_LLAMA_FIXED, "attention_bias": "qkv"},
     [*_llama_rules(151936, 22016, 32768, 32), LayerWindows(), _QWEN_FREE],
     **_LLAMA_NAMES,
 )
@@ -145,8 +130,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     ["Qwen3ForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in (*SEES_ALL, "bias", "attention_bias")}
-    | {"query_key_norm": True},
+    {**_LLAMA_FIXED, "query_key_norm": True},
     [
         *_llama_rules(151936, 22016, 32768, 32),
         Renamed("head_dim", "d_kv", 128, written=d_kv_of),

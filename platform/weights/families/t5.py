@@ -8,18 +8,7 @@ from math import isclose, sqrt
 from typing import Any
 
 from platform.config.fields import Model
-from platform.weights.families.family import (
-    GATED,
-    NO_HEAD,
-    PLAIN,
-    PRE_NORM,
-    SEES_ALL,
-    Family,
-    TensorRow,
-    d_ff_of,
-    d_kv_of,
-    modules,
-)
+from platform.weights.families.family import GATED, PLAIN, Family, TensorRow, d_ff_of, d_kv_of, modules
 from platform.weights.families.keys import Dropouts, Found, Free, Inexpressible, Only, Renamed, Rule, value_of
 
 _WORDS = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "gated-gelu": "geglu_tanh"}
@@ -115,9 +104,7 @@ T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
     ["T5ForConditionalGeneration"],
-    {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False, "attention_bias": "",
-     "kv_heads": 0, "query_key_norm": False, "segments": 0, "attention_scale": 1.0, **PRE_NORM, **NO_HEAD,
-     **SEES_ALL},
+    {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False, "attention_scale": 1.0},
     [
         Renamed("vocab_size", "vocab", 32128),
         Renamed("d_model", "d_model", 512),
