@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from platform.weights.families.family import ONE_STACK, PLAIN, Family, d_ff_of, modules, special_tokens
+from platform.weights.families.family import ONE_STACK, PLAIN, Family, modules, special_tokens
 from platform.weights.families.keys import Dropouts, Free, Only, Renamed, Words
 
 BERT = Family(
@@ -16,7 +16,7 @@ BERT = Family(
         Renamed("hidden_size", "d_model", 768),
         Renamed("num_hidden_layers", "layers", 12),
         Renamed("num_attention_heads", "heads", 12),
-        Renamed("intermediate_size", "d_ff", 3072, written=d_ff_of),
+        Renamed("intermediate_size", "d_ff", 3072),
         Words("hidden_act", "activation", PLAIN, "gelu"),
         Renamed("max_position_embeddings", "length", 512),
         Renamed("type_vocab_size", "segments", 2),

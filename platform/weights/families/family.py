@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from platform.config.fields import Model
 from platform.weights.families.keys import Only, Rule
 
 
@@ -64,14 +63,6 @@ PLAIN = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"
 PLAIN |= {"gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "relu": "reglu"}
 GATED |= {"swish": "swiglu", "gelu_python": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_fast": "geglu_tanh"}
-
-
-def d_ff_of(m: Model) -> int:
-    return m.d_ff or 4 * m.d_model
-
-
-def d_kv_of(m: Model) -> int:
-    return m.d_kv or m.d_model // m.heads
 
 
 def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:

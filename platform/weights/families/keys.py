@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from platform.config.fields import Model
+from platform.model.blocks import dim_sizes
 
 Found = Mapping[str, Any]  # a config.json
 NEEDED = object()  # the default of a key that must be there
 MOST_LAYERS = 1000
+SIZES = ("kv_heads", "d_kv", "d_ff")  # model keys whose 0 stands for a size
 _LONGEST = 60  # characters of a value in a refusal
 
 
@@ -61,7 +63,8 @@ def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> 
 @dataclass(frozen=True)
 class Renamed(Rule):
     """Rule that a key is one of our model keys, `ours`. `default`: value that transformers takes where it is missing;
-    `null`: our value for null; `written`: function of the model that gives the value to write, by default our key's."""
+    `null`: our value for null; `written`: function of the model that gives the value to write, by default our key's, or
+    the size for which its 0 stands."""
 
     ours: str
     default: Any = NEEDED
@@ -76,7 +79,9 @@ class Renamed(Rule):
         return {self.ours: self.null if value is None else kind(value)}
 
     def write(self, m: Model) -> dict[str, Any]:
-        return {self.theirs: self.written(m) if self.written else getattr(m, self.ours)}
+        if self.written:
+            return {self.theirs: self.written(m)}
+        return {self.theirs: dim_sizes(m)[self.ours] if self.ours in SIZES else getattr(m, self.ours)}
 
 
 @dataclass(frozen=True)

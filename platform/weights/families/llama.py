@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from platform.config.fields import Model
-from platform.weights.families.family import GATED, ONE_STACK, Family, d_ff_of, d_kv_of, modules, special_tokens
+from platform.weights.families.family import GATED, ONE_STACK, Family, modules, special_tokens
 from platform.weights.families.keys import (
     Found,
     Free,
@@ -28,10 +28,10 @@ def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[
     return [
         Renamed("vocab_size", "vocab", vocab),
         Renamed("hidden_size", "d_model", 4096),
-        Renamed("intermediate_size", "d_ff", d_ff, written=d_ff_of),
+        Renamed("intermediate_size", "d_ff", d_ff),
         Renamed("num_hidden_layers", "layers", 32),
         Renamed("num_attention_heads", "heads", 32),
-        Renamed("num_key_value_heads", "kv_heads", heads, null=0, written=lambda m: m.kv_heads or m.heads),
+        Renamed("num_key_value_heads", "kv_heads", heads, null=0),
         Words("hidden_act", "activation", GATED, "silu"),
         Renamed("max_position_embeddings", "length", length),
         Renamed("rms_norm_eps", "norm_eps", 1e-6),
@@ -85,7 +85,7 @@ class _Biases(Rule):
 _BIASES = ("attention_bias", "mlp_bias")
 
 
-_HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0, written=d_kv_of)
+_HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0)
 
 LLAMA = Family(
     "llama",
@@ -133,7 +133,7 @@ QWEN3 = Family(
     {**_LLAMA_FIXED, "query_key_norm": True},
     [
         *_llama_rules(151936, 22016, 32768, 32),
-        Renamed("head_dim", "d_kv", 128, written=d_kv_of),
+        Renamed("head_dim", "d_kv", 128),
         _Biases("attention_bias"),
         LayerWindows(),
         _QWEN_FREE,

@@ -8,7 +8,7 @@ from math import isclose, sqrt
 from typing import Any
 
 from platform.config.fields import Model
-from platform.weights.families.family import GATED, PLAIN, Family, TensorRow, d_ff_of, d_kv_of, modules
+from platform.weights.families.family import GATED, PLAIN, Family, TensorRow, modules
 from platform.weights.families.keys import Dropouts, Found, Free, Inexpressible, Only, Renamed, Rule, value_of
 
 _WORDS = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "gated-gelu": "geglu_tanh"}
@@ -108,8 +108,8 @@ T5 = Family(
     [
         Renamed("vocab_size", "vocab", 32128),
         Renamed("d_model", "d_model", 512),
-        Renamed("d_kv", "d_kv", 64, written=d_kv_of),
-        Renamed("d_ff", "d_ff", 2048, written=d_ff_of),
+        Renamed("d_kv", "d_kv", 64),
+        Renamed("d_ff", "d_ff", 2048),
         _Layers(),
         Renamed("num_heads", "heads", 8),
         Renamed("relative_attention_num_buckets", "buckets", 32),
