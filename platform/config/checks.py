@@ -14,7 +14,6 @@ from platform.config.identity import violations_of_allowances
 from platform.config.rules import data_rules, execution_rules, mesh_rules, model_rules, optimizer_rules, train_rules
 
 FILES = (model_rules, mesh_rules, execution_rules, train_rules, optimizer_rules, data_rules)
-RULES = (*(rule for file in FILES for rule in file.RULES), violations_of_allowances, violations_of_settings)
 
 
 def violations_of_configuration(config: Config) -> list[str]:
@@ -24,7 +23,10 @@ def violations_of_configuration(config: Config) -> list[str]:
     """
     found = violations_of_values(config)
     lines = [line for lines in found.values() for line in lines]
-    return lines if violations_of_types(config) else [*lines, *_broken_rules(_Sound(config, found))]
+    if violations_of_types(config):
+        return lines
+    related = _broken_rules(_Sound(config, found))
+    return [*lines, *related, *violations_of_allowances(config), *violations_of_settings(config)]
 
 
 class _WrongByItself(Exception):
@@ -47,6 +49,6 @@ class _Sound:
 
 def _broken_rules(config: Any) -> Iterator[str]:
     """Yield a refusal line for each way in which a configuration breaks the rules."""
-    for rule in RULES:
+    for rule in (rule for file in FILES for rule in file.RULES):
         with suppress(_WrongByItself):
             yield from rule(config)

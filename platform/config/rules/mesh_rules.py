@@ -62,8 +62,8 @@ def _zero(config: Config) -> Iterator[str]:
 
 
 def _scheme(config: Config) -> Iterator[str]:
-    """Yield a refusal line for a tensor scheme without its table, each size of an axis that it does not declare, a
-    layout that it does not read, and each mistake in the tables of tensor and branch."""
+    """Yield a refusal line for a tensor scheme without its table, each size of an axis that it does not declare, and a
+    layout that it does not read."""
     tensor, declared = config.tensor, axes_of(config.tensor)
     if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
         yield refused(config, "tensor.scheme", "a scheme's name without its table; write tensor=NAME")
@@ -74,7 +74,6 @@ def _scheme(config: Config) -> Iterator[str]:
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
             yield refused(config, "tensor.layout", "only for tensor=layout")
-    yield from violations_of_tables(config)
 
 
 def _branch(config: Config) -> Iterator[str]:
@@ -113,4 +112,4 @@ def _axis_names(config: Config) -> Iterator[str]:
                 yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
 
 
-RULES = (_replicas, too_many_workers, _pipeline, _scheme, _branch, _slice_via, _zero, _axis_names)
+RULES = (_replicas, too_many_workers, _pipeline, _scheme, violations_of_tables, _branch, _slice_via, _zero, _axis_names)
