@@ -41,11 +41,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the values of a configuration that identify a run (docs/contract.md), nested by group, secrets
-    redacted.
-
-    A run directory or checkpoint in which any of them differs belongs to another run.
-    """
+    """Return the values by which a run is the same run (docs/contract.md), nested by group, secrets redacted."""
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts

@@ -25,10 +25,10 @@ class OptimizerKind:
     "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where `needs`
     says so. `moments`: numbers of state per element of a parameter, or a function that finds it. `divides`: True if
     they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read them, as torch's fused
-    optimizers do for its GradScaler. `scratch`: bytes that an update takes for a time. `needs`: what is updated as a
-    whole, or a function that finds it: every `element` by itself, every `tensor`, or each tensor of two or more dims
-    (`matrix`). Muon gets what it needs whole: the plan gathers it (`Plan.matrices`); Adafactor what it needs summed
-    (`Plan.factored`)."""
+    optimizers do for its GradScaler. `scratch`: bytes that an update takes for a time. `needs`: the parts that
+    are updated as a whole, or a function that finds them: every `element` by itself, every `tensor`, or each tensor of
+    two or more dims (`matrix`). Muon gets what it needs whole: the plan gathers it (`Plan.matrices`); Adafactor what it
+    needs summed (`Plan.factored`)."""
 
     make: Callable[..., torch.optim.Optimizer]
     moments: int | Callable[[Optimizer], int]

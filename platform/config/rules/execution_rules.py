@@ -24,7 +24,7 @@ def _time_limit(config: Config) -> Iterator[str]:
         yield refused(config, key, KEYS[key].constraint, ["3600", "1:00:00"])
 
 
-def _checkpoint_every(config: Config) -> Iterator[str]:
+def _rhythm(config: Config) -> Iterator[str]:
     """Yield a refusal line if `checkpoint.every` is neither a number of steps nor a duration."""
     key, every = "checkpoint.every", config.checkpoint.every
     try:
@@ -130,4 +130,4 @@ def _sample(config: Config) -> Iterator[str]:
         yield refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
 
 
-RULES = (_faults, _sample, _time_limit, _checkpoint_every, _workers, _deterministic, _gpu, _ray)
+RULES = (_faults, _sample, _time_limit, _rhythm, _workers, _deterministic, _gpu, _ray)

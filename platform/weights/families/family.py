@@ -48,8 +48,7 @@ class Family:
 
 
 def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
-    """Yield the rows of the weight and the bias of modules; `names`: their name -> our weights that it holds, apart by
-    spaces. `turned`: the weights are."""
+    """Yield the rows of weights and biases; `names`: module -> our weights in it, apart by spaces."""
     for theirs, ours in names.items():
         endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
         for kind, ending in zip(("weight", "bias"), endings, strict=True):
