@@ -29,13 +29,15 @@ from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
 from platform.composition.composer import CONF, Composer, open_composer
 from platform.config.bounds import impossible_values, violations_of_values
-from platform.config.checks import absent_ranks, slices_heads, too_many_workers, violations_of_configuration
-from platform.config.execution import ON_RAY, RESUME, Cluster
+from platform.config.checks import violations_of_configuration
 from platform.config.extending.extensions import load_extensions, refusing_exits
 from platform.config.extending.own_settings import complete_settings
 from platform.config.fields import Config
+from platform.config.groups.execution_group import ON_RAY, RESUME, Cluster
 from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
+from platform.config.rules.execution_rules import absent_ranks
+from platform.config.rules.mesh_rules import slices_heads, too_many_workers
 from platform.config.surroundings import expanded, violations_of_surroundings
 from platform.plan.schedule.generators import ONE_CHUNK
 

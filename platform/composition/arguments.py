@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import SHOWN, ConfigError, closest, violation
 from platform.boundary.terminal import printable
-from platform.config.bounds import KEYS, flat_values, not_built
+from platform.config.bounds import KEYS, flat_values
 from platform.config.durations import nearest_rhythms
 from platform.config.fields import Config
 
@@ -194,7 +194,7 @@ def translate_error(argument: str, error: Exception) -> str:
         kind = f"{group}.kind"
         registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
         legal = [*closest(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
-        return violation(group, name, kind in KEYS and not_built(kind, name) or "unknown", legal)
+        return violation(group, name, "unknown", legal)
     if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
         "~"
     ):

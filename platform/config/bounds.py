@@ -1,7 +1,4 @@
-"""Legal values of each key by itself, as its field declares them, and the names that a user's module registers.
-
-To build a capability, move its value from `not_built` to `choices` at the field.
-"""
+"""Legal values of each key by itself, as its field declares them, and the names that a user's module registers."""
 
 from __future__ import annotations
 
@@ -45,12 +42,6 @@ def flat_values(config: Config) -> dict[str, Any]:
         grouped = is_dataclass(value) and group not in KEYS
         out |= {f"{group}.{k}": v for k, v in vars(value).items()} if grouped else {group: value}
     return out
-
-
-def not_built(key: str, value: Any) -> str | None:
-    """Return "not built yet (CAPABILITY)" if a key's `value` is declared as planned at its field, else None."""
-    what = KEYS[key].not_built.get(value)
-    return what and f"not built yet ({what})"
 
 
 def violations_of_types(config: Any) -> dict[str, list[str]]:
@@ -110,10 +101,7 @@ def violations_of_value(key: str, value: Any, legal: Key) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one key, declared by `legal`: no legal choice, or else each
     number out of bounds and each illegal text in it."""
     if legal.choices and value not in legal.choices:
-        planned = legal.not_built.get(value)
-        yield violation(
-            key, value, f"not built yet ({planned})" if planned else "unknown", closest(value, legal.choices)
-        )
+        yield violation(key, value, "unknown", closest(value, legal.choices))
         return
     for name, part in _scalars(value):
         where = f"{key}.{name}".rstrip(".")

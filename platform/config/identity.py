@@ -16,34 +16,13 @@ from platform.config.fields import Config, loss_of, short_hash
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash.
 MAY_CHANGE = {
-    "optimizer": (
-        "lr",
-        "betas",
-        "eps",
-        "nesterov",
-        "newton_schulz",
-        "matrix_lr",
-        "beta2_decay",
-        "update_clip",
-        "relative_step",
-        "scale_by_weight",
-        "least_scale",
-        "groups",
-        "weight_decay",
-        "clip",
-        "schedule",
-        "warmup_steps",
-        "min_lr",
-        "cycles",
-        "decay_steps",
-        "settings",
-        "schedule_settings",
-    ),
-    "model": ("dropout", "fused_dropout", "label_smoothing"),
-    "data": ("kind", "path", "target_path", "sources", "tokenizer", "chat_template", "settings"),
-    "train": ("init", "init_averaged", "loss", "loss_settings"),
+    "optimizer": "lr betas eps nesterov newton_schulz matrix_lr beta2_decay update_clip relative_step scale_by_weight"
+    " least_scale groups weight_decay clip schedule warmup_steps min_lr cycles decay_steps settings schedule_settings",
+    "model": "dropout fused_dropout label_smoothing",
+    "data": "kind path target_path sources tokenizer chat_template settings",
+    "train": "init init_averaged loss loss_settings",
 }
-FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
+FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names.split()]
 _ORDER = "samples or their order would be others: some would come twice, some never"
 _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matches counts
     ("optimizer.", "the saved moments are another optimizer's"),
@@ -55,36 +34,19 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("", _ORDER),
 )
 _NOT_OF_DATA = ("cache", "foreign_tokenizer")  # where tokens lie, and a word about how a run began
+_OF_TRAIN = "global_batch ramp_from ramp_by ramp_samples loss loss_settings init init_averaged freeze ema".split()
 _OF_SHARES = ("weight", "epochs", "validation", "streaming")  # keys of a mixture's source that say which samples it has
 _MOST = 100  # directories of one experiment to search for a run
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the values of a configuration that identify a run (docs/contract.md), nested by group, secrets
-    redacted.
-
-    A run directory or checkpoint in which any of them differs belongs to another run.
-    """
+    """Return the values by which a run is the same run (docs/contract.md), nested by group, secrets redacted."""
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
-    own = {
-        "model": values["model"],
-        "data": data,
-        "seed": config.seed,
-        "train.global_batch": config.train.global_batch,
-        "train.ramp_from": config.train.ramp_from,
-        "train.ramp_by": config.train.ramp_by,
-        "train.ramp_samples": config.train.ramp_samples,
-        "train.loss": loss_of(config),
-        "train.loss_settings": config.train.loss_settings,
-        "train.init": config.train.init,
-        "train.init_averaged": config.train.init_averaged,
-        "train.freeze": config.train.freeze,
-        "train.ema": config.train.ema,
-        "optimizer": values["optimizer"],
-    }
+    train = {f"train.{name}": values["train"][name] for name in _OF_TRAIN} | {"train.loss": loss_of(config)}
+    own = {"model": values["model"], "data": data, "seed": config.seed, **train, "optimizer": values["optimizer"]}
     return redact(own)
 
 

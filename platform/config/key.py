@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import NoneType
 from typing import Any, get_args, get_origin
 
+from platform.boundary.refusals import violation
 from platform.boundary.schema import DEEPEST, LARGEST
 
 WORKERS = 10**6  # most workers in a mesh, and along each of its axes
@@ -27,9 +29,8 @@ class Key:
     most: float = 10**12  # upper limit of a number whose bounds have none: beyond it memory, clocks or time run out
     choices: tuple[Any, ...] = ()  # all legal values, but for those that a user's module registers
     open: bool = False  # a module named in `extend` may register another choice
-    not_built: Mapping[Any, str] = field(default_factory=dict)  # planned value -> the missing capability
     pattern: str = ""  # regular expression that all of a text must match
-    constraint: str = ""  # pattern, or rule of `platform.config.checks`, in words
+    constraint: str = ""  # pattern, or rule of `platform.config.rules`, in words
 
     def legal(self) -> str:
         """Describe the legal values of a configuration key to a user, such as "1 to 1,000" or "adamw, or a registered
@@ -55,6 +56,11 @@ def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: 
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def refused(config: Any, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:
+    """Return the refusal line of `key`, at odds with others: `constraint` says why, `legal` are values to suggest."""
+    return violation(key, attrgetter(key)(config), constraint, legal)
 
 
 def own_settings(what: str) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from platform.boundary.refusals import ConfigError, closest, violation
-from platform.config.fields import Branch, Config, Rules, Tensor
+from platform.config.fields import Branch, Config, Tensor
+from platform.config.groups.mesh_group import Rules
 from platform.plan.language.layout import DIMS
 from platform.plan.language.scheme import REGIONS, ROLES
 
@@ -146,11 +147,10 @@ def _listed(names: Iterable[str]) -> str:
 
 def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
     """Yield a refusal line for scheme `serial` or `none`, which split nothing, with a table that splits something."""
+    constraint = "a table that splits something needs a name of its own"
     if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
-        constraint = "a table that splits something needs a name of its own"
         yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
     if branch.kind == "none" and (branch.append or branch.prepend or branch.only):
-        constraint = "a table that splits something needs a name of its own"
         yield violation("branch.kind", branch.kind, constraint, ["a line `kind: NAME` in its file"])
 
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
-from platform.config.execution import RESUME
 from platform.config.fields import Config
+from platform.config.groups.execution_group import RESUME
 
 # fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())

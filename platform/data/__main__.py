@@ -17,8 +17,8 @@ from platform.boundary.command_line import CommandLine
 from platform.boundary.redaction import register_url_secrets, shielded
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import print_line, print_refusals, print_while_read
+from platform.config.batch_ramp import samples_before
 from platform.config.fields import Config
-from platform.config.groups.batch_ramp import samples_before
 from platform.config.surroundings import writing_to
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS

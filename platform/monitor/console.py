@@ -19,9 +19,8 @@ _SCORES = 6  # of tasks that are shown
 _HEADER_EVERY = 25  # lines between headers: about one per screen
 _ERASE = "\r\x1b[2K"
 
-_COLUMNS: tuple[
-    tuple[str, int, Callable[[MetricsRow, str], str]], ...
-] = (  # title, width, text of a row and the time left
+# title, width, text of a row and the time left
+_COLUMNS: tuple[tuple[str, int, Callable[[MetricsRow, str], str]], ...] = (
     ("step", 7, lambda row, _: str(row.step)),
     ("loss", 10, lambda row, _: f"{row.loss:.4f}"),
     ("grad norm", 11, lambda row, _: f"{row.grad_norm:.3f}"),

@@ -24,9 +24,8 @@ def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-LINES: dict[
-    type[JournalEvent], Callable[[Any], str]
-] = {  # kind -> line of an event; others are left out, as are empty lines
+# kind -> line of an event; others are left out, as are empty lines
+LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
     events.Injected: lambda e: f"on purpose, in step {e.step}: {', '.join(e.faults)}",
     events.Failure: lambda e: f"rank {e.rank}{_on(e.node)} {e.kind} in {e.method}: {_last_line(e.cause)}",

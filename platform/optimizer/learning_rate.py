@@ -10,10 +10,6 @@ from platform.config.fields import Optimizer
 from platform.plan.language.numbers import count_of
 
 
-def _constant(o: Optimizer, step: int, steps: int) -> float:
-    return 1.0
-
-
 def _progress(o: Optimizer, step: int, steps: int) -> float:
     """Return which part of the updates after warm-up is done with update `step`: 1 at the end and beyond."""
     return min((step - o.warmup_steps) / max(1, steps - o.warmup_steps), 1.0)
@@ -27,28 +23,16 @@ def _cosine_fall(o: Optimizer, progress: float) -> float:
     return o.min_lr + (1 - o.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def _cosine(o: Optimizer, step: int, steps: int) -> float:
-    return _cosine_fall(o, _progress(o, step, steps))
-
-
 def _cosine_restarts(o: Optimizer, step: int, steps: int) -> float:
     """Return the share of the peak along `optimizer.cycles` cosines, each of which ends at its last update."""
     progress = _progress(o, step, steps) * o.cycles
     return _cosine_fall(o, progress - max(0, math.ceil(progress) - 1))
 
 
-def _linear(o: Optimizer, step: int, steps: int) -> float:
-    return _fall(o, _progress(o, step, steps))
-
-
 def _wsd(o: Optimizer, step: int, steps: int) -> float:
     """Return the share of the peak: all of it until the last `optimizer.decay_steps` updates, after warm-up."""
     fall = min(o.decay_steps or math.ceil(steps / 10), max(1, steps - o.warmup_steps))
     return _fall(o, min(max(0.0, (step - (steps - fall)) / fall), 1.0))
-
-
-def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
-    return math.sqrt(max(1, o.warmup_steps) / step)
 
 
 # (config.optimizer, number of the update, updates) -> fraction of lr after warm-up
@@ -58,11 +42,11 @@ LearningRate = Callable[..., float]
 # here with lr = (d_model x warmup)^-0.5. cosine_restarts: "SGDR: Stochastic Gradient Descent with Warm Restarts", with
 # cycles of one length. wsd (warm-up, stable, decay): "MiniCPM: Unveiling the Potential of Small Language Models", 4.
 SCHEDULES: dict[str, LearningRate] = {
-    "constant": _constant,
-    "cosine": _cosine,
+    "constant": lambda o, step, steps: 1.0,
+    "cosine": lambda o, step, steps: _cosine_fall(o, _progress(o, step, steps)),
     "cosine_restarts": _cosine_restarts,
-    "inverse_sqrt": _inverse_sqrt,
-    "linear": _linear,
+    "inverse_sqrt": lambda o, step, steps: math.sqrt(max(1, o.warmup_steps) / step),
+    "linear": lambda o, step, steps: _fall(o, _progress(o, step, steps)),
     "wsd": _wsd,
 }
 

@@ -8,32 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Config, Optimizer
-from platform.optimizer.scratch import (
-    Update,
-    no_scratch,
-    scratch_of_adafactor,
-    scratch_of_lion,
-    scratch_of_muon,
-    scratch_of_sgd,
-)
-from platform.optimizer.whole import ELEMENT, FEWEST_DIMS, NEEDS
+from platform.optimizer.scratch import Update, scratch_of_adafactor, scratch_of_muon, scratch_of_sgd
 
 if TYPE_CHECKING:
     import torch  # at run time only where used: planning reads OPTIMIZERS and must not wait for torch's import
 
 
+ELEMENT = "element"
+FEWEST_DIMS = {"tensor": 1, "matrix": 2}  # need -> parameters of at least so many dims must be whole
+Need = str | Callable[[Optimizer], str]
+
+
 @dataclass(frozen=True)
 class OptimizerKind:
     """Entry of OPTIMIZERS. `make(groups, config.optimizer)` returns a torch optimizer of parameter groups [{"params",
-    "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where
-    `platform.optimizer.whole.NEEDS` says so. `moments`: numbers of state per element of a parameter, or a function that
-    finds it. `divides`: True if they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they
-    read them, as torch's fused optimizers do for its GradScaler."""
+    "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where `needs`
+    says so. `moments`: numbers of state per element of a parameter, or a function that finds it. `divides`: True if
+    they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read them, as torch's fused
+    optimizers do for its GradScaler. `scratch`: bytes that an update takes for a time. `needs`: the parts that
+    are updated as a whole, or a function that finds them: every `element` by itself, every `tensor`, or each tensor of
+    two or more dims (`matrix`). Muon gets what it needs whole: the plan gathers it (`Plan.matrices`); Adafactor what it
+    needs summed (`Plan.factored`)."""
 
     make: Callable[..., torch.optim.Optimizer]
     moments: int | Callable[[Optimizer], int]
     divides: bool = False
-    scratch: Callable[[Optimizer, Update], int] = no_scratch
+    scratch: Callable[[Optimizer, Update], int] = lambda o, update: 0
+    needs: Need = ELEMENT
 
 
 def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -74,7 +75,7 @@ def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimi
 OPTIMIZERS = {
     "adamw": OptimizerKind(_adamw, moments=2, divides=True),
     "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0), scratch=scratch_of_sgd),
-    "lion": OptimizerKind(_lion, moments=1, scratch=scratch_of_lion),
+    "lion": OptimizerKind(_lion, moments=1, scratch=lambda o, update: update.largest),
     "muon": OptimizerKind(_muon, moments=2, scratch=scratch_of_muon),  # one of matrices
     "adafactor": OptimizerKind(_adafactor, moments=1, scratch=scratch_of_adafactor),  # none of matrices, but SIDES
 }
@@ -181,5 +182,4 @@ def register_optimizer(
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
     admit("optimizer.kind", name, settings, make)
-    OPTIMIZERS[name] = OptimizerKind(make, moments)
-    NEEDS[name] = needs or find_need
+    OPTIMIZERS[name] = OptimizerKind(make, moments, needs=needs or find_need)

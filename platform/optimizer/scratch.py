@@ -34,11 +34,6 @@ class Update:
         return self.itemsize * max((n for n, _ in self.parts.values()), default=0)
 
 
-def no_scratch(o: Optimizer, update: Update) -> int:
-    """Return 0: all is updated in place."""
-    return 0
-
-
 def scratch_of_sgd(o: Optimizer, update: Update) -> int:
     """Return the bytes of the sums of gradients and decayed weights: on a GPU of all parameters at once. On a CPU one
     parameter comes after another, and Nesterov's momentum makes a sum too."""
@@ -46,11 +41,6 @@ def scratch_of_sgd(o: Optimizer, update: Update) -> int:
     if update.device == "cuda":
         return update.itemsize * sum(decayed)
     return update.itemsize * max((n * (decays + o.nesterov) for n, decays in update.parts.values()), default=0)
-
-
-def scratch_of_lion(o: Optimizer, update: Update) -> int:
-    """Return the bytes of the mean of momentum and gradient, of one parameter after another."""
-    return update.largest
 
 
 def scratch_of_muon(o: Optimizer, update: Update) -> int:

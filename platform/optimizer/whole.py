@@ -3,29 +3,18 @@ are quick."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from platform.boundary.refusals import violation
 from platform.config.fields import Config, Optimizer
+from platform.optimizer.optimizers import ELEMENT, FEWEST_DIMS, OPTIMIZERS
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter
-
-ELEMENT = "element"
-FEWEST_DIMS = {"tensor": 1, "matrix": 2}  # need -> parameters of at least so many dims must be whole
-Need = str | Callable[[Optimizer], str]
-
-# optimizer.kind -> need, or a function that finds it:
-#   element  every element is updated by itself
-#   tensor   every tensor is updated as a whole
-#   matrix   tensors of two or more dims are updated as a whole
-# Muon gets what it needs whole: the plan gathers it (`Plan.matrices`); Adafactor what it needs summed
-# (`Plan.factored`).
-NEEDS: dict[str, Need] = {"adamw": ELEMENT, "sgd": ELEMENT, "lion": ELEMENT, "muon": ELEMENT, "adafactor": ELEMENT}
 
 
 def need_of(o: Optimizer) -> str:
     """Return what the configured optimizer must see whole of a parameter: `element` (nothing), `tensor` or `matrix`."""
-    need = NEEDS[o.kind]
+    need = OPTIMIZERS[o.kind].needs
     return need if isinstance(need, str) else need(o)
 
 
@@ -43,7 +32,7 @@ def split_violations(config: Config, plan: Plan) -> Iterator[str]:
     axes = "+".join(plan.mesh.ordered({a for found in split.values() for a in found})) or "padding"
     also = f" and {len(more)} more" if more else ""
     constraint = f"updates each {need} as a whole, and {name}{also} is split over {axes}"
-    legal = [k for k, need in NEEDS.items() if need == ELEMENT]
+    legal = [k for k, other in OPTIMIZERS.items() if other.needs == ELEMENT]
     zero = config.parallel.zero and {a for found in split.values() for a in found} == {*plan.sharded}
     yield violation("optimizer.kind", kind, constraint, [*legal, *(["parallel.zero=0"] if zero else [])])
 

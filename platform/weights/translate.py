@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, closest, in_words, violation
 from platform.config.bounds import violations_of_values
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config, Data, Model
+from platform.model.blocks import dim_sizes
 from platform.weights.families.family import Family
-from platform.weights.families.keys import Found, Inexpressible, Rule, told
+from platform.weights.families.keys import SIZES, Found, Inexpressible, Rule, told
 from platform.weights.families.known import COMMON, FAMILIES
 
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
 _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length")
 _OF_OTHERS = ("io", "hidden")
-_SIZES: Mapping[str, Callable[[Model], int]] = {  # keys whose 0 stands for a size
-    "kv_heads": lambda m: m.kv_heads or m.heads,
-    "d_kv": lambda m: m.d_kv or m.d_model // m.heads,
-    "d_ff": lambda m: m.d_ff or 4 * m.d_model,
-}
+_OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
 
 
@@ -43,7 +40,8 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
     Raises ConfigError with a line for each key that our words do not express, and for each value that our key refuses.
     """
     family = family_of(found)
-    out, wrong = dict(family.fixed), []
+    usual = {key: value for key, value in vars(Model()).items() if key not in _OWN}
+    out, wrong = {**usual, **family.fixed}, []
     rules = (*family.rules, *COMMON)
     for rule in rules:
         try:
@@ -84,7 +82,7 @@ def meaning(m: Model) -> dict[str, Any]:
     """Return the keys of a model that decide about its function, each said in one way: sizes for zeros, and nothing
     that the others make meaningless."""
     out = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
-    out |= {key: size(m) for key, size in _SIZES.items()}
+    out |= {key: dim_sizes(m)[key] for key in SIZES}
     attention = m.attention_bias or ("all" if m.bias else "none")
     out["attention_bias"] = attention
     out["attention_scale"] = m.attention_scale or max(1, out["d_kv"]) ** -0.5

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)
 
-from platform.config.checks import FAULT_KINDS  # noqa: E402
+from platform.config.rules.execution_rules import FAULT_KINDS  # noqa: E402
 from platform.jobs.slurm import slurm_job  # noqa: E402
 from platform.monitor import JsonLines, cost_line, goodput  # noqa: E402
 from platform.monitor.records.events import from_plain  # noqa: E402

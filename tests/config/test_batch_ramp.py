@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from platform.config.groups.batch_ramp import batch_sizes, phases, samples_of
+from platform.config.batch_ramp import batch_sizes, phases, samples_of
 from platform.config.groups.train_group import Train
 
 

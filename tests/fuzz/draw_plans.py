@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from platform.config.checks import slices_heads
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
+from platform.config.rules.mesh_rules import slices_heads
 from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.plan.schedule.csv_file import to_csv
 from platform.planning.choose_schedule import count_microbatches

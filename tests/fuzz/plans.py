@@ -23,9 +23,9 @@ from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.config.batch_ramp import batch_of, samples_of
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.config.groups.batch_ramp import batch_of, samples_of
 from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank

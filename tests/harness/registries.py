@@ -13,11 +13,10 @@ from platform.data import objectives
 from platform.model.losses import LOSSES
 from platform.optimizer.learning_rate import SCHEDULES
 from platform.optimizer.optimizers import OPTIMIZERS
-from platform.optimizer.whole import NEEDS
 
 TABLES = (
     *(LOSSES, LOSS_OF, OBJECTIVES, objectives.OBJECTIVES, bounds.KEYS),
-    *(OWN_SETTINGS, SCHEDULES, OPTIMIZERS, NEEDS),
+    *(OWN_SETTINGS, SCHEDULES, OPTIMIZERS),
 )
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.config.bounds import KEYS
 from platform.config.fields import Config
-from platform.optimizer import optimizers, whole
+from platform.optimizer import whole
 from platform.optimizer.optimizers import register_optimizer
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import compare, configure, run
+from tests.harness.registries import as_before
 
 
 class Orthogonal(torch.optim.Optimizer):
@@ -38,16 +38,10 @@ def make(groups, o):
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch):
+def registry():
     """Optimizers that are known for a test alone."""
-    monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS.copy())
-    monkeypatch.setattr("platform.train.step.trainer.OPTIMIZERS", optimizers.OPTIMIZERS)
-    for name, value in whole.NEEDS.copy().items():
-        monkeypatch.setitem(whole.NEEDS, name, value)
-    monkeypatch.setitem(KEYS, "optimizer.kind", KEYS["optimizer.kind"])
-    yield
-    for name in whole.NEEDS.keys() - optimizers.SHIPPED.keys():
-        del whole.NEEDS[name]
+    with as_before():
+        yield
 
 
 def configured(needs, *scheme, **more) -> Config:

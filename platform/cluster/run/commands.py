@@ -9,8 +9,8 @@ from itertools import islice, product
 from math import prod
 
 from platform.boundary.redaction import REDACTED, redact
-from platform.config.execution import RESUME
 from platform.config.fields import Config
+from platform.config.groups.execution_group import RESUME
 
 _LAYOUTS = {"1d": "t", "1d_sp": "t", "3d": "xyz", "2d": "rc", "serial": ""}  # scheme -> axes, best suggestion first
 _MOST = 4  # combinations of axis sizes that are tried for one scheme, besides the experiment's own

@@ -16,8 +16,8 @@ from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Local, Storage, open_storage
 from platform.cluster.run import traces
-from platform.config.execution import RESUME
 from platform.config.fields import Config
+from platform.config.groups.execution_group import RESUME
 from platform.config.identity import violations_of_identity
 from platform.train.recovery import urls
 

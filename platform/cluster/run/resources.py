@@ -16,7 +16,7 @@ from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.base.job import usable_cores
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.wire.files import lack_of_files
-from platform.config.execution import Cluster
+from platform.config.groups.execution_group import Cluster
 from platform.plan.language.numbers import count_of
 
 _CROWDED = 4  # workers per core

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from platform.config.durations import seconds_of
-from platform.config.execution import Run
+from platform.config.groups.execution_group import Run
 from platform.config.key import SECONDS
 
 

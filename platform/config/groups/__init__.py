@@ -1,1 +1,3 @@
-"""Groups of keys that have files of their own, and what a group means where that takes more than its keys."""
+"""Groups of keys, a file for each or for a few that belong together: every key with its type, default and bounds.
+Rules that relate keys are in `platform.config.rules`.
+"""

@@ -1,1 +1,1 @@
-"""Rules that relate keys, where they have a file of their own; `platform.config.checks` runs all of them."""
+"""Rules that relate keys: a file for each file of `platform.config.groups`. `platform.config.checks` runs them all."""

@@ -1,4 +1,4 @@
-"""Rules that relate the keys of group data to each other, and to the keys of the model."""
+"""Rules that refuse the keys of group data, and keys of the model that do not go with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from platform.config.fields import OBJECTIVES, Config, Data, objective_of
 WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documents apart, and learn of all tokens
 
 
-def violations_of_data(config: Config) -> Iterator[str]:
+def _data(config: Config) -> Iterator[str]:
     """Yield a refusal line for data without a path, sources that nothing reads, and an evaluation without a held-out
     split."""
     data = config.data
@@ -46,7 +46,7 @@ def _kinds(data: Data) -> set[str]:
     return {str(source.get("kind", "text")) for source in data.sources.values() if isinstance(source, dict)}
 
 
-def violations_of_objective(config: Config) -> Iterator[str]:
+def _objective(config: Config) -> Iterator[str]:
     """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
     lengths, or if a model other than an encoder-decoder has a source length."""
     data, m = config.data, config.model
@@ -68,7 +68,7 @@ def violations_of_objective(config: Config) -> Iterator[str]:
         yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
 
 
-def violations_of_documents(config: Config) -> Iterator[str]:
+def _documents(config: Config) -> Iterator[str]:
     """Yield a refusal line if documents are to be kept apart or whole where they have no boundaries, or if model and
     data do not agree about that."""
     data, within = config.data, config.model.within_documents
@@ -90,3 +90,6 @@ def violations_of_documents(config: Config) -> Iterator[str]:
             yield violation(f"data.{name}", value, "data=synthetic has no documents", [neutral])
         elif (objective := objective_of(config)) in WHOLE:
             yield violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])
+
+
+RULES = (_data, _objective, _documents)

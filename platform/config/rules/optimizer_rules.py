@@ -1,4 +1,4 @@
-"""Rules that relate the keys of group optimizer to each other."""
+"""Rules that refuse the keys of group optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from platform.config.fields import Config
 from platform.plan.language.numbers import count_of
 
 
-def violations_of_optimizer(config: Config) -> Iterator[str]:
+def _optimizer(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the optimizer's numbers, patterns and parameter groups."""
     o = config.optimizer
     if len(o.betas) != 2:
@@ -43,3 +43,6 @@ def _violations_of_pattern(key: str, pattern: object) -> Iterator[str]:
         re.compile(pattern)  # type: ignore[call-overload]
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         yield violation(key, pattern, f"must be a regular expression: {error}")
+
+
+RULES = (_optimizer,)

@@ -1,17 +1,17 @@
-"""Rules that relate the keys of groups train and eval to each other."""
+"""Rules that refuse the keys of groups train, loss_scale and eval."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from platform.boundary.refusals import closest, violation
-from platform.config.fields import Config, loss_of
-from platform.plan.language.functions import CROSS_ENTROPY
+from platform.config.fields import Config
+from platform.config.key import refused
 from platform.plan.language.numbers import divisors
 
 
-def violations_of_ramp(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in how the batch grows (`platform.config.groups.batch_ramp`)."""
+def _ramp(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each mistake in how the batch grows (`platform.config.batch_ramp`)."""
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:
@@ -29,21 +29,13 @@ def violations_of_ramp(config: Config) -> Iterator[str]:
         yield violation("train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0])
 
 
-def violations_of_start(config: Config) -> Iterator[str]:
+def _start(config: Config) -> Iterator[str]:
     """Yield a refusal line if averaged weights are to be taken from nowhere."""
     if config.train.init_averaged and config.train.init in ("", "random"):
         yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
 
 
-def violations_of_smoothing(config: Config) -> Iterator[str]:
-    """Yield a refusal line if labels are to be smoothed under a loss that says itself what a label costs."""
-    smoothing, loss = config.model.label_smoothing, loss_of(config)
-    if smoothing and loss != CROSS_ENTROPY:
-        constraint = f"the loss {loss} says itself what a label costs"
-        yield violation("model.label_smoothing", smoothing, constraint, [0, f"train.loss={CROSS_ENTROPY}"])
-
-
-def violations_of_evaluation(config: Config) -> Iterator[str]:
+def _evaluation(config: Config) -> Iterator[str]:
     """Yield a refusal line for each key of evaluations that never take place, or of averages that are not kept."""
     e = config.eval
     if config.checkpoint.best and not e.every:
@@ -65,3 +57,27 @@ def violations_of_evaluation(config: Config) -> Iterator[str]:
         yield violation("eval.least_gain", e.least_gain, "only eval.patience reads it", [0])
     if e.averaged and not config.train.ema:
         yield violation("eval.averaged", True, "train.ema=0: no averages are kept", [False])
+
+
+def _stop_at(config: Config) -> Iterator[str]:
+    """Yield a violation if the run is to stop after its last step."""
+    steps = config.train.steps
+    if config.train.stop_at > steps:
+        yield refused(config, "train.stop_at", f"must be <= train.steps={steps}", [steps])
+
+
+def _verify_every(config: Config) -> Iterator[str]:
+    """Yield a violation if replicas are to be compared where there are none."""
+    if config.train.verify_every and config.parallel.zero == 3:
+        constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
+        yield refused(config, "train.verify_every", constraint, [0])
+
+
+def _loss_scale(config: Config) -> Iterator[str]:
+    """Yield a violation if the loss scale begins below its least value."""
+    if config.loss_scale.least > config.loss_scale.initial:
+        constraint = f"must be <= loss_scale.initial={config.loss_scale.initial:g}"
+        yield refused(config, "loss_scale.least", constraint, [config.loss_scale.initial])
+
+
+RULES = (_ramp, _start, _evaluation, _stop_at, _verify_every, _loss_scale)

@@ -6,8 +6,8 @@ import os
 
 from platform.boundary.redaction import bare_url
 from platform.checkpoint.storage.catalogue import split_url
-from platform.config.execution import RESUME
 from platform.config.fields import Config
+from platform.config.groups.execution_group import RESUME
 
 
 def home(config: Config) -> str:

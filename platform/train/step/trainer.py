@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from platform.config.batch_ramp import samples_of
 from platform.config.fields import Config
-from platform.config.groups.batch_ramp import samples_of
 from platform.data.corpus import Corpus
 from platform.model import build_model
 from platform.model.blocks import Activations

@@ -3,16 +3,15 @@ several families have in common.
 
 A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of ours
 one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer. Rows are in the
-order in which transformers writes them.
+order in which transformers writes them; a row of parameters that a model lacks counts for nothing in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from platform.config.fields import Model
 from platform.weights.families.keys import Only, Rule
 
 
@@ -31,9 +30,10 @@ class TensorRow(NamedTuple):
 class Family:
     """Family of models: `architecture` is the class that has all tensors, others that may be `read` have more or fewer.
 
-    `fixed`: our model keys that are alike in the whole family; `rules`: rules for the keys of config.json; `rows`: rows
-    of tensors; `prefix`: optional beginning of names, missing as where the class without a head was saved; `same`:
-    names that repeat another tensor (tied); `buffers`: names of tensors that are no parameters, and are not read.
+    `fixed`: our model keys that are alike in the whole family; what neither they nor `rules`, for the keys of
+    config.json, say is at its default. `rows`: rows of tensors; `prefix`: optional beginning of names, missing as where
+    the class without a head was saved; `same`: names that repeat another tensor (tied); `buffers`: names of tensors
+    that are no parameters, and are not read.
     """
 
     name: str
@@ -47,6 +47,15 @@ class Family:
     buffers: Sequence[str] = ()
 
 
+def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
+    """Yield the rows of weights and biases; `names`: module -> our weights in it, apart by spaces."""
+    for theirs, ours in names.items():
+        endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
+        for kind, ending in zip(("weight", "bias"), endings, strict=True):
+            held = tuple(f"{name}{ending}" for name in ours.split())
+            yield TensorRow(f"{theirs}.{kind}", held, turned and kind == "weight")
+
+
 ONE_STACK = Only("is_encoder_decoder", (False,), written=False)
 
 PLAIN = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"}
@@ -55,19 +64,5 @@ GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "relu": "r
 GATED |= {"swish": "swiglu", "gelu_python": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_fast": "geglu_tanh"}
 
 
-def d_ff_of(m: Model) -> int:
-    return m.d_ff or 4 * m.d_model
-
-
-def d_kv_of(m: Model) -> int:
-    return m.d_kv or m.d_model // m.heads
-
-
 def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "use_cache": True}
-
-
-PRE_NORM = {"post_norm": False, "embedding_norm": False}
-NO_HEAD = {"head_transform": False, "head_bias": False}
-SEES_ALL = {"window": 0, "window_layers": []}
-OWN_SCALE = {"attention_scale": 0.0, "logit_scale": 1.0}

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from platform.weights.families.family import (
-    NO_HEAD,
-    ONE_STACK,
-    PLAIN,
-    PRE_NORM,
-    SEES_ALL,
-    Family,
-    TensorRow,
-    special_tokens,
-)
+from platform.weights.families.family import ONE_STACK, PLAIN, Family, modules, special_tokens
 from platform.weights.families.keys import Dropouts, Free, Only, Renamed, Words
 
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     ["GPT2LMHeadModel"],
-    {"kind": "decoder", "norm": "layernorm", "positions": "learned", "bias": True, "attention_bias": "", "kv_heads": 0,
-     "d_kv": 0, "query_key_norm": False, "segments": 0, "logit_scale": 1.0, **PRE_NORM, **NO_HEAD, **SEES_ALL},
+    {"kind": "decoder", "norm": "layernorm", "positions": "learned", "bias": True},
     [
         Renamed("vocab_size", "vocab", 50257),
         Renamed("n_positions", "length", 1024),
@@ -32,40 +22,37 @@ GPT2 = Family(
         Renamed("layer_norm_epsilon", "norm_eps", 1e-5),
         Words("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
         Renamed("tie_word_embeddings", "tied", True),
-        Dropouts(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.1),
+        Dropouts("resid_pdrop embd_pdrop attn_pdrop", 0.1),
         Only("scale_attn_by_inverse_layer_idx", (False,)),
         Only("reorder_and_upcast_attn", (False,)),
         Only("add_cross_attention", (False,)),
         ONE_STACK,
         Free(
+            "n_ctx is_decoder",
             {
                 "summary_type": "cls_index", "summary_use_proj": True, "summary_activation": None,
                 "summary_proj_to_labels": True, "summary_first_dropout": 0.1, "initializer_range": 0.02,
                 **special_tokens(50256, 50256),
             },
-            ("n_ctx", "is_decoder"),
         ),
     ],
     [
-        TensorRow("transformer.wte.weight", ("embedding",)),
-        TensorRow("transformer.wpe.weight", ("position",)),
-        TensorRow("transformer.h.{i}.ln_1.weight", ("layers.{i}.attention.norm.gain",)),
-        TensorRow("transformer.h.{i}.ln_1.bias", ("layers.{i}.attention.norm.bias",)),
-        TensorRow("transformer.h.{i}.attn.c_attn.weight",
-            ("layers.{i}.attention.query", "layers.{i}.attention.key", "layers.{i}.attention.value"), turned=True),
-        TensorRow("transformer.h.{i}.attn.c_attn.bias",
-            ("layers.{i}.attention.query_bias", "layers.{i}.attention.key_bias", "layers.{i}.attention.value_bias")),
-        TensorRow("transformer.h.{i}.attn.c_proj.weight", ("layers.{i}.attention.output",), turned=True),
-        TensorRow("transformer.h.{i}.attn.c_proj.bias", ("layers.{i}.attention.output_bias",)),
-        TensorRow("transformer.h.{i}.ln_2.weight", ("layers.{i}.mlp.norm.gain",)),
-        TensorRow("transformer.h.{i}.ln_2.bias", ("layers.{i}.mlp.norm.bias",)),
-        TensorRow("transformer.h.{i}.mlp.c_fc.weight", ("layers.{i}.mlp.up",), turned=True),
-        TensorRow("transformer.h.{i}.mlp.c_fc.bias", ("layers.{i}.mlp.up_bias",)),
-        TensorRow("transformer.h.{i}.mlp.c_proj.weight", ("layers.{i}.mlp.down",), turned=True),
-        TensorRow("transformer.h.{i}.mlp.c_proj.bias", ("layers.{i}.mlp.down_bias",)),
-        TensorRow("transformer.ln_f.weight", ("norm.gain",)),
-        TensorRow("transformer.ln_f.bias", ("norm.bias",)),
-        TensorRow("lm_head.weight", ("head",)),
+        *modules({
+            "transformer.wte": "embedding",
+            "transformer.wpe": "position",
+            "transformer.h.{i}.ln_1": "layers.{i}.attention.norm",
+        }),
+        *modules({
+            "transformer.h.{i}.attn.c_attn":
+                "layers.{i}.attention.query layers.{i}.attention.key layers.{i}.attention.value",
+            "transformer.h.{i}.attn.c_proj": "layers.{i}.attention.output",
+        }, turned=True),
+        *modules({"transformer.h.{i}.ln_2": "layers.{i}.mlp.norm"}),
+        *modules({
+            "transformer.h.{i}.mlp.c_fc": "layers.{i}.mlp.up",
+            "transformer.h.{i}.mlp.c_proj": "layers.{i}.mlp.down",
+        }, turned=True),
+        *modules({"transformer.ln_f": "norm", "lm_head": "head"}),
     ],
     "transformer.",
     {"lm_head.weight": "transformer.wte.weight"},

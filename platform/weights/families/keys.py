@@ -5,26 +5,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from platform.config.fields import Model
+from platform.model.blocks import dim_sizes
 
 Found = Mapping[str, Any]  # a config.json
 NEEDED = object()  # the default of a key that must be there
 MOST_LAYERS = 1000
+SIZES = ("kv_heads", "d_kv", "d_ff")  # model keys whose 0 stands for a size
 _LONGEST = 60  # characters of a value in a refusal
 
 
-class Rule(Protocol):
-    """Rule for some keys of a config.json, in both directions."""
+@dataclass(frozen=True)
+class Rule:
+    """Rule for some keys of a config.json, in both directions; `theirs`: the keys that it reads, apart by spaces."""
+
+    theirs: str
 
     @property
-    def names(self) -> Sequence[str]: ...  # the keys that it reads
+    def names(self) -> Sequence[str]:
+        return self.theirs.split()
 
-    def read(self, found: Found) -> dict[str, Any]: ...  # our model keys; raises Inexpressible
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return what a config.json says of our model keys. Raises Inexpressible."""
+        return {}
 
-    def write(self, m: Model) -> dict[str, Any]: ...
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return what a model is in their keys."""
+        raise NotImplementedError
 
 
 def told(value: Any) -> str:
@@ -51,19 +61,15 @@ def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> 
 
 
 @dataclass(frozen=True)
-class Renamed:
+class Renamed(Rule):
     """Rule that a key is one of our model keys, `ours`. `default`: value that transformers takes where it is missing;
-    `null`: our value for null; `written`: function of the model that gives the value to write, by default our key's."""
+    `null`: our value for null; `written`: function of the model that gives the value to write, by default our key's, or
+    the size for which its 0 stands."""
 
-    theirs: str
     ours: str
     default: Any = NEEDED
     null: Any = None
     written: Callable[[Model], Any] | None = None
-
-    @property
-    def names(self) -> Sequence[str]:
-        return [self.theirs]
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our key with the value of theirs, in our type; `null` in place of null."""
@@ -73,22 +79,19 @@ class Renamed:
         return {self.ours: self.null if value is None else kind(value)}
 
     def write(self, m: Model) -> dict[str, Any]:
-        return {self.theirs: self.written(m) if self.written else getattr(m, self.ours)}
+        if self.written:
+            return {self.theirs: self.written(m)}
+        return {self.theirs: dim_sizes(m)[self.ours] if self.ours in SIZES else getattr(m, self.ours)}
 
 
 @dataclass(frozen=True)
-class Words:
+class Words(Rule):
     """Rule that a key names what one of our model keys, `ours`, names otherwise; `words`: their name -> ours. The first
     of several for one of ours is written, and the first of all for what none names: it is another when read again."""
 
-    theirs: str
     ours: str
     words: Mapping[Any, Any]
     default: Any = NEEDED
-
-    @property
-    def names(self) -> Sequence[str]:
-        return [self.theirs]
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our key with our word for their value. Raises Inexpressible if there is none."""
@@ -104,17 +107,12 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Only:
+class Only(Rule):
     """Rule that a key has one accepted value, the first of `accepted`, or others that mean the same. The first stands
     for a missing key too. It is not `written` where only older versions write it."""
 
-    theirs: str
     accepted: Sequence[Any]
     written: bool = True
-
-    @property
-    def names(self) -> Sequence[str]:
-        return [self.theirs]
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return {}. Raises Inexpressible if the key has a value that is not accepted."""
@@ -128,38 +126,29 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Free:
-    """Rule that keys do not matter to logits and gradients: `defaults`, which are written, and `others`, which are
-    not."""
+class Free(Rule):
+    """Rule that keys do not matter to logits and gradients: `theirs`, which are not written, and `defaults`, which
+    are."""
 
-    defaults: Mapping[str, Any]
-    others: Sequence[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> Sequence[str]:
-        return [*self.defaults, *self.others]
-
-    def read(self, found: Found) -> dict[str, Any]:
-        return {}
+        return [*self.defaults, *super().names]
 
     def write(self, m: Model) -> dict[str, Any]:
         return dict(self.defaults)
 
 
 @dataclass(frozen=True)
-class Dropouts:
+class Dropouts(Rule):
     """Rule that several keys are all our one model.dropout; `default`: value where one is missing."""
 
-    theirs: Sequence[str]
     default: float
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self.theirs
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return model.dropout. Raises Inexpressible if the keys differ."""
-        first, *others = self.theirs
+        first, *others = self.names
         rate = value_of(found, first, self.default, (int, float))
         for name in others:
             if (other := value_of(found, name, self.default, (int, float))) != rate:
@@ -167,16 +156,14 @@ class Dropouts:
         return {"dropout": float(rate)}
 
     def write(self, m: Model) -> dict[str, Any]:
-        return dict.fromkeys(self.theirs, m.dropout)
+        return dict.fromkeys(self.names, m.dropout)
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Rule):
     """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them."""
 
-    @property
-    def names(self) -> Sequence[str]:
-        return ["rope_parameters", "rope_theta", "rope_scaling"]
+    theirs: str = "rope_parameters rope_theta rope_scaling"
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our rope_* keys. Raises Inexpressible for other kinds of scaling, or numbers of them."""
@@ -186,57 +173,37 @@ class Rotary:
         theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", 10000.0, (int, float))
         kinds = [given.pop(name, None) for name in ("rope_type", "type")]
         kind = next((k for k in kinds if k is not None), "default")
-        rules: dict[str, Sequence[_Number]] = {
-            "default": [],
-            "linear": [_Number("factor", "rope_factor")],
-            "llama3": [*_SCALED, _Number("low_freq_factor", "rope_low"), _Number("high_freq_factor", "rope_high")],
-            "yarn": [
-                *_SCALED,
-                *(_Number(name, ours, _YARN[name]) for name, ours in _YARNS.items()),
-            ],
-        }
-        if not isinstance(kind, str) or kind not in rules:
-            raise Inexpressible(f"{place}.rope_type", kind, f"our words express {', '.join(rules)}")
+        if not isinstance(kind, str) or kind not in _SCALINGS:
+            raise Inexpressible(f"{place}.rope_type", kind, f"our words express {', '.join(_SCALINGS)}")
         out: dict[str, Any] = {"rope_theta": float(_positive(f"{place}.rope_theta", theta))}
         out["rope_scaling"] = "none" if kind == "default" else kind
-        for rule in rules[kind]:
-            default = found.get("max_position_embeddings") if rule.ours == "rope_original_length" else rule.default
-            value = given.pop(rule.theirs, None)
-            number = _positive(f"{place}.{rule.theirs}", default if value is None else value)
-            out[rule.ours] = int(number) if rule.ours == "rope_original_length" else float(number)
+        defaults = {"original_max_position_embeddings": found.get("max_position_embeddings"), **_DEFAULTS}
+        for name, ours in _SCALINGS[kind].items():
+            value = given.pop(name, None)
+            number = _positive(f"{place}.{name}", defaults.get(name) if value is None else value)
+            out[ours] = type(getattr(Model(), ours))(number)
         for name, value in given.items():
             if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
                 raise Inexpressible(f"{place}.{name}", value, f"our rope_scaling={kind} has no such number")
         return out
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return `rope_parameters`, without numbers of yarn that are at their defaults."""
+        """Return `rope_parameters`, without numbers that are at their defaults."""
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
-        out: dict[str, Any] = {"rope_theta": m.rope_theta, "rope_type": kind}
-        if kind != "default":
-            out["factor"] = m.rope_factor
-        if kind in ("llama3", "yarn"):
-            out["original_max_position_embeddings"] = m.rope_original_length
-        if kind == "llama3":
-            out |= {"low_freq_factor": m.rope_low, "high_freq_factor": m.rope_high}
-        if kind == "yarn":
-            given = {"beta_slow": m.rope_low, "beta_fast": m.rope_high, "attention_factor": m.rope_magnitude}
-            out |= {name: value for name, value in given.items() if value != _YARN[name]}
-        return {"rope_parameters": out}
+        numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
+        given = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}
+        return {"rope_parameters": {"rope_theta": m.rope_theta, "rope_type": kind, **given}}
 
 
-@dataclass(frozen=True)
-class _Number:
-    """Number that scales rotary positions, by their name and ours."""
-
-    theirs: str
-    ours: str
-    default: float | None = None
-
-
-_SCALED = (_Number("factor", "rope_factor"), _Number("original_max_position_embeddings", "rope_original_length"))
-_YARNS = {"beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude"}
-_YARN = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}  # where one is missing
+_LINEAR = {"factor": "rope_factor"}
+_LONGER = {**_LINEAR, "original_max_position_embeddings": "rope_original_length"}
+_SCALINGS: dict[str, dict[str, str]] = {  # kind of scaling -> its numbers, by their name: our key
+    "default": {},
+    "linear": _LINEAR,
+    "llama3": {**_LONGER, "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
+    "yarn": {**_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude"},
+}
+_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}  # where one is missing
 _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
@@ -248,30 +215,15 @@ def _positive(name: str, value: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Rule that `sliding_window` is our model.window, in all layers; `default` where it is missing."""
-
-    default: int | None
-    names = ("sliding_window",)
-
-    def read(self, found: Found) -> dict[str, Any]:
-        return {"window": value_of(found, "sliding_window", self.default, (int, type(None))) or 0, "window_layers": []}
-
-    def write(self, m: Model) -> dict[str, Any]:
-        return {"sliding_window": m.window or None}
-
-
-@dataclass(frozen=True)
-class LayerWindows:
+class LayerWindows(Rule):
     """Rule that some layers have a window: `layer_types`, else those from `max_window_layers` on, if
     `use_sliding_window` (Qwen)."""
 
-    layers: str  # the key that counts them
-    names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+    theirs: str = "use_sliding_window sliding_window max_window_layers layer_types"
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our window and window_layers. Raises Inexpressible if their keys contradict each other."""
-        layers = value_of(found, self.layers, NEEDED, (int,))
+        layers = value_of(found, "num_hidden_layers", NEEDED, (int,))
         if not 0 < layers <= MOST_LAYERS:
             return {}  # refused by the bounds of model.layers
         used = value_of(found, "use_sliding_window", False, (bool,))

@@ -23,7 +23,7 @@ _ANY = """
     typical_p use_bfloat16 use_cache
 """
 COMMON: tuple[Rule, ...] = (
-    Free({}, _ANY.split()),
+    Free(_ANY),
     Only("pruned_heads", ({}, None), written=False),
     Only("tie_encoder_decoder", (False,), written=False),
     Only("bad_words_ids", (None,), written=False),

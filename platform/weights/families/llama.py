@@ -6,19 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from platform.config.fields import Model
-from platform.weights.families.family import (
-    GATED,
-    NO_HEAD,
-    ONE_STACK,
-    OWN_SCALE,
-    PRE_NORM,
-    SEES_ALL,
-    Family,
-    TensorRow,
-    d_ff_of,
-    d_kv_of,
-    special_tokens,
-)
+from platform.weights.families.family import GATED, ONE_STACK, Family, modules, special_tokens
 from platform.weights.families.keys import (
     Found,
     Free,
@@ -27,15 +15,11 @@ from platform.weights.families.keys import (
     Renamed,
     Rotary,
     Rule,
-    Window,
     Words,
     value_of,
 )
 
-_LLAMA_FIXED = {
-    "kind": "decoder", "norm": "rmsnorm", "positions": "rope", "query_key_norm": False, "bias": False,
-    "attention_bias": "", "segments": 0, **PRE_NORM, **NO_HEAD, **SEES_ALL, **OWN_SCALE,
-}  # fmt: skip
+_LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias": False}
 
 
 def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[Rule]:
@@ -44,10 +28,10 @@ def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[
     return [
         Renamed("vocab_size", "vocab", vocab),
         Renamed("hidden_size", "d_model", 4096),
-        Renamed("intermediate_size", "d_ff", d_ff, written=d_ff_of),
+        Renamed("intermediate_size", "d_ff", d_ff),
         Renamed("num_hidden_layers", "layers", 32),
         Renamed("num_attention_heads", "heads", 32),
-        Renamed("num_key_value_heads", "kv_heads", heads, null=0, written=lambda m: m.kv_heads or m.heads),
+        Renamed("num_key_value_heads", "kv_heads", heads, null=0),
         Words("hidden_act", "activation", GATED, "silu"),
         Renamed("max_position_embeddings", "length", length),
         Renamed("rms_norm_eps", "norm_eps", 1e-6),
@@ -58,27 +42,24 @@ def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[
     ]
 
 
-_LLAMA_ROWS = [
-    TensorRow("model.embed_tokens.weight", ("embedding",)),
-    *(
-        TensorRow(f"model.layers.{{i}}.self_attn.{theirs}_proj.{kind}", (f"layers.{{i}}.attention.{ours}{ending}",))
-        for theirs, ours in {"q": "query", "k": "key", "v": "value", "o": "output"}.items()
-        for kind, ending in {"weight": "", "bias": "_bias"}.items()
-    ),
-    TensorRow("model.layers.{i}.self_attn.q_norm.weight", ("layers.{i}.attention.query_norm.gain",)),
-    TensorRow("model.layers.{i}.self_attn.k_norm.weight", ("layers.{i}.attention.key_norm.gain",)),
-    *(
-        TensorRow(f"model.layers.{{i}}.mlp.{name}_proj.{kind}", (f"layers.{{i}}.mlp.{name}{ending}",))
-        for name in ("gate", "up", "down")
-        for kind, ending in {"weight": "", "bias": "_bias"}.items()
-    ),
-    TensorRow("model.layers.{i}.input_layernorm.weight", ("layers.{i}.attention.norm.gain",)),
-    TensorRow("model.layers.{i}.post_attention_layernorm.weight", ("layers.{i}.mlp.norm.gain",)),
-    TensorRow("model.norm.weight", ("norm.gain",)),
-    TensorRow("lm_head.weight", ("head",)),
-]
+_LLAMA_MODULES = {
+    "model.embed_tokens": "embedding",
+    "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.query",
+    "model.layers.{i}.self_attn.k_proj": "layers.{i}.attention.key",
+    "model.layers.{i}.self_attn.v_proj": "layers.{i}.attention.value",
+    "model.layers.{i}.self_attn.o_proj": "layers.{i}.attention.output",
+    "model.layers.{i}.self_attn.q_norm": "layers.{i}.attention.query_norm",
+    "model.layers.{i}.self_attn.k_norm": "layers.{i}.attention.key_norm",
+    "model.layers.{i}.mlp.gate_proj": "layers.{i}.mlp.gate",
+    "model.layers.{i}.mlp.up_proj": "layers.{i}.mlp.up",
+    "model.layers.{i}.mlp.down_proj": "layers.{i}.mlp.down",
+    "model.layers.{i}.input_layernorm": "layers.{i}.attention.norm",
+    "model.layers.{i}.post_attention_layernorm": "layers.{i}.mlp.norm",
+    "model.norm": "norm",
+    "lm_head": "head",
+}
 _LLAMA_NAMES: dict[str, Any] = {
-    "rows": _LLAMA_ROWS,
+    "rows": [*modules(_LLAMA_MODULES)],
     "prefix": "model.",
     "same": {"lm_head.weight": "model.embed_tokens.weight"},
     "buffers": ("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
@@ -86,11 +67,11 @@ _LLAMA_NAMES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class _Biases:
+class _Biases(Rule):
     """Rule of the keys that say which linear layers have biases: in attention, and elsewhere if there is a key
     `mlp_bias`."""
 
-    names: tuple[str, ...] = ("attention_bias", "mlp_bias")
+    theirs: str = "attention_bias mlp_bias"
 
     def read(self, found: Found) -> dict[str, Any]:
         attention, mlp = (name in self.names and value_of(found, name, False, (bool,)) for name in _BIASES)
@@ -104,18 +85,18 @@ class _Biases:
 _BIASES = ("attention_bias", "mlp_bias")
 
 
-_HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0, written=d_kv_of)
+_HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0)
 
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     ["LlamaForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in ("bias", "attention_bias")},
+    _LLAMA_FIXED,
     [
         *_llama_rules(32000, 11008, 2048, None),
         _HEAD_DIM,
         _Biases(),
-        Free({"initializer_range": 0.02, **special_tokens(1, 2), "pretraining_tp": 1}),
+        Free("", {"initializer_range": 0.02, **special_tokens(1, 2), "pretraining_tp": 1}),
     ],
     **_LLAMA_NAMES,
 )  # fmt: skip
@@ -124,24 +105,24 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     ["MistralForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in SEES_ALL},
+    _LLAMA_FIXED,
     [
         *_llama_rules(32000, 14336, 4096 * 32, 8),
         _HEAD_DIM,
-        Window(4096),
-        Free({"initializer_range": 0.02, **special_tokens(1, 2)}),
+        Renamed("sliding_window", "window", 4096, null=0, written=lambda m: m.window or None),
+        Free("", {"initializer_range": 0.02, **special_tokens(1, 2)}),
     ],
     **_LLAMA_NAMES,
 )
 
-_QWEN_FREE = Free({"initializer_range": 0.02, **special_tokens(None, None)}, ("use_mrope",))
+_QWEN_FREE = Free("use_mrope", {"initializer_range": 0.02, **special_tokens(None, None)})
 
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     ["Qwen2ForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in SEES_ALL} | {"attention_bias": "qkv", "d_kv": 0},
-    [*_llama_rules(151936, 22016, 32768, 32), LayerWindows("num_hidden_layers"), _QWEN_FREE],
+    {**_LLAMA_FIXED, "attention_bias": "qkv"},
+    [*_llama_rules(151936, 22016, 32768, 32), LayerWindows(), _QWEN_FREE],
     **_LLAMA_NAMES,
 )
 
@@ -149,13 +130,12 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     ["Qwen3ForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in (*SEES_ALL, "bias", "attention_bias")}
-    | {"query_key_norm": True},
+    {**_LLAMA_FIXED, "query_key_norm": True},
     [
         *_llama_rules(151936, 22016, 32768, 32),
-        Renamed("head_dim", "d_kv", 128, written=d_kv_of),
-        _Biases(_BIASES[:1]),
-        LayerWindows("num_hidden_layers"),
+        Renamed("head_dim", "d_kv", 128),
+        _Biases("attention_bias"),
+        LayerWindows(),
         _QWEN_FREE,
     ],
     **_LLAMA_NAMES,

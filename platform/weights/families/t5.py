@@ -8,40 +8,31 @@ from math import isclose, sqrt
 from typing import Any
 
 from platform.config.fields import Model
-from platform.weights.families.family import (
-    GATED,
-    NO_HEAD,
-    PLAIN,
-    PRE_NORM,
-    SEES_ALL,
-    Family,
-    TensorRow,
-    d_ff_of,
-    d_kv_of,
-)
-from platform.weights.families.keys import Dropouts, Found, Free, Inexpressible, Only, Renamed, value_of
+from platform.weights.families.family import GATED, PLAIN, Family, TensorRow, modules
+from platform.weights.families.keys import Dropouts, Found, Free, Inexpressible, Only, Renamed, Rule, value_of
+
+_WORDS = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "gated-gelu": "geglu_tanh"}
 
 
 @dataclass(frozen=True)
-class _FeedForward:
+class _FeedForward(Rule):
     """Rule of T5's `feed_forward_proj`; in gated-gelu, gelu is its approximation."""
 
-    names = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
-    words = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "gated-gelu": "geglu_tanh"}
+    theirs: str = "feed_forward_proj dense_act_fn is_gated_act"
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our activation. Raises Inexpressible if it is unknown or a derived key contradicts it."""
         given = value_of(found, "feed_forward_proj", "relu", (str,))
-        if given not in self.words:
-            raise Inexpressible("feed_forward_proj", given, f"our words express {', '.join(self.words)}")
+        if given not in _WORDS:
+            raise Inexpressible("feed_forward_proj", given, f"our words express {', '.join(_WORDS)}")
         for name, value in self._parts(given).items():
             if found.get(name, value) != value:
                 raise Inexpressible(name, found[name], f"feed_forward_proj={given} says {value}")
-        return {"activation": self.words[given]}
+        return {"activation": _WORDS[given]}
 
     def write(self, m: Model) -> dict[str, Any]:
         """Return `feed_forward_proj`, None if T5 has no name for our activation, and its derived keys."""
-        names = {word: name for name, word in reversed(self.words.items())} | {"geglu_tanh": "gated-gelu"}
+        names = {word: name for name, word in reversed(_WORDS.items())} | {"geglu_tanh": "gated-gelu"}
         given = names.get(m.activation)
         return {"feed_forward_proj": given, **(self._parts(given) if given else {})}
 
@@ -52,11 +43,11 @@ class _FeedForward:
 
 
 @dataclass(frozen=True)
-class _Scaled:
+class _Scaled(Rule):
     """Rule that T5's logits are scaled by d_model^-1/2: `scale_decoder_outputs`, else if embeddings are tied. Whether
     they are, their names say."""
 
-    names = ("scale_decoder_outputs", "tie_word_embeddings")
+    theirs: str = "scale_decoder_outputs tie_word_embeddings"
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our logit_scale: d_model^-1/2, or 1."""
@@ -70,10 +61,10 @@ class _Scaled:
 
 
 @dataclass(frozen=True)
-class _Layers:
+class _Layers(Rule):
     """Rule that both stacks of T5 have as many layers."""
 
-    names = ("num_layers", "num_decoder_layers")
+    theirs: str = "num_layers num_decoder_layers"
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our layers. Raises Inexpressible if the stacks differ in theirs."""
@@ -87,59 +78,58 @@ class _Layers:
         return dict.fromkeys(self.names, m.layers)
 
 
+_PARTS = {  # of our layers, by their sublayer: their module -> our weight
+    "SelfAttention": ("attention", {"q": "query", "k": "key", "v": "value", "o": "output"}),
+    "EncDecAttention": ("cross", {"q": "query", "k": "key", "v": "value", "o": "output"}),
+    "DenseReluDense": ("mlp", {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}),
+}
+
+
 def _t5_rows(stack: str, sublayers: Sequence[str]) -> list[TensorRow]:
     """Return the rows of T5's encoder or decoder (`stack`), of these sublayers."""
-    rows = []
+    names: dict[str, str] = {}
     for number, name in enumerate(sublayers):
-        here = f"{stack}.block.{{i}}.layer.{number}."
-        ours = f"{stack}.layers.{{i}}." + {"SelfAttention": "attention", "EncDecAttention": "cross"}.get(name, "mlp")
-        if name == "DenseReluDense":
-            parts = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
-        else:
-            parts = {"q": "query", "k": "key", "v": "value", "o": "output"}
-        gated = {"wi": False, "wi_1": True}
-        rows += [
-            TensorRow(f"{here}{name}.{theirs}.weight", (f"{ours}.{part}",), gated=gated.get(theirs))
-            for theirs, part in parts.items()
-        ]
+        part, weights = _PARTS[name]
+        here, ours = f"{stack}.block.{{i}}.layer.{number}", f"{stack}.layers.{{i}}.{part}"
+        names |= {f"{here}.{name}.{theirs}": f"{ours}.{weight}" for theirs, weight in weights.items()}
         if name == "SelfAttention":  # in the first layer, for all
-            rows.append(TensorRow(f"{here}SelfAttention.relative_attention_bias.weight", (f"{stack}.relative_bias",)))
-        rows.append(TensorRow(f"{here}layer_norm.weight", (f"{ours}.norm.gain",)))
-    return [*rows, TensorRow(f"{stack}.final_layer_norm.weight", (f"{stack}.norm.gain",))]
+            names[f"{here}.{name}.relative_attention_bias"] = f"{stack}.relative_bias"
+        names[f"{here}.layer_norm"] = f"{ours}.norm"
+    names[f"{stack}.final_layer_norm"] = f"{stack}.norm"
+    gated = {"wi": False, "wi_1": True}
+    return [row._replace(gated=gated.get(row.theirs.split(".")[-2])) for row in modules(names)]
 
 
 T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
     ["T5ForConditionalGeneration"],
-    {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False, "attention_bias": "",
-     "kv_heads": 0, "query_key_norm": False, "segments": 0, "attention_scale": 1.0, **PRE_NORM, **NO_HEAD,
-     **SEES_ALL},
+    {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False, "attention_scale": 1.0},
     [
         Renamed("vocab_size", "vocab", 32128),
         Renamed("d_model", "d_model", 512),
-        Renamed("d_kv", "d_kv", 64, written=d_kv_of),
-        Renamed("d_ff", "d_ff", 2048, written=d_ff_of),
+        Renamed("d_kv", "d_kv", 64),
+        Renamed("d_ff", "d_ff", 2048),
         _Layers(),
         Renamed("num_heads", "heads", 8),
         Renamed("relative_attention_num_buckets", "buckets", 32),
         Renamed("relative_attention_max_distance", "distance", 128),
         Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
-        Dropouts(["dropout_rate"], 0.1),
+        Dropouts("dropout_rate", 0.1),
         _FeedForward(),
         _Scaled(),
         Only("is_encoder_decoder", (True,)),
         Free(
+            "n_positions",
             {"initializer_factor": 1.0, "classifier_dropout": 0.0, "eos_token_id": 1, "pad_token_id": 0,
              "use_cache": True, "is_decoder": False},
-            ("n_positions",),
         ),
     ],
     [
-        TensorRow("shared.weight", ("embedding",)),
+        *modules({"shared": "embedding"}),
         *_t5_rows("encoder", ["SelfAttention", "DenseReluDense"]),
         *_t5_rows("decoder", ["SelfAttention", "EncDecAttention", "DenseReluDense"]),
-        TensorRow("lm_head.weight", ("head",)),
+        *modules({"lm_head": "head"}),
     ],
     "",
     {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},

@@ -8,7 +8,7 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.open import open_crew
 from platform.cluster.run import resources
-from platform.config.execution import Cluster
+from platform.config.groups.execution_group import Cluster
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import drain, private_cluster
 

@@ -11,7 +11,7 @@ from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.launchers import ray_actors, ray_session
 from platform.cluster.crew.launchers.ray_demand import Bundle, Demand, bundle_of
 from platform.cluster.run import resources
-from platform.config.execution import Cluster
+from platform.config.groups.execution_group import Cluster
 from tests.harness.ray_machines import private_cluster
 
 pytestmark = pytest.mark.ray

@@ -6,7 +6,7 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.run import resources
 from platform.cluster.run.resources import Supply, available_workers, reserve_workers
-from platform.config.execution import Cluster
+from platform.config.groups.execution_group import Cluster
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
+from platform.config.batch_ramp import samples_before
 from platform.config.fields import Config, short_hash
-from platform.config.groups.batch_ramp import samples_before
 from platform.config.identity import completed, differences, identity
 from platform.monitor import Journal
 from platform.monitor.patience import validation_losses

@@ -22,7 +22,7 @@ from typing import Any
 from platform.boundary.refusals import SHOWN, ConfigError, violation
 from platform.boundary.terminal import print_line, printable
 from platform.cluster.crew.launchers import leftovers
-from platform.config.execution import Cluster
+from platform.config.groups.execution_group import Cluster
 
 _ATTEMPTS = 3  # to start an embedded Ray
 _CONNECT_SECONDS = 2.0

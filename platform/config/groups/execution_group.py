@@ -79,9 +79,7 @@ class Cluster:
     kind: str = key("local", "how workers are started", ("local", "ray", "processes", "inline"))
     device: str = key("auto", "auto takes GPUs if there is one per worker", ("auto", "cpu", "cuda"))
     placement: str = key(
-        "pack",
-        "cluster=ray: workers on few nodes, all on one, or on many",
-        ("pack", "strict_pack", "spread"),
+        "pack", "cluster=ray: workers on few nodes, all on one, or on many", ("pack", "strict_pack", "spread")
     )
     labels: dict[str, str] = key(
         {},

@@ -1,0 +1,73 @@
+"""Keys of groups parallel, tensor, branch and pipeline: the axes of the mesh, and what they split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from platform.config.key import WORKERS, key, own_settings
+from platform.plan.language.scheme import GATHERED, SLICE_VIA
+
+Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
+
+
+@dataclass
+class Parallel:
+    """Data parallelism and ZeRO."""
+
+    data: int = key(
+        1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give"
+    )
+    zero: int = key(
+        0, "ZeRO shards over replicas: 1 = optimizer state, 2 = gradients too, 3 = parameters too", (0, 1, 2, 3)
+    )
+    zero_group: int = key(
+        0,
+        "replicas that share what ZeRO shards, such as those of a node: the largest divisor of parallel.data up to"
+        " this; 0 = all replicas",
+        ">= 0",
+        most=WORKERS,
+    )
+    overlap: bool = key(
+        True, "reduce gradients under backward passes, gather shards a block and weights a matrix ahead"
+    )
+
+
+@dataclass
+class Tensor:
+    """Tensor parallelism: a table from tensor dims to mesh axes."""
+
+    scheme: str = key("serial", "name of the scheme: set by tensor=NAME")
+    order: list[str] = key([], "axes of the scheme, outer to inner; [] = in order of mention")
+    axes: dict[str, int] = key({}, "size of each axis; an axis not given has size 1", ">= 1", most=WORKERS)
+    regions: Rules = key({}, "activations: region -> dim -> axes")
+    parameters: Rules = key({}, "parameters: role (all, in, out, vector) -> dim -> axes")
+    gathered: str = key("keep", "gathered operands: keep, gather again in backward, or SUMMA's panels", tuple(GATHERED))
+    layout: Any = key(None, "tensor=layout: your own map from dims to axes, one line or YAML")
+
+
+@dataclass
+class Branch:
+    """Branch splitting (D&SP): a table of dims that are split over sub-grids."""
+
+    kind: str = key("none", "name of the branch scheme: set by branch=NAME")
+    axes: dict[str, int] = key({}, "size of each branch axis; an axis not given has size 1", ">= 1", most=WORKERS)
+    order: str = key("inner", "place of its axes inside the mesh; outer = D&SP's naive order", ("inner", "outer"))
+    append: dict[str, list[str]] = key({}, "region -> dims split by the branch axes last")
+    prepend: dict[str, list[str]] = key({}, "region -> dims split by the branch axes first")
+    only: list[str] = key([], "regions (and `parameters`) that exist on sub-grid 0 alone")
+    slice_via: str = key(
+        "all_to_all", "collective that slices heads; all_gather = as in SUPER (Jain et al.)", tuple(SLICE_VIA)
+    )
+
+
+@dataclass
+class Pipeline:
+    """Stages of the model, and the schedule of their microbatches."""
+
+    kind: str = key("none", "the schedule", ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"), open=True)
+    stages: int = key(1, "pipeline stages", ">= 1", most=1000)
+    chunks: int = key(1, "model chunks per stage", ">= 1", most=1000)
+    file: str = key("", "pipeline=file: path of the schedule's table, one line of actions per stage")
+    scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
+    settings: dict[str, Any] = own_settings("pipeline schedule")

@@ -1,0 +1,68 @@
+"""Keys of group model: kind, sizes and parts of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from platform.config.key import key, own_settings
+
+
+@dataclass
+class Model:
+    """Kind, sizes and parts of the model."""
+
+    source: str = key("", "model=from_hf: the folder that transformers saved, or its URL; keys are read from it")
+    kind: str = key("decoder", "the model", ("decoder", "encoder", "encoder_decoder", "two_layer"), open=True)
+    layers: int = key(2, "Transformer layers; encoder_decoder: in each of its two stacks", ">= 1", most=1000)
+    d_model: int = key(64, "width of the residual stream", ">= 1", most=2**20)
+    heads: int = key(4, "attention heads", ">= 1", most=2**16)
+    kv_heads: int = key(0, "key and value heads of grouped-query attention; 0 = model.heads", ">= 0", most=2**16)
+    d_kv: int = key(0, "width of one head; 0 = d_model / heads", ">= 0", most=2**16)
+    d_ff: int = key(0, "width of the feed-forward layer; 0 = 4 * d_model", ">= 0", most=2**24)
+    length: int = key(64, "tokens per sequence", ">= 1", most=2**24)
+    source_length: int = key(0, "encoder_decoder: tokens per encoder sequence; 0 = model.length", ">= 0", most=2**24)
+    vocab: int = key(512, "rows of the embedding, before any padding", ">= 1", most=2**24)
+    io: int = key(64, "two_layer: width of its input and output", ">= 1", most=2**24)
+    hidden: int = key(256, "two_layer: width between its layers", ">= 1", most=2**24)
+    dropout: float = key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
+    fused_dropout: bool = key(False, "attention's masks are drawn inside its kernel, per rank: not as other plans do")
+    norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
+    norm_eps: float = key(1e-5, "what norms add to the variance", "> 0 and < 1")
+    post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
+    embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
+    activation: str = key(
+        "gelu",
+        "pointwise function of the feed-forward layer; _tanh: GELU's approximation; swiglu, geglu, reglu: gated",
+        ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"),
+    )
+    positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
+    rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
+    rope_scaling: str = key(
+        "none", "positions=rope: how angles are scaled to longer sequences", ("none", "linear", "llama3", "yarn")
+    )
+    rope_factor: float = key(1.0, "rope_scaling: how much longer the sequences are", ">= 1")
+    rope_original_length: int = key(0, "rope_scaling=llama3, yarn: length before", ">= 0", most=2**24)
+    rope_low: float = key(1.0, "rope_scaling=llama3, yarn: pairs of fewer turns in that length are all scaled", "> 0")
+    rope_high: float = key(4.0, "rope_scaling=llama3, yarn: pairs of more turns are not scaled", "> 0")
+    rope_magnitude: float = key(0.0, "rope_scaling=yarn: factor on queries and keys; 0 = 0.1 ln(factor) + 1", ">= 0")
+    buckets: int = key(32, "positions=relative: entries of the bias table per head", ">= 4", most=2**16)
+    distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
+    window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)
+    window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
+    within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
+    attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
+    query_key_norm: bool = key(False, "RMSNorm over each head's queries and keys")
+    segments: int = key(
+        0, "encoder: rows of a second embedding, of each token's document; 0 = none", ">= 0", most=2**16
+    )
+    bias: bool = key(True, "linear layers have biases")
+    attention_bias: str = key(
+        "", 'biases of attention: all, none, those of Q, K and V; "" = as model.bias', ("", "all", "qkv", "none")
+    )
+    tied: bool = key(True, "the output projection shares the weights of the embedding")
+    head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")
+    head_bias: bool = key(False, "the output projection has a bias")
+    logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
+    label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
+    settings: dict[str, Any] = own_settings("model")

@@ -1,0 +1,115 @@
+"""Rules that refuse the keys of groups parallel, tensor, branch and pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from platform.boundary.refusals import closest, violation
+from platform.config.bounds import KEYS
+from platform.config.fields import Branch, Config
+from platform.config.key import WORKERS, refused
+from platform.config.layout_map import axes_of, violations_of_tables
+from platform.plan.language.scheme import RESERVED
+from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
+
+
+def _replicas(config: Config) -> Iterator[str]:
+    if config.parallel.data == 0 or config.parallel.data < -1:
+        yield refused(config, "parallel.data", KEYS["parallel.data"].constraint, [1, -1])
+
+
+def too_many_workers(config: Config) -> Iterator[str]:
+    """Yield a refusal line, which names the longest axis, if the sizes of all mesh axes of a configuration (replicas,
+    stages, tensor, branch) multiply to more than WORKERS; `platform.config.bounds` refuses an axis too long by
+    itself."""
+    sizes = {
+        "parallel.data": max(1, config.parallel.data),
+        "pipeline.stages": config.pipeline.stages,
+        **{f"tensor.axes.{name}": size for name, size in config.tensor.axes.items()},
+        **{f"branch.axes.{name}": size for name, size in config.branch.axes.items()},
+    }
+    if (product := prod(sizes.values())) > WORKERS:
+        longest = max(sizes, key=lambda key: sizes[key])
+        rest = product // sizes[longest]
+        what = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+        legal = [WORKERS // rest] if rest <= WORKERS else []
+        constraint = f"{what} are {product} workers, of which there may be {WORKERS}"
+        yield violation(longest, sizes[longest], constraint, legal)
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each number of stages or chunks that the pipeline schedule cannot have, and for a table
+    of a schedule that is missing or not read."""
+    p = config.pipeline
+    for key, size in (("pipeline.stages", p.stages), ("pipeline.chunks", p.chunks)):
+        if p.kind == "none" and size != 1:
+            yield refused(config, key, "pipeline=none has one", [1])
+    if p.kind in ONE_CHUNK and p.chunks != 1:
+        legal = [1, "pipeline=interleaved", "pipeline=zb_h1"]
+        yield refused(config, "pipeline.chunks", f"pipeline={p.kind} has one chunk per stage", legal)
+    if p.kind == "file" and not p.file:
+        yield refused(config, "pipeline.file", NO_TABLE, ["pipeline.file=FILE"])
+    elif p.kind != "file" and p.file:
+        yield refused(config, "pipeline.file", "only for pipeline=file", ["pipeline=file", ""])
+
+
+def _zero(config: Config) -> Iterator[str]:
+    """Yield a violation if ZeRO is combined with a branch that keeps common parameters on one sub-grid."""
+    if config.parallel.zero and config.branch.only:
+        reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
+        yield refused(config, "parallel.zero", reason, [0])
+
+
+def _scheme(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a tensor scheme without its table, each size of an axis that it does not declare, and a
+    layout that it does not read."""
+    tensor, declared = config.tensor, axes_of(config.tensor)
+    if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
+        yield refused(config, "tensor.scheme", "a scheme's name without its table; write tensor=NAME")
+    elif tensor.scheme != "layout":
+        for name, size in tensor.axes.items():
+            if name not in declared:
+                legal = [*(f"tensor.axes.{n}={size}" for n in closest(name, declared)), 1]
+                yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
+        if tensor.layout is not None:
+            yield refused(config, "tensor.layout", "only for tensor=layout")
+
+
+def _branch(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a branch scheme without its table, and for each branch axis that has no scheme or whose
+    name a tensor axis has."""
+    tensor, branch = config.tensor, config.branch
+    if branch.kind != "none" and not (branch.append or branch.prepend):
+        yield refused(config, "branch.kind", "a branch's name without its table; write branch=NAME")
+    for name, size in branch.axes.items():
+        if branch.kind == "none":
+            yield violation(f"branch.axes.{name}", size, "branch=none has no axes", [1, "branch=NAME"])
+        elif name in tensor.axes or name in axes_of(tensor):
+            yield violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
+
+
+def _slice_via(config: Config) -> Iterator[str]:
+    """Yield a violation if a branch without an all-to-all is to replace it."""
+    if config.branch.slice_via != "all_to_all" and not slices_heads(config.branch):
+        constraint = f"branch={config.branch.kind} has no all-to-all that it would replace"
+        yield refused(config, "branch.slice_via", constraint, ["all_to_all"])
+
+
+def slices_heads(branch: Branch) -> bool:
+    """Return True if a branch scheme splits the batch in region `attention` and other dims in `core`, the attention
+    itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
+    return "core" in branch.append and "batch" in branch.append.get("attention", ())
+
+
+def _axis_names(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each tensor or branch axis whose name is reserved or no ASCII identifier."""
+    for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
+        for name, size in axes.items():
+            if name in RESERVED:
+                yield violation(f"{group}.axes.{name}", size, f"the names {', '.join(RESERVED)} are reserved")
+            elif not (name.isascii() and name.isidentifier()):
+                yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
+
+
+RULES = (_replicas, too_many_workers, _pipeline, _scheme, violations_of_tables, _branch, _slice_via, _zero, _axis_names)

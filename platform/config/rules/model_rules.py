@@ -1,0 +1,88 @@
+"""Rules that refuse the keys of group model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from platform.boundary.refusals import closest, violation
+from platform.config.fields import Config, loss_of
+from platform.config.key import refused
+from platform.plan.language.functions import CROSS_ENTROPY
+from platform.plan.language.numbers import divisors
+
+
+def _attention(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each number of heads that does not divide what it must (model width, query heads), and
+    for an odd width per head under rotary positions."""
+    m = config.model
+    rope = "model.positions=rope needs an even d_kv"
+    if not m.d_kv and m.d_model % m.heads:
+        constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
+        yield refused(config, "model.heads", constraint, closest(m.heads, divisors(m.d_model)))
+    elif m.positions == "rope" and m.d_kv % 2:
+        yield refused(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
+    elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
+        legal = closest(m.heads, [h for h in divisors(m.d_model) if m.d_model // h % 2 == 0])
+        constraint = f"{rope}, not model.d_model / model.heads = {m.d_model // m.heads}"
+        yield refused(config, "model.heads", constraint, legal)
+    if m.kv_heads and m.heads % m.kv_heads:
+        legal = closest(m.kv_heads, divisors(m.heads))
+        yield refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
+
+
+def _rotary(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each mistake in how rotary positions are scaled."""
+    m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
+    if m.rope_scaling == "none":
+        return
+    if m.positions != "rope":
+        yield refused(config, "model.rope_scaling", f"model.positions={m.positions} has no rotations", ["none"])
+    if m.rope_scaling == "linear":
+        return
+    if not m.rope_original_length:
+        yield refused(config, "model.rope_original_length", f"{kind} needs the length before", [m.length])
+    if m.rope_high <= m.rope_low:
+        yield refused(config, "model.rope_high", f"must be > model.rope_low={m.rope_low:g}", [m.rope_low * 4])
+
+
+def _seen(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each restriction of what attention sees that the kind of model does not know, and for
+    layers with a window that the model lacks."""
+    m, wrong = config.model, f"model.kind={config.model.kind} has no such attention"
+    if m.kind in ("encoder", "encoder_decoder", "two_layer"):
+        if m.window:
+            yield refused(config, "model.window", wrong, [0])
+        if config.data.document_mask:
+            yield refused(config, "data.document_mask", wrong, [False])
+    if m.segments and m.kind in ("decoder", "encoder_decoder", "two_layer"):
+        yield refused(config, "model.segments", f"model.kind={m.kind} has no segments", [0])
+    if m.window_layers and not m.window:
+        yield refused(config, "model.window_layers", "model.window=0 is no window", [[]])
+    elif beyond := [n for n in m.window_layers if n >= m.layers]:
+        yield violation("model.window_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+
+
+def _head(config: Config) -> Iterator[str]:
+    """Yield a refusal line if the head's transform is to have a gated activation."""
+    m, gated = config.model, ("swiglu", "geglu", "geglu_tanh", "reglu")
+    if m.head_transform and m.activation in gated:
+        yield refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
+
+
+def _buckets(config: Config) -> Iterator[str]:
+    """Yield a violation if the buckets of relative positions do not fit the distance."""
+    m = config.model
+    if m.positions == "relative" and m.distance <= m.buckets // 2:
+        constraint = f"must be more than half of model.buckets={m.buckets}"
+        yield refused(config, "model.distance", constraint, [m.buckets // 2 + 1])
+
+
+def _smoothing(config: Config) -> Iterator[str]:
+    """Yield a refusal line if labels are to be smoothed under a loss that says itself what a label costs."""
+    smoothing, loss = config.model.label_smoothing, loss_of(config)
+    if smoothing and loss != CROSS_ENTROPY:
+        constraint = f"the loss {loss} says itself what a label costs"
+        yield violation("model.label_smoothing", smoothing, constraint, [0, f"train.loss={CROSS_ENTROPY}"])
+
+
+RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing)
