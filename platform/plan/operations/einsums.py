@@ -132,7 +132,7 @@ def _meter(ops, planned, x, operands, outs, biases=(), deferred=None):
             found = [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, mine, strict=True)]
         else:
             added = [biases[e.index] for e in group.einsums] if biases else []
-            found = _meter_group(ops, planned, number, x, mine, added, deferred)
+            found = meter_group(ops, planned, number, x, mine, added, deferred)
         results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
     return tuple(results[i] for i in range(len(operands)))
 
@@ -195,10 +195,12 @@ def _panel_collectives(
     return [Collective(op, axes, elements, "compute", phase, only) for op, phase in kinds for _ in range(panels.count)]
 
 
-def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred) -> list[Value]:
+def meter_group(
+    ops, planned, number: int, x: Value, operands, biases, deferred, *, scaled: bool = False
+) -> list[Value]:
     """Count group `number` of an operation's einsums of x with `operands`, as
     `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
-    return them."""
+    return them. `scaled`: gradients of operands are products of a multiple of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
     einsums = group.einsums
     local = ops.operands(use, group, operands)
@@ -217,6 +219,7 @@ def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred
 
     def rest(held: tuple) -> Gradients:
         """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
+        multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
         products = [_product(ops, k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
         # all of them are there until the first is reduced
         steps = [
@@ -226,7 +229,7 @@ def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
             if isinstance(key, str) and (g := steps[i]):
-                if not ops.leaves.in_place(key):
+                if scaled or not ops.leaves.in_place(key):
                     ops.leaves.setdefault(key, g)
                 steps[i] = None
         return steps
