@@ -101,15 +101,22 @@ class Meter(Ops):
 
     def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
         """Record on the autograd tape an operation with result `out` that keeps `saved`, and whose backward pass
-        allocates a gradient per input while `work` elements of scratch are held (of the compute type unless `itemsize`
-        is given); return `out`."""
-        sizes = [x.elements for x in ins]
+        allocates a gradient per input, of its type, while `work` elements of scratch are held (of the compute type
+        unless `itemsize` is given); return `out`."""
+        sizes = [(x.elements, x.itemsize) for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
             held = self.new(work, itemsize) if work else None  # noqa: F841  (until all gradients are allocated)
-            return [self.new(n) for n in sizes]
+            return [self.new(*size) for size in sizes]
 
         self.note([out], ins, saved, backward)
+        return out
+
+    def sum(self, out: Value, ins: Sequence[Value]) -> Value:
+        """Record a sum with result `out`, which keeps nothing: its gradient is that of the inputs of its size, and a
+        smaller one, a broadcast, gets one of its own; return `out`."""
+        n, sizes = out.elements, [x.elements for x in ins]
+        self.note([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
         return out
 
     def convert(

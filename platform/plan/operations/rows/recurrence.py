@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 from platform.plan.language.mistakes import ModelMistake
-from platform.plan.operations.op import Op
+from platform.plan.operations.op import BlockOp
 from platform.plan.operations.storages import Gradients, Saved, Value
 
 
-class RecurrenceOp(Op):
+class RecurrenceOp(BlockOp):
     """Activation h of type `spec` [.. length ..] with h[t] = gate[t] * h[t - 1] + x[t] along length, element by
     element, and h[-1] = 0. Where length is split, it is gathered first: step t needs all before it."""
 
@@ -22,20 +22,11 @@ class RecurrenceOp(Op):
     def whole(self, operation):
         return ("length",)
 
-    def run(self, ops, name, gate, x, spec):
-        *into, leave = ops.planned(self.kind, name).conversions
-        gate, x = (ops.apply(t, conversion) for t, conversion in zip((gate, x), into, strict=True))
-        if not ops.absent(x):
-            widened = ops.kernels.statistics.widened
-            x = _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
-        return ops.apply(x, leave)
+    def run(self, ops, found, name, gate, x, spec):
+        widened = ops.kernels.statistics.widened
+        return _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
 
-    def meter(self, ops, name, gate, x, spec):
-        found = ops.planned(self.kind, name)
-        *into, leave = found.conversions
-        gate, x = (ops.apply(t, conversion) for t, conversion in zip((gate, x), into, strict=True))
-        if not x.elements:
-            return ops.apply(x, leave)
+    def meter(self, ops, found, name, gate, x, spec):
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
         wide, kept = ops.widened(gate.storage, n), ops.new(n, ops.wide)
         _meter_scan(ops, n)
@@ -48,7 +39,7 @@ class RecurrenceOp(Op):
             return [ops.new(n) for _ in gradients] if narrow else gradients
 
         ops.note([out], [gate, x], (wide, kept), backward)
-        return ops.apply(out, leave)
+        return out
 
 
 def _meter_scan(ops, n: int) -> None:
