@@ -90,21 +90,17 @@ def footprint(
 
 
 def measure(
-    plan: Plan,
+    meter: Meter,
     model: RecordableModel,
     chunk: Chunk,
-    at: Mapping[str, int],
-    dropout: float,
+    *,
     splits: bool,
     summed: Collection[int] = (),
     reduced: Collection[int] = (),
-    device: str = "cpu",
 ) -> Passes:
-    """Measure the bytes that the passes of one chunk take on the worker at mesh coordinates `at`, by running the model
-    on storages that only count. `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers
-    of the buckets whose gradients are being summed already, and of which there are shards of reduced sums; `device`:
-    kind of the worker's (cpu, cuda)."""
-    meter = Meter(plan, dropout, at, device)
+    """Measure the bytes that the passes of one chunk take on the worker of a new `meter`, by running the model on it.
+    `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers of the buckets whose
+    gradients are being summed already, and of which there are shards of reduced sums."""
     ledger = meter.ledger
     meter.deferred = [] if splits else None
     meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
@@ -208,9 +204,8 @@ class _Walk:
         here = {n for n, b in enumerate(self.plan.buckets) if not one.parameters.isdisjoint(b.ranges)}
         summed, reduced = (frozenset(here & numbers) for numbers in (self.sums.keys(), self.parts))
         if (key := (chunk, summed, reduced)) not in self._measured:
-            found = measure(
-                self.plan, self.model, one, self.at, self.dropout, self.splits, summed, reduced, self.device
-            )
+            meter = Meter(self.plan, self.dropout, self.at, self.device)
+            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
             self._measured[key], self.standing = found, max(self.standing, found.standing)
         return self._measured[key]
 

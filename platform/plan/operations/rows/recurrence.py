@@ -7,7 +7,7 @@ from typing import Any
 
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.operations.op import BlockOp
-from platform.plan.operations.storages import Gradients, Saved, Value
+from platform.plan.operations.storages import Value
 
 
 class RecurrenceOp(BlockOp):
@@ -29,23 +29,10 @@ class RecurrenceOp(BlockOp):
     def meter(self, ops, found, name, gate, x, spec):
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
         wide, kept = ops.widened(gate.storage, n), ops.new(n, ops.wide)
-        _meter_scan(ops, n)
-        out = Value(ops.new(n) if narrow else kept, n)
-
-        def backward(gs: Gradients, _: Saved) -> Gradients:
-            given = ops.new(n, ops.wide)
-            _meter_scan(ops, n)
-            gradients = [ops.new(n, ops.wide), given]
-            return [ops.new(n) for _ in gradients] if narrow else gradients
-
-        ops.note([out], [gate, x], (wide, kept), backward)
-        return out
-
-
-def _meter_scan(ops, n: int) -> None:
-    """Count what a scan of n elements takes beside its result: the products of gates, and one product more."""
-    products, more = ops.new(n, ops.wide), ops.new(n, ops.wide)
-    del products, more
+        ops.new(2 * n, ops.wide)  # while it scans: products of gates, and one product more
+        out = ops.tensor(n) if narrow else Value(kept, n)
+        # a scan again, of the gradient; or later, where they are cast, both gradients in the type of statistics
+        return ops.plain(out, [gate, x], (wide, kept), 2 * n if narrow else n, ops.wide)
 
 
 @cache
