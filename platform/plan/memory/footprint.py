@@ -83,10 +83,8 @@ def footprint(
     and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
     kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
-    sizes = weight_bytes(plan, moments, at)
-    walk = _Walk(plan.at(stage), model, at, dropout, device)
-    most = walk.run(list(row), scratch)
-    return Footprint(sizes["parameters"], sizes["optimizer"], *most)
+    sizes, walk = weight_bytes(plan, moments, at), _Walk(plan.at(stage), model, at, dropout, device)
+    return Footprint(sizes["parameters"], sizes["optimizer"], *walk.run(list(row), scratch))
 
 
 def measure(

@@ -92,8 +92,7 @@ class Meter(Ops):
 
     def block(self, spec: Spec) -> Value:
         """Allocate a counted storage for this worker's block of an activation; it is empty if the worker has none."""
-        elements = prod(self.plan.local_shape(spec)) if self.plan.present(spec, self.at) else 0
-        return Value(self.new(elements), elements)
+        return self.tensor(prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at))
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
         if self.grad:
@@ -212,8 +211,7 @@ class Meter(Ops):
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
         """Allocate a counted storage for the local result of an operation, before the conversion `leave` brings it to
         its layout; empty if this worker does not compute the operation."""
-        elements = prod(leave.before) * at_zero(planned.only, self.at)
-        return Value(self.new(elements), elements)
+        return self.tensor(prod(leave.before) * at_zero(planned.only, self.at))
 
     def begin(self, chunk: Chunk) -> None:
         """Begin the forward pass of a chunk: gather what its first span needs (ZeRO-3)."""

@@ -24,7 +24,7 @@ from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Parameter
 from platform.plan.operations.op import Op, extents
-from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
+from platform.plan.operations.storages import Gradients, Saved, Value
 
 
 class _Products(Op):
@@ -82,11 +82,11 @@ class ProjectOp(_Products):
     none, are added once, in the output layout."""
 
     def record(self, ops, x, spec, weights, outs, biases=()):
-        ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs)
-        found = [ops.symbol(out) for out in outs]
+        found = ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs)
+        found = found if len(outs) > 1 else (found,)
         for y, bias, out in zip(found, biases, outs, strict=bool(biases)):
             ops.shift(y, out, bias)
-        return tuple(found)
+        return found
 
     def run(self, ops, x, spec, weights, outs, biases=()):
         return _project(_run, ops, x, weights, outs, biases)
@@ -220,8 +220,9 @@ def meter_group(
     def rest(held: tuple) -> Gradients:
         """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
         multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
-        products = [_product(ops, k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
-        # all of them are there until the first is reduced
+        each = zip(keys, sizes, einsums, strict=False)
+        # all of them are there until the first is reduced, but for those that are added in place
+        products = [None if not e.operand.backward and ops.in_place(k) else ops.new(n) for k, n, e in each]
         steps = [
             g and ops.convert(g, n, e.operand.backward, e.operand.after)[0]
             for g, n, e in zip(products, sizes, einsums, strict=True)
@@ -273,11 +274,6 @@ def _follow(ops, operands: Sequence[Value]) -> bool:
     """Return True if operands are parameters that lie one after another in a bucket."""
     names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
     return len(names) == len(operands) and ops.plan.bucket_of[names[0]].stretch(names) is not None
-
-
-def _product(ops, key, elements: int, operand: Conversion) -> MeteredStorage | None:
-    """Count an einsum operand's gradient before its reduction; None for a parameter's that is added in place."""
-    return None if not operand.backward and ops.in_place(key) else ops.new(elements)
 
 
 def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:

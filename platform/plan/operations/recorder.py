@@ -102,10 +102,5 @@ class Recorder(Ops):
         if x.spec != spec:
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
-    @staticmethod
-    def symbol(spec: Spec) -> Symbol:
-        """Return the symbol of an activation of type `spec`."""
-        return Symbol(spec)
-
     def fuses_attention(self, name, spec):
         return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)

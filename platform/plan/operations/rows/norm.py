@@ -37,8 +37,7 @@ class NormOp(BlockOp):
 
     def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
         vectors = [v for v in (gain, bias) if v]
-        n = prod(ops.plan.local_shape(spec))
-        rows = n // ops.plan.local_shape(spec)[-1]
+        n, rows = x.elements, prod(ops.plan.local_shape(spec)[:-1])
         if not found.over and kind == "layernorm":
             saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
             return ops.plain(ops.block(spec), [x, *vectors], saved)
