@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -33,6 +32,7 @@ from platform.parallel.communicator.base import Communicator, SingleRank  # noqa
 from platform.plan.core.plan import Plan  # noqa: E402
 from platform.plan.language.ops import Parameter, Spec  # noqa: E402
 from platform.plan.memory.footprint import measure  # noqa: E402
+from platform.plan.memory.meter import Meter  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.planning.memory_budget import needed_bytes  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
@@ -153,7 +153,7 @@ def fake_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
 
 def metered_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
     (chunk,), at = plan.at(0).chunks, plan.mesh.coordinates(0)
-    found = measure(plan, build_model(c.model), chunk, at, c.model.dropout, False)
+    found = measure(Meter(plan, c.model.dropout, at), build_model(c.model), chunk, splits=False)
     return found.forward, found.kept, found.backward
 
 
@@ -215,7 +215,8 @@ def large() -> None:
         chunk = trainer.stage.chunks[0]
         trainer.weights.begin()
         both_ways()
-        print(f"fake forward and backward pass, one rank, one of {len(plan.chunks)} chunks: {timed(both_ways)[1]:.2f} s")
+        _, slow = timed(both_ways)
+        print(f"fake forward and backward pass, one rank, one of {len(plan.chunks)} chunks: {slow:.2f} s")
 
 
 def main() -> None:
