@@ -86,8 +86,7 @@ class Meter(Ops):
         return MeteredStorage(self.ledger, elements * itemsize, 0)
 
     def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
-        """Count a cast of x to the accumulate type, in which statistics are computed: a new storage only if that type
-        differs from the compute type."""
+        """Count a cast of x to the type of statistics: a new storage only if that is not the compute type."""
         return x if self.wide == self.plan.itemsize["compute"] else self.new(elements, self.wide)
 
     def block(self, spec: Spec) -> Value:
@@ -112,8 +111,7 @@ class Meter(Ops):
         return out
 
     def sum(self, out: Value, ins: Sequence[Value]) -> Value:
-        """Record a sum with result `out`, which keeps nothing: its gradient is that of the inputs of its size, and a
-        smaller one, a broadcast, gets one of its own; return `out`."""
+        """Record a sum, which keeps nothing and hands its gradient to all inputs of its size; return its result."""
         n, sizes = out.elements, [x.elements for x in ins]
         self.note([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
         return out
@@ -159,14 +157,18 @@ class Meter(Ops):
         steps, shape = conversion.forward, conversion.before
         return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
+    def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
+        """Count the backward steps of a conversion for the gradient of its result, of `elements`."""
+        return self.convert(gradient, elements, conversion.backward, conversion.after)[0]
+
     def apply(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
         """Count a conversion of x forward, unless it is `coming`, and record its backward steps on the autograd tape;
         return the converted tensor."""
         if not conversion.forward and not conversion.backward:
             return x
         out = coming or self.forward(x, conversion)
-        size, steps, shape = out.elements, conversion.backward, conversion.after
-        self.note([out], [x], (), lambda gs, _: [self.convert(gs[0], size, steps, shape)[0]])
+        size = out.elements
+        self.note([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
         return out
 
     def parameter(self, p: Parameter) -> Value:
@@ -209,8 +211,7 @@ class Meter(Ops):
         return self.plan.operations[kind, name]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
-        """Allocate a counted storage for the local result of an operation, before the conversion `leave` brings it to
-        its layout; empty if this worker does not compute the operation."""
+        """Allocate the local result of an operation, before the conversion `leave`; empty if it is of other workers."""
         return self.tensor(prod(leave.before) * at_zero(planned.only, self.at))
 
     def begin(self, chunk: Chunk) -> None:

@@ -223,10 +223,7 @@ def meter_group(
         each = zip(keys, sizes, einsums, strict=False)
         # all of them are there until the first is reduced, but for those that are added in place
         products = [None if not e.operand.backward and ops.in_place(k) else ops.new(n) for k, n, e in each]
-        steps = [
-            g and ops.convert(g, n, e.operand.backward, e.operand.after)[0]
-            for g, n, e in zip(products, sizes, einsums, strict=True)
-        ]
+        steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
             if isinstance(key, str) and (g := steps[i]):
@@ -236,10 +233,7 @@ def meter_group(
         return steps
 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
-        local = [
-            ops.convert(g, n, e.output.backward, e.output.after)[0]
-            for g, n, e in zip(gs, lengths, einsums, strict=True)
-        ]
+        local = [ops.backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
         kept = ops.operands(use, group, stored, back=True)
@@ -248,7 +242,7 @@ def meter_group(
         if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
         total = ops.new(width)  # until it is reduced, after the operands' gradients
-        dx = ops.convert(total, width, group.x.backward, group.x.after)[0]
+        dx = ops.backward(total, width, group.x)
         if deferred is None:
             return [dx, *rest((x, local))]
         del kept, total
@@ -294,8 +288,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
         dx, *dws = (ops.new(n) for n in (width, *sizes))
         ops.new(one * (panels.count + 1))  # parts of all panels until reduced, and the last panel
-        triples = zip(dws, sizes, einsums, strict=True)
-        return [dx, *(ops.convert(w, n, e.operand.backward, e.operand.after)[0] for w, n, e in triples)]
+        return [dx, *(ops.backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]
 
     ops.note(found, [x, *operands], (x.storage, *(w.storage for w in kept)), backward)
     return found

@@ -65,8 +65,7 @@ class LinearCrossEntropyOp(Op):
 
 
 def _meter_kept(ops, product: PlannedOperation, x: Value, weight: Value, more: Sequence[Value], spec) -> Value:
-    """Count a loss of which the gradient of the logits takes their place, as `platform.parallel.kernels.loss` does; in
-    the backward pass x is multiplied by the loss's own gradient. `more`: the bias of the logits, if there is one."""
+    """Count a loss that keeps its logits, whose gradient takes their place; `more`: their bias, if there is one."""
     (logits,) = meter_group(ops, product, 0, x, [weight], (), ops.deferred, scaled=True)
     if logits.elements:
         *rows, columns = ops.plan.local_shape(spec)
