@@ -83,28 +83,22 @@ def footprint(
     and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
     kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
-    sizes = weight_bytes(plan, moments, at)
-    walk = _Walk(plan.at(stage), model, at, dropout, device)
-    most = walk.run(list(row), scratch)
-    return Footprint(sizes["parameters"], sizes["optimizer"], *most)
+    sizes, walk = weight_bytes(plan, moments, at), _Walk(plan.at(stage), model, at, dropout, device)
+    return Footprint(sizes["parameters"], sizes["optimizer"], *walk.run(list(row), scratch))
 
 
 def measure(
-    plan: Plan,
+    meter: Meter,
     model: RecordableModel,
     chunk: Chunk,
-    at: Mapping[str, int],
-    dropout: float,
+    *,
     splits: bool,
     summed: Collection[int] = (),
     reduced: Collection[int] = (),
-    device: str = "cpu",
 ) -> Passes:
-    """Measure the bytes that the passes of one chunk take on the worker at mesh coordinates `at`, by running the model
-    on storages that only count. `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers
-    of the buckets whose gradients are being summed already, and of which there are shards of reduced sums; `device`:
-    kind of the worker's (cpu, cuda)."""
-    meter = Meter(plan, dropout, at, device)
+    """Measure the bytes that the passes of one chunk take on the worker of a new `meter`, by running the model on it.
+    `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers of the buckets whose
+    gradients are being summed already, and of which there are shards of reduced sums."""
     ledger = meter.ledger
     meter.deferred = [] if splits else None
     meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
@@ -160,19 +154,19 @@ def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[s
 
 
 class _Walk:
-    """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `now`: bytes of
-    everything but parameters and optimizer state."""
+    """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `kept`: bytes that
+    forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
 
     def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float, device: str):
         self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
-        self.now = self.kept = self.gradients = self.live = self.standing = 0
+        self.kept = self.gradients = self.live = self.standing = 0
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
         self.buckets = [b for b in plan.buckets if at_zero(b.only, at)]
         self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, being summed
         self.parts: set[int] = set()  # numbers of the buckets with a shard of reduced sums
-        self.held: dict[tuple[str, int, int], int] = {}  # (what, chunk, microbatch that use it) -> bytes
+        self.held: dict[tuple[str, int, int], int] = {}
         self.sending: deque[int] = deque()
         self._measured: dict[tuple, Passes] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
@@ -188,18 +182,15 @@ class _Walk:
             if completed is not None:
                 incomplete.remove(completed)
                 self._reduce(completed, incomplete)
-        self.now -= sum(self.sending)
-        self.sending.clear()
         self._finish(scratch)
         return self.most
 
     def reach(self, extra: int = 0, kept: int = 0) -> None:
-        """Record a peak of memory if `now` + `extra` bytes is more than any before; `kept` of the extra are activations
-        of a further forward pass."""
-        extra += self.standing
-        if self.now + extra > sum(self.most[:3]):
-            activations, live = self.kept + kept, self.live + bool(kept)
-            self.most = self.gradients, activations, self.now + extra - self.gradients - activations, live
+        """Record a peak of memory if with `extra` bytes there are more than ever before; `kept` of the extra are
+        activations of a further forward pass."""
+        working = sum(self.held.values()) + sum(self.sending) + self.standing + extra - kept
+        if self.gradients + self.kept + kept + working > sum(self.most[:3]):
+            self.most = self.gradients, self.kept + kept, working, self.live + bool(kept)
 
     def passes(self, chunk: int) -> Passes:
         """Return the measured passes of a chunk, given which of its parameters already have a gradient; measured once
@@ -208,9 +199,8 @@ class _Walk:
         here = {n for n, b in enumerate(self.plan.buckets) if not one.parameters.isdisjoint(b.ranges)}
         summed, reduced = (frozenset(here & numbers) for numbers in (self.sums.keys(), self.parts))
         if (key := (chunk, summed, reduced)) not in self._measured:
-            found = measure(
-                self.plan, self.model, one, self.at, self.dropout, self.splits, summed, reduced, self.device
-            )
+            meter = Meter(self.plan, self.dropout, self.at, self.device)
+            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
             self._measured[key], self.standing = found, max(self.standing, found.standing)
         return self._measured[key]
 
@@ -223,9 +213,7 @@ class _Walk:
         self.reach(p.forward, p.kept)
         self.live += 1
         self.kept += p.kept
-        self.now += p.kept
         if chunk.sends:
-            self.now += p.given
             self.held["flow", a.chunk + 1, a.microbatch] = p.given
         self.reach()
 
@@ -235,12 +223,10 @@ class _Walk:
         p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
         self._arrive("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
         self.reach(p.backward)
-        self.now += p.pending - p.kept - self.held.pop(("outputs", a.chunk, a.microbatch))
-        self.now -= self.held.pop(("inputs", a.chunk, a.microbatch))
+        del self.held["outputs", a.chunk, a.microbatch], self.held["inputs", a.chunk, a.microbatch]
         self.kept += p.pending - p.kept
         if chunk.receives:
             self.held["gradients", a.chunk - 1, a.microbatch] = p.returned
-            self.now += p.returned
         if a.kind is Kind.BACKWARD:
             self.live -= 1
             self._accumulate(p.gradients, p.parts)
@@ -251,7 +237,6 @@ class _Walk:
         """Account for a weight-gradient pass of a chunk: its peak, the memory it frees, and its sums of gradients."""
         p = self.passes(a.chunk)
         self.reach(p.weights)
-        self.now -= p.pending
         self.kept -= p.pending
         self.live -= 1
         self._accumulate(p.gradients, p.parts)
@@ -259,10 +244,8 @@ class _Walk:
     def _accumulate(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
         """Account for the sums of gradients that a pass has begun, and for the shards to which it has reduced some."""
         self.sums |= begun
-        more = sum(begun.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
+        self.gradients += sum(begun.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
         self.parts |= parts.keys()
-        self.now += more
-        self.gradients += more
 
     # sends and receives
 
@@ -278,48 +261,38 @@ class _Walk:
             self._blocks[key] = found
         return self._blocks[key]
 
-    def _bytes(self, flow: FlowSpecs) -> int:
-        return sum(whole for whole, _ in self.blocks(flow))
-
     def receive(self, a: Action) -> None:
         """Account for the buffers of a receive: the parts that arrive, or whole blocks without scatter/gather."""
         forward = a.kind is Kind.RECV_F
         flow = self.chunks[a.chunk].receives if forward else self.chunks[a.chunk].sends
-        size = sum(part or whole for whole, part in self.blocks(flow))
-        self.held["arriving F" if forward else "arriving B", a.chunk, a.microbatch] = size
-        self.now += size
+        arriving = "arriving F" if forward else "arriving B", a.chunk, a.microbatch
+        self.held[arriving] = sum(part or whole for whole, part in self.blocks(flow))
         self.reach()
 
     def _arrive(self, what: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
         """Account for the input of a pass, `what` being "inputs" (of a forward pass) or "outputs" (their gradients, of
         a backward pass): `local` bytes from a chunk on this stage, or (None) a `flow` that was received and is gathered
         from its parts."""
-        arrived = self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), 0)
-        if local is None:
-            local = self._bytes(flow)
-            parts = sum(part for _, part in self.blocks(flow))
-            self.now += local - (arrived - parts)
-            self.reach()
-            self.now -= parts
-        self.held[what, a.chunk, a.microbatch] = local
+        self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), None)
+        received = self.blocks(flow) if local is None else []
+        self.held[what, a.chunk, a.microbatch] = local or sum(whole for whole, _ in received)
+        self.reach(sum(part for _, part in received))
 
     def send(self, a: Action) -> None:
         """Account for a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends, the oldest of
         which are freed."""
         forward = a.kind is Kind.SEND_F
         key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
-        before = self.held.pop(key)
         for whole, part in self.blocks(self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives):
             if part:
                 self.reach(whole + part)  # the padded block, and the part that is sent
-                self.now += part
             else:
-                part = min(whole, before)
-                before -= part
+                part = min(whole, self.held[key])
+                self.held[key] -= part
             self.sending.append(part)
-        self.now -= before
+        del self.held[key]
         while len(self.sending) > SENDS_IN_FLIGHT:
-            self.now -= self.sending.popleft()
+            self.sending.popleft()
 
     # once a step
 
@@ -329,19 +302,20 @@ class _Walk:
         if self.plan.zero == 1:
             others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
             done = self.chunks[completed].parameters - others
-            for b in self.buckets:
+            for n, b in enumerate(self.buckets):
                 if not done.isdisjoint(b.ranges) and others.isdisjoint(b.ranges):
-                    self.now += b.elements // self.plan.shards * self.master
+                    self.held["shard", n, 0] = b.elements // self.plan.shards * self.master
         self.reach()
 
     def _finish(self, scratch: int) -> None:
         """Account for the end of a step: sums of tied gradients over stages, and reduced gradients while their norm is
         taken and during the update; updated shards are gathered in place."""
+        self.sending.clear()
         each = {p.name: b.elements // self.plan.shards * self.master for b in self.buckets for p in b.parameters}
         self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))
-        self.now = self.gradients = sum(b.elements for b in self.buckets) // self.plan.shards * self.master
+        self.held.clear()
+        self.gradients = sum(b.elements for b in self.buckets) // self.plan.shards * self.master
         self.reach(max(self._squares(), scratch))
-        self.now = self.gradients = 0
 
     def _squares(self) -> int:
         """Return the bytes in which the squares of a bucket's gradients are summed (`sharding.gradients.squares`), for

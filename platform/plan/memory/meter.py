@@ -86,14 +86,12 @@ class Meter(Ops):
         return MeteredStorage(self.ledger, elements * itemsize, 0)
 
     def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
-        """Count a cast of x to the accumulate type, in which statistics are computed: a new storage only if that type
-        differs from the compute type."""
+        """Count a cast of x to the type of statistics: a new storage only if that is not the compute type."""
         return x if self.wide == self.plan.itemsize["compute"] else self.new(elements, self.wide)
 
     def block(self, spec: Spec) -> Value:
         """Allocate a counted storage for this worker's block of an activation; it is empty if the worker has none."""
-        elements = prod(self.plan.local_shape(spec)) if self.plan.present(spec, self.at) else 0
-        return Value(self.new(elements), elements)
+        return self.tensor(prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at))
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
         if self.grad:
@@ -101,15 +99,21 @@ class Meter(Ops):
 
     def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
         """Record on the autograd tape an operation with result `out` that keeps `saved`, and whose backward pass
-        allocates a gradient per input while `work` elements of scratch are held (of the compute type unless `itemsize`
-        is given); return `out`."""
-        sizes = [x.elements for x in ins]
+        allocates a gradient per input, of its type, while `work` elements of scratch are held (of the compute type
+        unless `itemsize` is given); return `out`."""
+        sizes = [(x.elements, x.itemsize) for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
             held = self.new(work, itemsize) if work else None  # noqa: F841  (until all gradients are allocated)
-            return [self.new(n) for n in sizes]
+            return [self.new(*size) for size in sizes]
 
         self.note([out], ins, saved, backward)
+        return out
+
+    def sum(self, out: Value, ins: Sequence[Value]) -> Value:
+        """Record a sum, which keeps nothing and hands its gradient to all inputs of its size; return its result."""
+        n, sizes = out.elements, [x.elements for x in ins]
+        self.note([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
         return out
 
     def convert(
@@ -153,14 +157,18 @@ class Meter(Ops):
         steps, shape = conversion.forward, conversion.before
         return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
+    def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
+        """Count the backward steps of a conversion for the gradient of its result, of `elements`."""
+        return self.convert(gradient, elements, conversion.backward, conversion.after)[0]
+
     def apply(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
         """Count a conversion of x forward, unless it is `coming`, and record its backward steps on the autograd tape;
         return the converted tensor."""
         if not conversion.forward and not conversion.backward:
             return x
         out = coming or self.forward(x, conversion)
-        size, steps, shape = out.elements, conversion.backward, conversion.after
-        self.note([out], [x], (), lambda gs, _: [self.convert(gs[0], size, steps, shape)[0]])
+        size = out.elements
+        self.note([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
         return out
 
     def parameter(self, p: Parameter) -> Value:
@@ -203,10 +211,8 @@ class Meter(Ops):
         return self.plan.operations[kind, name]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
-        """Allocate a counted storage for the local result of an operation, before the conversion `leave` brings it to
-        its layout; empty if this worker does not compute the operation."""
-        elements = prod(leave.before) * at_zero(planned.only, self.at)
-        return Value(self.new(elements), elements)
+        """Allocate the local result of an operation, before the conversion `leave`; empty if it is of other workers."""
+        return self.tensor(prod(leave.before) * at_zero(planned.only, self.at))
 
     def begin(self, chunk: Chunk) -> None:
         """Begin the forward pass of a chunk: gather what its first span needs (ZeRO-3)."""

@@ -24,7 +24,7 @@ from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Parameter
 from platform.plan.operations.op import Op, extents
-from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
+from platform.plan.operations.storages import Gradients, Saved, Value
 
 
 class _Products(Op):
@@ -82,11 +82,11 @@ class ProjectOp(_Products):
     none, are added once, in the output layout."""
 
     def record(self, ops, x, spec, weights, outs, biases=()):
-        ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs)
-        found = [ops.symbol(out) for out in outs]
+        found = ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs)
+        found = found if len(outs) > 1 else (found,)
         for y, bias, out in zip(found, biases, outs, strict=bool(biases)):
             ops.shift(y, out, bias)
-        return tuple(found)
+        return found
 
     def run(self, ops, x, spec, weights, outs, biases=()):
         return _project(_run, ops, x, weights, outs, biases)
@@ -132,7 +132,7 @@ def _meter(ops, planned, x, operands, outs, biases=(), deferred=None):
             found = [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, mine, strict=True)]
         else:
             added = [biases[e.index] for e in group.einsums] if biases else []
-            found = _meter_group(ops, planned, number, x, mine, added, deferred)
+            found = meter_group(ops, planned, number, x, mine, added, deferred)
         results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
     return tuple(results[i] for i in range(len(operands)))
 
@@ -195,10 +195,12 @@ def _panel_collectives(
     return [Collective(op, axes, elements, "compute", phase, only) for op, phase in kinds for _ in range(panels.count)]
 
 
-def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred) -> list[Value]:
+def meter_group(
+    ops, planned, number: int, x: Value, operands, biases, deferred, *, scaled: bool = False
+) -> list[Value]:
     """Count group `number` of an operation's einsums of x with `operands`, as
     `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
-    return them."""
+    return them. `scaled`: gradients of operands are products of a multiple of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
     einsums = group.einsums
     local = ops.operands(use, group, operands)
@@ -217,25 +219,21 @@ def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred
 
     def rest(held: tuple) -> Gradients:
         """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
-        products = [_product(ops, k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
-        # all of them are there until the first is reduced
-        steps = [
-            g and ops.convert(g, n, e.operand.backward, e.operand.after)[0]
-            for g, n, e in zip(products, sizes, einsums, strict=True)
-        ]
+        multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
+        each = zip(keys, sizes, einsums, strict=False)
+        # all of them are there until the first is reduced, but for those that are added in place
+        products = [None if not e.operand.backward and ops.in_place(k) else ops.new(n) for k, n, e in each]
+        steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
             if isinstance(key, str) and (g := steps[i]):
-                if not ops.leaves.in_place(key):
+                if scaled or not ops.leaves.in_place(key):
                     ops.leaves.setdefault(key, g)
                 steps[i] = None
         return steps
 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
-        local = [
-            ops.convert(g, n, e.output.backward, e.output.after)[0]
-            for g, n, e in zip(gs, lengths, einsums, strict=True)
-        ]
+        local = [ops.backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
         kept = ops.operands(use, group, stored, back=True)
@@ -244,7 +242,7 @@ def _meter_group(ops, planned, number: int, x: Value, operands, biases, deferred
         if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
         total = ops.new(width)  # until it is reduced, after the operands' gradients
-        dx = ops.convert(total, width, group.x.backward, group.x.after)[0]
+        dx = ops.backward(total, width, group.x)
         if deferred is None:
             return [dx, *rest((x, local))]
         del kept, total
@@ -272,11 +270,6 @@ def _follow(ops, operands: Sequence[Value]) -> bool:
     return len(names) == len(operands) and ops.plan.bucket_of[names[0]].stretch(names) is not None
 
 
-def _product(ops, key, elements: int, operand: Conversion) -> MeteredStorage | None:
-    """Count an einsum operand's gradient before its reduction; None for a parameter's that is added in place."""
-    return None if not operand.backward and ops.in_place(key) else ops.new(elements)
-
-
 def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:
     """Count one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current and next
     panel of both operands, and a product; return the results."""
@@ -295,8 +288,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
         dx, *dws = (ops.new(n) for n in (width, *sizes))
         ops.new(one * (panels.count + 1))  # parts of all panels until reduced, and the last panel
-        triples = zip(dws, sizes, einsums, strict=True)
-        return [dx, *(ops.convert(w, n, e.operand.backward, e.operand.after)[0] for w, n, e in triples)]
+        return [dx, *(ops.backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]
 
     ops.note(found, [x, *operands], (x.storage, *(w.storage for w in kept)), backward)
     return found

@@ -8,6 +8,9 @@
 | `run` | `ParallelOps`, on a rank | the forward pass on the rank's blocks; autograd derives the backward pass |
 | `meter` | `Meter`, which forecasts memory | bytes that are allocated, kept for the backward pass, and taken there |
 
+`run` and `meter` of a `BlockOp` see its activations and parameters as converted for it, and leave its result's
+conversion to it: what most operations are.
+
 An operation that is said in others (a residual connection: dropout, then a sum) has `compose` in place of them. `ops`
 is the one who calls. No module here imports torch where it is imported itself, as a plan is made without torch: `run`
 computes with the methods of tensors and with `ops.kernels`, the modules of `platform.parallel.kernels`.
@@ -16,7 +19,7 @@ computes with the methods of tensors and with `ops.kernels`, the modules of `pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -79,16 +82,33 @@ class Op:
         return 0.0
 
 
-def where_present(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` or `meter` of an operation so that a rank that has no block of its first activation computes nothing,
-    and passes on an empty one that stays connected to the gradients of all of them."""
+class BlockOp(Op):
+    """Operation whose `run` and `meter` see blocks alone. They take the planned operation `found` (None where nothing
+    of it is planned), then the arguments: activations and parameters as converted for it; their result is converted as
+    planned. A rank without a block of the first activation computes nothing, and passes on an empty one that stays
+    connected to the gradients of all of them."""
 
-    @wraps(method)
-    def call(self: Op, ops: Any, *arguments: Any, **options: Any) -> Any:
-        given = [a for a in (*arguments, *options.values()) if ops.is_block(a)]
-        return ops.empty_of(given) if ops.absent(given[0]) else method(self, ops, *arguments, **options)
+    def __get__(self, ops: Any, owner: type | None = None) -> Any:
+        if ops is None or ops.method == "record":
+            return super().__get__(ops, owner)
+        return partial(self._between, ops, getattr(self, ops.method))
 
-    return call
+    def _between(self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
+        """Convert the arguments as planned, compute, and convert the result."""
+        parameters = [a for a in (first, *more) if isinstance(a, Parameter)]
+        name = first if isinstance(first, str) else parameters[0].name if parameters else ""
+        found = ops.plan.operations.get((self.kind, name))
+        conversions = list(found.conversions) if found else []
+        into = [] if parameters else conversions
+        given = [ops.apply(a, into.pop(0)) if into and ops.is_block(a) else a for a in (first, *more)]
+        blocks = [a for a in (*given, *options.values()) if ops.is_block(a)]
+        if parameters and not (blocks and ops.absent(blocks[0])):
+            vectors = ops.converted(found)
+            blocks = blocks or vectors[:1]
+            given = [vectors.pop(0) if isinstance(a, Parameter) else a for a in given]
+        out = ops.empty_of(blocks) if ops.absent(blocks[0]) else compute(ops, found, *given, **options)
+        leave = conversions[len(parameters) :]
+        return ops.apply(out, *leave) if leave else out
 
 
 def planned(

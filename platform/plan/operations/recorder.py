@@ -44,22 +44,16 @@ class Recorder(Ops):
     _recomputing: bool = False
 
     def recomputed(self, kind, function, spec, x, *more):
-        if kind == "full":
-            self.span += 1
-            out = self._recomputed(kind, function, spec, x, *more)
-            self.span += 1
-            return out
-        return self._recomputed(kind, function, spec, x, *more)
-
-    def _recomputed(self, kind, function, spec, x, *more):
-        """Record `function` as recomputed if activations of this `kind` are, as `recomputed` says."""
-        if kind != self.recompute.kind:
-            return function(x, *more)
-        self.check(x, spec)
-        self.kept.append(spec)
-        self._recomputing = True
+        again, block = kind == self.recompute.kind, kind == "full"
+        if again:
+            self.check(x, spec)
+            self.kept.append(spec)
+            self._recomputing = True
+        self.span += block
         out = function(x, *more)
-        self._recomputing = False
+        self.span += block
+        if again:
+            self._recomputing = False
         return out
 
     def record(
@@ -107,11 +101,6 @@ class Recorder(Ops):
             raise ModelMistake(type(x).__name__, f"what flows is what an operation returned, as {spec}")
         if x.spec != spec:
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
-
-    @staticmethod
-    def symbol(spec: Spec) -> Symbol:
-        """Return the symbol of an activation of type `spec`."""
-        return Symbol(spec)
 
     def fuses_attention(self, name, spec):
         return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)

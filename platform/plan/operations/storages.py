@@ -63,6 +63,11 @@ class Value:
         self.storage, self.elements = storage, elements
         self.key: GradientKey = next(_KEYS) if key is None else key
 
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element, 0 for a parameter as it is stored."""
+        return self.storage.nbytes // self.storage.counted if self.storage and self.storage.counted else 0
+
 
 Gradients = Sequence[MeteredStorage | None]
 Saved = tuple[MeteredStorage | None, ...]

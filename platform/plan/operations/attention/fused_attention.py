@@ -16,11 +16,11 @@ from platform.plan.operations.attention.kernel_memory import (
     in_one_kernel,
     permuted,
 )
-from platform.plan.operations.op import Op, extents, planned, where_present
+from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Value
 
 
-class FusedAttentionOp(Op):
+class FusedAttentionOp(BlockOp):
     """scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v have the same dims with a
     length of their own; what hides scores, and `bias`, as in softmax. Dropout of its probabilities is drawn by the
     kernel itself."""
@@ -41,8 +41,7 @@ class FusedAttentionOp(Op):
         space = {**extents(query, sizes), **extents(key.renamed("length", "memory_length"), sizes)}
         return 2 * 2 * prod(space.values())
 
-    @where_present
-    def run(self, ops, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+    def run(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         from torch.nn.functional import scaled_dot_product_attention
 
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
@@ -61,21 +60,19 @@ class FusedAttentionOp(Op):
             seen, causal = positions.attention_mask(q, behind, padding, bias), False
         rate = ops.dropout_rate if ops.position.training else 0.0
         more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
-        kernel = ops.planned(self.kind, name).operation["kernel"]
-        with ops.seeded(name, spec, q.device) if rate else nullcontext(), ops.in_kernel(kernel):
+        with ops.seeded(name, spec, q.device) if rate else nullcontext(), ops.in_kernel(found.operation["kernel"]):
             return scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
-    @where_present
-    def meter(self, ops, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+    def meter(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         query, key = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv))
         documents = begins is not None
-        hiding = {"causal": causal, "masked": mask is not None or documents, "biased": bias is not None}
-        block = AttentionBlock.of(query, key, **hiding)
+        sizes = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"]
+        block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
         if bias is None and mask is None and (window or documents):
             added: Value | None = ops.seen(block, window, documents)
         else:
             added = hidden(ops, block, bias)
-        kernel = ops.planned(self.kind, name).operation["kernel"]
+        kernel = found.operation["kernel"]
         if block.batch > 1 and block.length > 1 and not (ops.device == "cuda" and kernel in KEEP_ORDER):
             q, k, v = (permuted(ops, x) for x in (q, k, v))
         if kernel == MATH:

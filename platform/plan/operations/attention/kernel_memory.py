@@ -3,10 +3,10 @@ probabilities, and under dropout what it multiplied them by and the product too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
+from platform.plan.operations.storages import Gradients, Saved, Value
 
 KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory as Q, K and V do
 
@@ -24,11 +24,6 @@ class AttentionBlock:
     causal: bool
     masked: bool
     biased: bool
-
-    @classmethod
-    def of(cls, query: Mapping[str, int], key: Mapping[str, int], **hides: bool) -> AttentionBlock:
-        """Make it of the local extents of Q and K by dim."""
-        return cls(query["batch"], query["heads"], query["length"], key["length"], query["d_kv"], **hides)
 
     @property
     def rows(self) -> int:
@@ -82,58 +77,30 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     """Count an attention of Q, K and V, the `operands`, that torch's math path computes operation by operation, in the
     type of statistics; return its result."""
     narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
+
+    def step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
+        """Record an operation whose result is of the type of statistics. `keeps`: it keeps its result."""
+        out = ops.tensor(elements, ops.wide)
+        return ops.plain(out, ins, (*saved, out.storage) if keeps else saved)
+
     if narrow:
-        q, k, v = (ops.plain(Value(ops.new(x.elements, ops.wide), x.elements), [x]) for x in operands)
-    scaled = [_step(ops, q.elements, [q])]
+        q, k, v = (step(x.elements, [x]) for x in operands)
+    scaled = [step(q.elements, [q])]
     ahead = [ops.new(a.length * a.memory_length, ops.wide)] if a.causal and not added else []
     whole = a.batch * a.heads * a.memory_length * a.d_kv
     if k.elements < whole:  # every head's own copy of K and V
-        k, v = (_step(ops, whole, [x]) for x in (k, v))
-    scaled.append(_step(ops, whole, [k]))
-    scores = _step(ops, a.scores, scaled, [x.storage for x in scaled])
+        k, v = (step(whole, [x]) for x in (k, v))
+    scaled.append(step(whole, [k]))
+    scores = step(a.scores, scaled, tuple(x.storage for x in scaled))
     if a.causal or added:
-        scores = _sum(ops, scores, added if a.biased else None)
-    scores = _step(ops, a.scores, [scores], keeps=True)  # softmax
+        scores = ops.sum(ops.tensor(a.scores, ops.wide), [scores, added] if a.biased else [scores])
+    scores = step(a.scores, [scores], keeps=True)  # softmax
     if dropout:
-        scores = _step(ops, a.scores, [scores], [ops.new(a.scores, ops.wide)])
+        scores = step(a.scores, [scores], (ops.new(a.scores, ops.wide),))
     # values that are a slice of a larger tensor do not lie as their matrix product wants them: it copies them
     sliced = not narrow and v.storage is not None and v.storage.counted > v.elements
     values = ops.new(v.elements) if sliced else v.storage
     probabilities = ops.new(a.scores) if narrow else None  # which torch returns beside the result
-    out = _step(ops, a.rows * a.d_kv, [scores, v], [scores.storage, values])
+    out = step(a.rows * a.d_kv, [scores, v], (scores.storage, values))
     del ahead, probabilities
-    return _narrowed(ops, out) if narrow else out
-
-
-def _step(
-    ops,
-    elements: int,
-    ins: Sequence[Value],
-    saved: Sequence[MeteredStorage | None] = (),
-    *,
-    keeps: bool = False,
-) -> Value:
-    """Record an operation whose result and gradients are of the type of statistics. `keeps`: it keeps its result."""
-    out, sizes = Value(ops.new(elements, ops.wide), elements), [x.elements for x in ins]
-    kept = (*saved, out.storage) if keeps else tuple(saved)
-    ops.note([out], ins, kept, lambda gs, _: [ops.new(n, ops.wide) for n in sizes])
-    return out
-
-
-def _sum(ops, scores: Value, bias: Value | None) -> Value:
-    """Record the sum of scores and the tensor added to them, which has a gradient if it is a `bias`."""
-    n, ins = scores.elements, [scores, bias] if bias else [scores]
-    out, sizes = Value(ops.new(n, ops.wide), n), [x.elements for x in ins]  # its gradient is that of the scores
-
-    def backward(gs: Gradients, _: Saved) -> Gradients:
-        return [gs[0] if size == n else ops.new(size) for size in sizes]
-
-    ops.note([out], ins, (), backward)
-    return out
-
-
-def _narrowed(ops, x: Value) -> Value:
-    """Record the cast of a result back to the compute type."""
-    out, n = Value(ops.new(x.elements), x.elements), x.elements
-    ops.note([out], [x], (), lambda gs, _: [ops.new(n, ops.wide)])
-    return out
+    return ops.plain(ops.tensor(out.elements), [out]) if narrow else out

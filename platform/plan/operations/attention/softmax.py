@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import inf, prod
 
 from platform.plan.operations.attention.hiding import hides, reads_of
-from platform.plan.operations.op import Op, planned, where_present
+from platform.plan.operations.op import BlockOp, planned
 
 
-class SoftmaxOp(Op):
+class SoftmaxOp(BlockOp):
     """softmax(scale * x + bias) of an activation over `dim`. For attention scores [... length memory_length] only:
     `causal` hides positions memory_length > length, and with it `window`, if not 0, those at or before length - window
     (Beltagy et al. 2020), and `begins`, a data tensor [length, batch], those before the position that it gives; `mask`
@@ -33,12 +33,11 @@ class SoftmaxOp(Op):
         read = reads_of(planner, operation, layout, spec, "memory_length")
         return planned(planner, operation, layout, statistics=[*forward * 2, *backward], over=over, **read)
 
-    @where_present
     def run(
-        self, ops, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None, begins=None,
-        bias=None,
+        self, ops, found, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None,
+        begins=None, bias=None,
     ):  # fmt: skip
-        found, positions = ops.planned(self.kind, name), ops.kernels.positions
+        positions = ops.kernels.positions
         x = x * scale
         if bias is not None:
             x = x + bias
@@ -51,26 +50,17 @@ class SoftmaxOp(Op):
         x = ops.without_padding(x, spec, [dim], -inf)
         return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over)
 
-    @where_present
-    def meter(
-        self, ops, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None, begins=None,
-        bias=None,
-    ):  # fmt: skip
+    def meter(self, ops, found, name, x, spec, *, causal=False, mask=None, begins=None, bias=None, **_):
         n, shape = x.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         x = ops.plain(ops.tensor(n), [x])  # scaled
         if bias is not None:
-            scores, size = x, bias.elements
-            x = ops.tensor(n)
-            ops.note([x], [scores, bias], (), lambda gs, _: [gs[0], ops.new(size)])
-            del scores
+            x = ops.sum(ops.tensor(n), [x, bias])
         if causal:
             positions = shape["length"] * shape["memory_length"]
             x = ops.plain(ops.tensor(n), [x], (ops.integers(positions * (1 if begins is None else shape["batch"]), 1),))
         if mask is not None:
             x = ops.plain(ops.tensor(n), [x], (ops.integers(shape["batch"] * shape["memory_length"], 1),))
-        if over := ops.planned(self.kind, name).over:
-            part = ops.new(n, ops.wide)
-            part = ops.new(n, ops.wide)
-            del part
+        if found.over:
+            ops.new(n, ops.wide)
         out = ops.block(spec)
-        return ops.plain(out, [x], (out.storage,), n if over else 0)
+        return ops.plain(out, [x], (out.storage,), n if found.over else 0)

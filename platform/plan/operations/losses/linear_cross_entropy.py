@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_once
-from platform.plan.communication.planned import EinsumGroup, PlannedOperation
+from platform.plan.communication.planned import PlannedOperation
+from platform.plan.operations.einsums import meter_group
 from platform.plan.operations.losses.cross_entropy import meter_statistics
 from platform.plan.operations.op import Op
-from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
+from platform.plan.operations.storages import Gradients, Saved, Value
 
 
 class LinearCrossEntropyOp(Op):
@@ -47,7 +49,7 @@ class LinearCrossEntropyOp(Op):
         n, width = prod(rows), ops.plan.local_shape(x_spec)[-1]
         wide = ops.wide == ops.plan.itemsize["compute"]
         if not (x.elements and ops.deferred is None and gradients_at_once(product, found, n, columns, width, wide)):
-            return _meter_kept(ops, product, group, x, weight, more, spec)
+            return _meter_kept(ops, product, x, weight, more, spec)
         gradients = tuple(ops.new(v.elements) for v in (x, weight, *more))
         chunk = ops.new(chunk_rows(n, columns) * columns)
         meter_statistics(ops, n, columns)
@@ -62,52 +64,12 @@ class LinearCrossEntropyOp(Op):
         return loss
 
 
-def _meter_kept(ops, product: PlannedOperation, group: EinsumGroup, x: Value, weight: Value, more, spec) -> Value:
-    """Count a loss that keeps the gradient of the logits, as `platform.parallel.kernels.loss` does; return it.
-    `more`: the bias of the logits, if there is one."""
-    (e,) = group.einsums
-    use = (product.operation.kind, product.operation.name, 0)
-    (local,), whole = ops.operands(use, group, [weight]), ops.forward(x, group.x)
-    ops.ahead.onward(use)
-    logits = ops.forward(ops.inner(product, e.output), e.output)
+def _meter_kept(ops, product: PlannedOperation, x: Value, weight: Value, more: Sequence[Value], spec) -> Value:
+    """Count a loss that keeps its logits, whose gradient takes their place; `more`: their bias, if there is one."""
+    (logits,) = meter_group(ops, product, 0, x, [weight], (), ops.deferred, scaled=True)
     if logits.elements:
         *rows, columns = ops.plan.local_shape(spec)
         meter_statistics(ops, prod(rows), columns)
-    sizes = [v.elements for v in (x, weight, logits, whole, local)]
-    key, deferred, loss = weight.key, ops.deferred, Value(ops.new(1), 1)
-    widths = [v.elements for v in more]
-    kept = (x if group.regathered else whole).storage, (weight if e.regathered else local).storage, logits.storage
-
-    def backward(_: Gradients, saved: Saved) -> Gradients:
-        x, weight, logits = saved
-        dy = ops.convert(logits, sizes[2], e.output.backward, e.output.after)[0]
-        (table,) = ops.operands(use, group, [Value(weight, sizes[1], key)], back=True)
-        if group.regathered:
-            x = ops.forward(Value(x, sizes[0]), group.x).storage
-        ops.ahead.onward(use, back=True)
-        total = ops.new(sizes[3])  # until it is reduced, after the table's gradient
-        dx = ops.convert(total, sizes[3], group.x.backward, group.x.after)[0]
-
-        def gradient() -> MeteredStorage | None:
-            scaled = ops.new(sizes[3])
-            if not e.operand.backward and ops.in_place(key):
-                return None
-            found = ops.new(sizes[4])
-            reduced = ops.convert(found, sizes[4], e.operand.backward, e.operand.after)[0]
-            del scaled
-            return reduced
-
-        shifts = [ops.new(n) for n in widths]
-        if deferred is None:
-            return [dx, gradient(), *shifts]
-        del table, total
-
-        def compute(held: Saved = (x, dy)) -> None:
-            if found := gradient():
-                ops.leaves.setdefault(key, found)
-
-        deferred.append(compute)
-        return [dx, None, *shifts]
-
-    ops.note([loss], [x, weight, *more], kept, backward)
+    loss, sizes = ops.tensor(1), [v.elements for v in more]
+    ops.note([loss], [logits, *more], (logits.storage,), lambda _, saved: [*saved, *map(ops.new, sizes)])
     return loss

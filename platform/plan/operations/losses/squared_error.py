@@ -30,5 +30,8 @@ class SquaredErrorOp(Op):
         return error.square().double().sum() / 2
 
     def meter(self, ops, name, y, target, spec, ids):
-        error = ops.widened(ops.new(y.elements), y.elements)
-        return ops.plain(ops.tensor(1), [y], (error,), y.elements, ops.wide)
+        n = y.elements
+        error, square = ops.new(n, ops.wide), ops.new(n, ops.wide)
+        ops.new(n, 8)  # the squares, as they are summed
+        del square
+        return ops.plain(ops.tensor(1), [y], (error,), 3 * n, ops.wide)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from platform.plan.language.functions import EPS
-from platform.plan.operations.op import Op, where_present
+from platform.plan.operations.op import BlockOp, Op
 from platform.plan.operations.storages import INTEGER
 
 _PIECE = 1 << 15  # elements whose mask is drawn at once, as platform.parallel.kernels.dropout.DRAWN_AT_ONCE
 
 
-class DropoutOp(Op):
+class DropoutOp(BlockOp):
     """Activation of which elements are dropped with probability `dropout_rate`, by masks that do not depend on the
     plan."""
 
@@ -19,14 +19,12 @@ class DropoutOp(Op):
             return x
         return ops.record(self.kind, name, [x], [spec], [spec])
 
-    @where_present
-    def run(self, ops, name, x, spec):
+    def run(self, ops, found, name, x, spec):
         drawing, kernel = ops.drawing(name, spec, x.device), ops.kernels.dropout
         draw = ops.region(kernel.dropped) if ops.compiles else kernel.in_pieces
         return kernel.dropout(x, drawing, draw) if drawing else x
 
-    @where_present
-    def meter(self, ops, name, x, spec):
+    def meter(self, ops, found, name, x, spec):
         if not ops.dropout_rate:
             return x
         drawn = 2 * min(x.elements, _PIECE)  # the states of the random numbers of a piece, before and after a shift

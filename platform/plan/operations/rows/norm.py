@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import prod
 
 from platform.plan.language.functions import EPS
-from platform.plan.operations.op import Op, where_present, with_vectors
+from platform.plan.operations.op import BlockOp, with_vectors
 from platform.plan.operations.storages import Value
 
 
-class NormOp(Op):
+class NormOp(BlockOp):
     """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over its last dim (d_model in Transformers), the
     only dim of the parameters `gain` and `bias`. `eps` is added to the variance."""
 
@@ -29,29 +29,22 @@ class NormOp(Op):
         ]
         return with_vectors(planner, operation, found, over=over)
 
-    @where_present
-    def run(self, ops, x, spec, kind, gain, bias, eps=EPS):
-        found = ops.planned(self.kind, gain.name)
-        first, *second = ops.converted(found)
+    def run(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
         statistics = ops.kernels.statistics
         if ops.compiles and kind == "rmsnorm" and not found.over:  # LayerNorm is one kernel as it is
-            return ops.region(statistics.rms_norm)(x, first, eps)
-        return statistics.norm(x, first, second[0] if bias else None, kind, eps, ops.communicator, found.over)
+            return ops.region(statistics.rms_norm)(x, gain, eps)
+        return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over)
 
-    @where_present
-    def meter(self, ops, x, spec, kind, gain, bias, eps=EPS):
-        found = ops.planned(self.kind, gain.name)
-        vectors = ops.converted(found)
-        n = prod(ops.plan.local_shape(spec))
-        rows = n // ops.plan.local_shape(spec)[-1]
-        g = vectors[0].storage
+    def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
+        vectors = [v for v in (gain, bias) if v]
+        n, rows = x.elements, prod(ops.plan.local_shape(spec)[:-1])
         if not found.over and kind == "layernorm":
             saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
             return ops.plain(ops.block(spec), [x, *vectors], saved)
         wide = ops.widened(x.storage, n)
         if not found.over:
             normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)
-            return ops.plain(ops.block(spec), [x, *vectors], (wide, normal, rstd, g), n, ops.wide)
+            return ops.plain(ops.block(spec), [x, *vectors], (wide, normal, rstd, gain.storage), n, ops.wide)
         centred = ops.new(n, ops.wide) if kind == "layernorm" else wide
         normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)
         result = ops.new(n, ops.wide)
@@ -59,4 +52,4 @@ class NormOp(Op):
             result = ops.new(n, ops.wide)
         out = Value(ops.widened(result, n) and (result if wide is x.storage else ops.new(n)), n)
         del centred, result, wide
-        return ops.plain(out, [x, *vectors], (normal, rstd, g), 3 * n, ops.wide)
+        return ops.plain(out, [x, *vectors], (normal, rstd, gain.storage), 3 * n, ops.wide)

@@ -8,7 +8,7 @@ from typing import Any
 
 from platform.plan.language.functions import POINTWISE
 from platform.plan.language.mistakes import ModelMistake
-from platform.plan.operations.op import Op, where_present
+from platform.plan.operations.op import BlockOp, Op
 
 _OF_RESULT = {"relu", "tanh", "sigmoid"}  # functions that save their result, not their input
 
@@ -75,13 +75,11 @@ class PointwiseOp(Op):
         n = min(v.elements for v in x)
         out = ops.tensor(n)
         if function == "add":
-            parts = len(x)  # a number: the closure must not keep x alive
-            ops.note([out], x, (), lambda gs, _: [gs[0]] * parts)
-            return out
+            return ops.sum(out, x)
         return ops.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
 
 
-class PointwiseEachOp(Op):
+class PointwiseEachOp(BlockOp):
     """Pointwise function `functions[i]` of slice i of x along `dim`, such as one per expert or branch."""
 
     def record(self, ops, functions, x, spec, dim):
@@ -90,8 +88,7 @@ class PointwiseEachOp(Op):
         ops.check(x, spec)
         return x
 
-    @where_present
-    def run(self, ops, functions, x, spec, dim):
+    def run(self, ops, found, functions, x, spec, dim):
         import torch
 
         i, known = spec.dims.index(dim), _functions()
@@ -99,8 +96,7 @@ class PointwiseEachOp(Op):
         mine = functions[first : first + n]
         return torch.stack([known[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
-    @where_present
-    def meter(self, ops, functions, x, spec, dim):
+    def meter(self, ops, found, functions, x, spec, dim):
         """Count pointwise functions per slice, as on the rank whose functions save most, if ranks differ."""
         shape = dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
@@ -110,19 +106,17 @@ class PointwiseEachOp(Op):
         return ops.plain(ops.block(spec), [x], tuple(saved), x.elements)
 
 
-class ScaleOp(Op):
+class ScaleOp(BlockOp):
     """Activation x times `factor`, a number."""
 
     def record(self, ops, x, spec, factor):
         ops.check(x, spec)
         return x
 
-    @where_present
-    def run(self, ops, x, spec, factor):
+    def run(self, ops, found, x, spec, factor):
         return x * factor
 
-    @where_present
-    def meter(self, ops, x, spec, factor):
+    def meter(self, ops, found, x, spec, factor):
         return ops.plain(ops.block(spec), [x])
 
 

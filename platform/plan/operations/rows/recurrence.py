@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 from platform.plan.language.mistakes import ModelMistake
-from platform.plan.operations.op import Op
-from platform.plan.operations.storages import Gradients, Saved, Value
+from platform.plan.operations.op import BlockOp
+from platform.plan.operations.storages import Value
 
 
-class RecurrenceOp(Op):
+class RecurrenceOp(BlockOp):
     """Activation h of type `spec` [.. length ..] with h[t] = gate[t] * h[t - 1] + x[t] along length, element by
     element, and h[-1] = 0. Where length is split, it is gathered first: step t needs all before it."""
 
@@ -22,39 +22,17 @@ class RecurrenceOp(Op):
     def whole(self, operation):
         return ("length",)
 
-    def run(self, ops, name, gate, x, spec):
-        *into, leave = ops.planned(self.kind, name).conversions
-        gate, x = (ops.apply(t, conversion) for t, conversion in zip((gate, x), into, strict=True))
-        if not ops.absent(x):
-            widened = ops.kernels.statistics.widened
-            x = _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
-        return ops.apply(x, leave)
+    def run(self, ops, found, name, gate, x, spec):
+        widened = ops.kernels.statistics.widened
+        return _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
 
-    def meter(self, ops, name, gate, x, spec):
-        found = ops.planned(self.kind, name)
-        *into, leave = found.conversions
-        gate, x = (ops.apply(t, conversion) for t, conversion in zip((gate, x), into, strict=True))
-        if not x.elements:
-            return ops.apply(x, leave)
+    def meter(self, ops, found, name, gate, x, spec):
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
         wide, kept = ops.widened(gate.storage, n), ops.new(n, ops.wide)
-        _meter_scan(ops, n)
-        out = Value(ops.new(n) if narrow else kept, n)
-
-        def backward(gs: Gradients, _: Saved) -> Gradients:
-            given = ops.new(n, ops.wide)
-            _meter_scan(ops, n)
-            gradients = [ops.new(n, ops.wide), given]
-            return [ops.new(n) for _ in gradients] if narrow else gradients
-
-        ops.note([out], [gate, x], (wide, kept), backward)
-        return ops.apply(out, leave)
-
-
-def _meter_scan(ops, n: int) -> None:
-    """Count what a scan of n elements takes beside its result: the products of gates, and one product more."""
-    products, more = ops.new(n, ops.wide), ops.new(n, ops.wide)
-    del products, more
+        ops.new(2 * n, ops.wide)  # while it scans: products of gates, and one product more
+        out = ops.tensor(n) if narrow else Value(kept, n)
+        # a scan again, of the gradient; or later, where they are cast, both gradients in the type of statistics
+        return ops.plain(out, [gate, x], (wide, kept), 2 * n if narrow else n, ops.wide)
 
 
 @cache

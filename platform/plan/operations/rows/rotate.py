@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from platform.plan.operations.op import Op, where_present
+from platform.plan.operations.op import BlockOp
 from platform.plan.operations.storages import Value
 
 
-class RotateOp(Op):
+class RotateOp(BlockOp):
     """Rotary position embedding with base `theta` of queries or keys, over d_kv at global positions along length
     (RoFormer; half-split pairs), with angles scaled as `scaling` says."""
 
@@ -16,10 +16,8 @@ class RotateOp(Op):
     def whole(self, operation):
         return ("d_kv",)  # rotated pairs lie half of it apart
 
-    @where_present
-    def run(self, ops, name, x, spec, theta, scaling=None):
-        into, leave = ops.planned(self.kind, name).conversions
-        x, positions = ops.apply(x, into), ops.kernels.positions
+    def run(self, ops, found, name, x, spec, theta, scaling=None):
+        positions = ops.kernels.positions
         wide = ops.kernels.statistics.widened(x).dtype
         where = ops.offset, *ops.blocks[spec][spec.dims.index("length")]
         if (key := (where, x.shape[-1], theta, scaling, wide, x.device)) not in ops.angles:
@@ -27,15 +25,12 @@ class RotateOp(Op):
             ops.angles[key] = positions.angles(length, x.shape[-1], theta, wide, scaling)
         shape = [n if d in ("length", "d_kv") else 1 for d, n in zip(spec.dims, x.shape, strict=True)]
         cos, sin = (t.view(shape) for t in ops.angles[key])
-        return ops.apply(positions.rotate(x, cos, sin, ops.region(positions.rotated)), leave)
+        return positions.rotate(x, cos, sin, ops.region(positions.rotated))
 
-    @where_present
-    def meter(self, ops, name, x, spec, theta, scaling=None):
-        into, leave = ops.planned(self.kind, name).conversions
-        x = ops.apply(x, into)
+    def meter(self, ops, found, name, x, spec, theta, scaling=None):
         same, n = ops.wide == ops.plan.itemsize["compute"], x.elements
         wide = ops.widened(x.storage, n)
         whole = ops.new(n, ops.wide)
         out = Value(whole if same else ops.new(n), n)
         del wide, whole
-        return ops.apply(ops.plain(out, [x], (), 0 if same else 2 * n, ops.wide), leave)
+        return ops.plain(out, [x], (), 0 if same else 2 * n, ops.wide)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from platform.plan.operations.op import Op, where_present, with_vectors
+from platform.plan.operations.op import BlockOp, with_vectors
 
 
-class ShiftOp(Op):
+class ShiftOp(BlockOp):
     """Activation plus a parameter (a bias, a position table), broadcast over the dims that the parameter lacks."""
 
     def record(self, ops, x, spec, parameter):
@@ -14,18 +14,13 @@ class ShiftOp(Op):
     def plan(self, planner, operation):
         return with_vectors(planner, operation)
 
-    @where_present
-    def run(self, ops, x, spec, parameter):
-        (p,) = ops.converted(ops.planned(self.kind, parameter.name))
-        assert tuple(d for d in spec.dims if d in parameter.dims) == parameter.dims
+    def run(self, ops, found, x, spec, parameter):
+        (dims,) = (p.dims for p in found.operation.parameters)
+        assert tuple(d for d in spec.dims if d in dims) == dims
         for i, d in enumerate(spec.dims):
-            if d not in parameter.dims:
-                p = p.unsqueeze(i)
-        return x + p
+            if d not in dims:
+                parameter = parameter.unsqueeze(i)
+        return x + parameter
 
-    @where_present
-    def meter(self, ops, x, spec, parameter):
-        (p,) = ops.converted(ops.planned(self.kind, parameter.name))
-        out, size = ops.block(spec), p.elements
-        ops.note([out], [x, p], (), lambda gs, _: [gs[0], ops.new(size)])
-        return out
+    def meter(self, ops, found, x, spec, parameter):
+        return ops.sum(ops.block(spec), [x, parameter])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from platform.plan.operations.op import Op, where_present
+from platform.plan.operations.op import BlockOp
 
 
-class SinusoidOp(Op):
+class SinusoidOp(BlockOp):
     """scale * x plus the sinusoidal encoding ("Attention Is All You Need", 3.5) of the index along length, or of the
     data tensor `positions` [length, batch]: sines at even indices of d_model, cosines at odd ones."""
 
     def record(self, ops, name, x, spec, scale, positions=None):
         return ops.record(self.kind, name, [x], [spec], [spec], [positions], scale=scale)
 
-    @where_present
-    def run(self, ops, name, x, spec, scale, positions=None):
+    def run(self, ops, found, name, x, spec, scale, positions=None):
         assert spec.dims == ("length", "batch", "d_model")
         if positions is None:
             length = ops.positions(spec, "length", x.device).unsqueeze(1)
@@ -23,8 +22,7 @@ class SinusoidOp(Op):
         table = ops.kernels.positions.sinusoid(length.flatten(), d_model, ops.plan.sizes["d_model"])
         return x * scale + table.unflatten(0, length.shape).to(x.dtype)
 
-    @where_present
-    def meter(self, ops, name, x, spec, scale, positions=None):
+    def meter(self, ops, found, name, x, spec, scale, positions=None):
         scaled = ops.new(x.elements)
         out = ops.plain(ops.block(spec), [x])
         del scaled

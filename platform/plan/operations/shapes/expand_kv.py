@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from platform.plan.communication.rule import Conversion, Step
 from platform.plan.language.layout import prefix
-from platform.plan.operations.op import Op, planned, where_present
+from platform.plan.operations.op import BlockOp, planned
 
 
-class ExpandKvOp(Op):
+class ExpandKvOp(BlockOp):
     """Keys or values of grouped-query attention repeated from kv_heads to heads, so that every rank has the KV heads to
     which its query heads attend. `grouped`: True for a kernel that repeats them itself; a rank that has whole groups of
     heads then passes its KV heads on as they are."""
@@ -28,9 +28,7 @@ class ExpandKvOp(Op):
         backward = (Step("all_reduce", lacking, only=goal.only),) if lacking else ()
         return planned(planner, operation, goal, [planner.shaped(Conversion((), backward), spec, have, have)])
 
-    @where_present
-    def run(self, ops, name, x, spec, out, *, grouped=False):
-        x = ops.apply(x, ops.planned(self.kind, name).conversions[0])
+    def run(self, ops, found, name, x, spec, out, *, grouped=False):
         dim = out.dims.index("heads")
         first_head, heads = ops.blocks[out][dim]
         per_group = ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
@@ -39,9 +37,7 @@ class ExpandKvOp(Op):
         have, _ = ops.blocks[spec][dim]
         return x.index_select(dim, ops.positions(out, "heads", x.device) // per_group - have)
 
-    @where_present
-    def meter(self, ops, name, x, spec, out, *, grouped=False):
-        x = ops.apply(x, ops.planned(self.kind, name).conversions[0])
+    def meter(self, ops, found, name, x, spec, out, *, grouped=False):
         dim, per_group = out.dims.index("heads"), ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
         have, wanted = (ops.plan.local_shape(t)[dim] for t in (spec, out))
         if wanted == have * per_group and (grouped or per_group == 1):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import inf, prod
 
-from platform.plan.operations.op import Op, planned
+from platform.plan.operations.op import BlockOp, planned
 from platform.plan.operations.storages import Saved
 
 
-class ReduceOp(Op):
+class ReduceOp(BlockOp):
     """Sum, mean or max (`function`) of activation x over the dims that `out`, the result's type, lacks; the other dims
     may be reordered and the region may change. If a reduced dim is split over ranks, their partial results are combined
     as an einsum's are. Elements that share the maximum share its gradient equally."""
@@ -28,13 +28,8 @@ class ReduceOp(Op):
             found = planner.statistics(over, c.compute.only, prod(leaving.before), "forward") * 2
         return planned(planner, operation, c.compute, (*c.inputs, leaving), found, over=over)
 
-    def run(self, ops, name, function, x, spec, out):
-        found = ops.planned(self.kind, name)
-        into, leave = found.conversions
+    def run(self, ops, found, name, function, x, spec, out):
         gone = [d for d in spec.dims if d not in out.dims]
-        x = ops.apply(x, into)
-        if ops.absent(x):
-            return ops.apply(x, leave)
         x = ops.without_padding(x, spec, gone, -inf if function == "max" else 0)
         places, kept = [spec.dims.index(d) for d in gone], [d for d in spec.dims if d in out.dims]
         if function == "max":
@@ -43,15 +38,12 @@ class ReduceOp(Op):
             y = x.sum(places) if gone else x
         if function == "mean":
             y = y / prod(n for d, n in zip(spec.dims, ops.plan.global_shape(spec), strict=True) if d in gone)
-        return ops.apply(y.permute([kept.index(d) for d in out.dims]), leave)
+        return y.permute([kept.index(d) for d in out.dims])
 
-    def meter(self, ops, name, function, x, spec, out):
-        found = ops.planned(self.kind, name)
-        into, leave = found.conversions
-        x = ops.apply(x, into)
-        y = ops.inner(found, leave)
+    def meter(self, ops, found, name, function, x, spec, out):
+        y = ops.inner(found, found.conversions[-1])
         saved: Saved = ()
         if function == "max":
             # each element's share of the gradient where a reduced dim is split, else input and result
             saved = (ops.new(x.elements, ops.wide),) if found.over else (x.storage, y.storage)
-        return ops.apply(ops.plain(y, [x], saved), leave)
+        return ops.plain(y, [x], saved)

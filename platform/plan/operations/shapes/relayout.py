@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from platform.plan.communication.rule import Conversion, Step
 from platform.plan.language.layout import Layout
-from platform.plan.operations.op import Op, planned
+from platform.plan.operations.op import BlockOp, planned
 
 
-class RelayoutOp(Op):
+class RelayoutOp(BlockOp):
     """Activation x in another region, hence another layout, or with renamed dims (length -> memory_length), matched by
     position; `out`: its new type."""
 
@@ -31,8 +31,8 @@ class RelayoutOp(Op):
             conversion = _without_all_to_all(conversion, planner.scheme.branches)
         return planned(planner, operation, goal, [conversion], only=tuple(a for a in goal.only if a in have.only))
 
-    def run(self, ops, name, x, spec, out):
-        return x if spec == out else ops.apply(x, ops.planned(self.kind, name).conversions[0])
+    def run(self, ops, found, name, x, spec, out):
+        return x
 
     meter = run
 

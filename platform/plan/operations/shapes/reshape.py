@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from platform.plan.language.layout import Layout
-from platform.plan.operations.op import Op, planned
+from platform.plan.operations.op import BlockOp, planned
 
 
-class ReshapeOp(Op):
+class ReshapeOp(BlockOp):
     """Activation with one dim split into two adjacent dims, the major one first, or with two adjacent dims merged into
     one; `out`, its new type, decides which. Axes that split the major dim need not be gathered, nor the minor's if a
     block's extent along the major is 1."""
@@ -38,16 +38,9 @@ class ReshapeOp(Op):
         conversions = [planner.enter(tensor, target, target.axes, source=source) for tensor, source, target in steps]
         return planned(planner, operation, common, conversions)
 
-    def run(self, ops, name, x, spec, out):
-        into, leave = ops.planned(self.kind, name).conversions
-        x = ops.apply(x, into)
-        if ops.absent(x):
-            return ops.apply(x, leave)
+    def run(self, ops, found, name, x, spec, out):
         i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
-        x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (ops.blocks[out][i][1], -1))
-        return ops.apply(x, leave)
+        return x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (ops.blocks[out][i][1], -1))
 
-    def meter(self, ops, name, x, spec, out):
-        for conversion in ops.planned(self.kind, name).conversions:
-            x = ops.apply(x, conversion)
+    def meter(self, ops, found, name, x, spec, out):
         return x

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from platform.plan.communication.rule import Contraction
 from platform.plan.language.ops import Spec
-from platform.plan.operations.op import Op, planned, reading
+from platform.plan.operations.op import BlockOp, planned, reading
 
 
-class LookupOp(Op):
+class LookupOp(BlockOp):
     """Rows of the parameter `table` [vocab, ...] that the data tensor `tokens` [length, batch] of ids selects: `out`
     [length batch ...], an einsum with a one-hot that is never materialised, over the table's first dim, of any name. At
     negative ids, which are padding, a row is finite."""
@@ -36,29 +36,19 @@ class LookupOp(Op):
     def computes_on(self, planner, operation):
         return [self.contraction(planner, operation).axes]
 
-    def run(self, ops, name, table, tokens, out):
-        found = ops.planned(self.kind, name)
+    def run(self, ops, found, name, table, tokens, out):
         tokens = tokens[self.kind, name]
-        _, leave = found.conversions
-        (weight,) = ops.converted(found)
-        if ops.absent(weight):
-            return ops.apply(weight, leave)
         rows = ops.kernels.table_rows.rows
         if found.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
-            row = tokens.clamp_min(0) - ops.communicator.index(found.over) * weight.shape[0]
-            mine = (row >= 0) & (row < weight.shape[0])
-            x = rows(weight, row.clamp(0, weight.shape[0] - 1))
-            x = x * mine.view(*mine.shape, *(1 for _ in weight.shape[1:])).to(weight.dtype)
-        else:
-            x = rows(weight, tokens.clamp_min(0))
-        return ops.apply(x, leave)
+            row = tokens.clamp_min(0) - ops.communicator.index(found.over) * table.shape[0]
+            mine = (row >= 0) & (row < table.shape[0])
+            x = rows(table, row.clamp(0, table.shape[0] - 1))
+            return x * mine.view(*mine.shape, *(1 for _ in table.shape[1:])).to(table.dtype)
+        return rows(table, tokens.clamp_min(0))
 
-    def meter(self, ops, name, table, tokens, out):
-        found = ops.planned(self.kind, name)
-        _, leave = found.conversions
-        (weight,) = ops.converted(found)
-        count = found.token_count
-        x = ops.plain(ops.inner(found, leave), [weight], (ops.integers(count),))
+    def meter(self, ops, found, name, table, tokens, out):
+        leave, count = found.conversions[-1], found.token_count
+        x = ops.plain(ops.inner(found, leave), [table], (ops.integers(count),))
         if found.over:  # the mask of this rank's rows
             x = ops.plain(ops.inner(found, leave), [x], (ops.new(count),))
-        return ops.apply(x, leave)
+        return x

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from platform.plan.operations.op import Op, with_vectors
+from platform.plan.operations.op import BlockOp, with_vectors
 
 
-class RelativeBiasOp(Op):
+class RelativeBiasOp(BlockOp):
     """T5's learned position bias of `table` [buckets, heads], which any number of layers add to scores. It has the dims
     of `scores` without batch; the scores' axes leave the table's gradient partial. All offsets memory_length - length
     of one bucket share an entry, and the buckets widen up to `distance`."""
@@ -17,22 +17,16 @@ class RelativeBiasOp(Op):
     def plan(self, planner, operation):
         return with_vectors(planner, operation)
 
-    def run(self, ops, table, scores, *, bidirectional, distance):
-        (weight,) = ops.converted(ops.planned(self.kind, table.name))
-        if ops.absent(weight):
-            return weight
+    def run(self, ops, found, table, scores, *, bidirectional, distance):
         from torch.nn.functional import embedding
 
-        length, memory = (ops.positions(scores, d, weight.device) for d in ("length", "memory_length"))
+        length, memory = (ops.positions(scores, d, table.device) for d in ("length", "memory_length"))
         offsets = memory - length.unsqueeze(1)
         bucket = ops.kernels.positions.relative_bucket(offsets, ops.plan.sizes["buckets"], distance, bidirectional)
-        return embedding(bucket, weight).permute(2, 0, 1)  # [heads, length, memory_length]
+        return embedding(bucket, table).permute(2, 0, 1)  # [heads, length, memory_length]
 
-    def meter(self, ops, table, scores, *, bidirectional, distance):
-        (weight,) = ops.converted(ops.planned(self.kind, table.name))
-        if not weight.elements:
-            return weight
+    def meter(self, ops, found, table, scores, *, bidirectional, distance):
         shape = dict(zip(scores.dims, ops.plan.local_shape(scores), strict=True))
         positions = shape["length"] * shape["memory_length"]
-        return ops.plain(ops.tensor(positions * shape["heads"]), [weight], (ops.integers(positions),),
-                         positions * shape["heads"])  # fmt: skip
+        n = positions * shape["heads"]
+        return ops.plain(ops.tensor(n), [table], (ops.integers(positions),), n)
