@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class RunDirectory:
             there = self.check(config)  # again: another driver may have written since the first check
             with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
                 try:
-                    _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
+                    replace_text(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
                 except OSError as error:
                     raise self.unusable(error) from None
@@ -122,7 +123,7 @@ class RunDirectory:
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Write `plan.json`, the newest generation's plan summary; the journal's `forming` events have each mesh."""
-        _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
+        replace_text(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
         """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
@@ -166,15 +167,18 @@ def _as_they_were(*files: Path) -> Iterator[None]:
                 if text is None:
                     file.unlink(missing_ok=True)
                 else:
-                    _replace(file, text.decode(errors="surrogateescape"))
+                    replace_text(file, text.decode(errors="surrogateescape"))
         raise
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a text file in one step, so that a reader finds the old or the new text, never half of one."""
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a text file in one step, so that a reader finds the old or the new text, never half of one. `mode`: who may
+    read and write it, as far as this process's umask allows."""
     draft = path.with_name(f".{path.name}.draft")
     try:
-        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
+        own = partial(os.open, mode=mode)
+        with open(draft, "w", encoding="utf-8", errors="surrogateescape", opener=own) as file:
+            file.write(text)
         draft.replace(path)
     except OSError:
         with suppress(OSError):
