@@ -43,20 +43,20 @@ _Seen = TypeVar("_Seen")
 
 @dataclass(frozen=True)
 class Supervision:
-    """Options of a supervisor. `arguments`: arguments of `platform.launch`; `retries`: drivers that may be lost;
-    `seconds`: time limit of the job, None for no limit; `elsewhere`: the scheduler starts a job again that ends with
-    75; `notice`: seconds that a node is given to leave, which may be this one."""
+    """Options of a supervisor. `launch`: arguments of `platform.launch`; `retries`: drivers that may be lost;
+    `time_limit`: seconds that the job has, None for no limit; `elsewhere`: the scheduler starts a job again that ends
+    with 75; `notice`: seconds that a node is given to leave, which may be this one."""
 
-    arguments: Sequence[str]
+    launch: Sequence[str]
     retries: int = 10
-    seconds: float | None = None
+    time_limit: float | None = None
     elsewhere: bool = False
     notice: float = 0.0
 
     @property
     def run_dir(self) -> Path:
         """Return the run directory, which the next driver must find. Raises ConfigError if no argument names it."""
-        named = [word.partition("=")[2] for word in self.arguments if word.lstrip("+").startswith("run.dir=")]
+        named = [word.partition("=")[2] for word in self.launch if word.lstrip("+").startswith("run.dir=")]
         if not named or not named[-1]:
             raise ConfigError(violation("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"]))
         return Path(named[-1].strip("'\"")).expanduser()
@@ -94,7 +94,7 @@ class Supervisor:
         start: Callable[[Sequence[str], Mapping[str, str]], Driver] = start_process,
     ):
         self._told, self._environment, self._pause, self._start = told, environment, pause, start
-        self._end = None if told.seconds is None else time.monotonic() + told.seconds
+        self._end = None if told.time_limit is None else time.monotonic() + told.time_limit
         self._driver: Driver | None = None
         self._asked = 0
         self._replacing = False  # the present driver was told to make way for another one here
@@ -174,7 +174,7 @@ class Supervisor:
 
     def _one_driver(self) -> int:
         """Run a driver to its end; return its status."""
-        arguments = [*self._told.arguments, *self._over(self._told.run_dir)]
+        arguments = [*self._told.launch, *self._over(self._told.run_dir)]
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
@@ -193,7 +193,7 @@ class Supervisor:
     def _over(self, run_dir: Path) -> list[str]:
         """Return the argument by which a driver starts over at step 1, where the one before was lost before its first
         checkpoint: without it that is refused, as a person might have mistaken the directory."""
-        chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.arguments)
+        chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.launch)
         return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
 
     def _rest(self, seconds: float) -> bool:

@@ -209,7 +209,7 @@ def _run_other(o: PodOptions, told: Supervision) -> int:
                 if life.members[o.index] == word.token and answers(
                     o.first, life.port
                 ):  # till then the name may be a lost pod's
-                    node.start(o.first, life.port, life.number, told.arguments)
+                    node.start(o.first, life.port, life.number, told.launch)
                     word = replace(word, life=life.number)
             new = replace(word, runs=node.runs, leaving=going.is_set())
             if new != word or time.monotonic() > said + _BEAT_SECONDS:
