@@ -176,7 +176,7 @@ def _toleration(taint: str) -> dict[str, str]:
 
 
 def _flowed(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return plain values as YAML on one line; None for those that are empty."""
+    """Return plain values as YAML on one line, None in place of an empty one."""
     return {name: None if value in (None, "", [], {}) else _flow(value) for name, value in values.items()}
 
 

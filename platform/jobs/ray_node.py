@@ -132,8 +132,7 @@ class RayNode(leftovers.Marked):
         keep_ray_logs(run_dir, self.directory, self.said())
 
     def leave(self, head: str) -> bool:
-        """Announce to Ray's head at an address that this node will leave: the run saves, goes on without it, and then
-        Ray ends here. Returns False if this node had not joined."""
+        """Announce to Ray's head that this node leaves: the run saves, then Ray ends. Return False if it never joined."""
         if not (node := self._node_id()):
             return False
         with open(self._said, "ab") as said, deaf_to_term():

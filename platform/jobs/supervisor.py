@@ -186,13 +186,11 @@ class Supervisor:
         return self._driver.wait()
 
     def _leaving(self, run_dir: Path, status: int) -> float:
-        """Return the seconds to wait where the driver has stopped because nodes are taken away: another one would stop
-        likewise until they are gone, and this node may be one of them."""
+        """Return the seconds to wait where nodes are taken away: until they are gone, another driver would stop too."""
         return self._told.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
-        """Return the argument by which a driver starts over at step 1, where the one before was lost before its first
-        checkpoint: without it that is refused, as a person might have mistaken the directory."""
+        """Return the argument by which a driver starts over, where the last one was lost before its first checkpoint."""
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.launch)
         return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
 

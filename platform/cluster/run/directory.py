@@ -173,8 +173,8 @@ def _as_they_were(*files: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file in one step, so that a reader finds the old or the new text, never half of one. `mode`: who may
-    read and write it, as far as this process's umask allows."""
+    """Write a text file in one step, so that a reader finds the old or the new text, never half of one. `mode`:
+    permissions of the file, less this process's umask."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         own = partial(os.open, mode=mode)
