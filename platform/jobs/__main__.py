@@ -1,6 +1,6 @@
 """`python -m platform.jobs kubernetes|slurm +experiment=NAME [key=value] [job.KEY=VALUE]` writes a job that runs it.
 
-`status` and `logs` tell of a job from its run directory. `supervise`, `node`, `pod` and `keep` are what a job
+`status` and `logs` report on a job from its run directory. `supervise`, `node`, `pod` and `keep` are what a job
 runs: the supervisor of a run's driver, Ray on one node, torchrun in one pod, and what keeps a pod's logs.
 """
 

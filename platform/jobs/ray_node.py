@@ -132,7 +132,7 @@ class RayNode(leftovers.Marked):
         keep_ray_logs(run_dir, self.directory, self.said())
 
     def leave(self, head: str) -> bool:
-        """Announce to Ray's head that this node leaves: the run saves, then Ray ends. Return False if it never joined."""
+        """Announce to Ray's head that this node leaves: the run saves, Ray ends. Return False if it has not joined."""
         if not (node := self._node_id()):
             return False
         with open(self._said, "ab") as said, deaf_to_term():

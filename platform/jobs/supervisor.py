@@ -190,7 +190,7 @@ class Supervisor:
         return self._told.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
-        """Return the argument by which a driver starts over, where the last one was lost before its first checkpoint."""
+        """Return the argument by which a driver starts over, where the last was lost before its first checkpoint."""
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.launch)
         return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
 

@@ -3,7 +3,7 @@ would stay for another minute, and a stopped worker and the files for ever.
 
 Each has the variable MARK in its environment, the name of their directory. A sweeper, `python leftovers.py DIRECTORY`,
 which needs the standard library alone, waits at its standard input, which ends with this process, however it does; then
-it ends what is left of them and removes the directory.
+it ends the remaining ones and removes the directory.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _short_directory() -> str:
 
 
 def clear(directory: str, patience: float = 0.0, most: float = inf, spared: int = 0) -> None:
-    """Wait until no marked process of `directory` but `spared` is left, for at most `most` seconds; kill those that are
-    left after `patience` seconds."""
+    """Wait until no marked process of `directory` but `spared` is left, for at most `most` seconds; kill the remaining
+    ones after `patience` seconds."""
     begin = time.monotonic()
     while left := [process for process in marked(directory) if process != spared]:
         waited = time.monotonic() - begin
