@@ -1,6 +1,6 @@
 """`python -m platform.jobs kubernetes|slurm +experiment=NAME [key=value] [job.KEY=VALUE]` writes a job that runs it.
 
-`status` and `logs` tell of a job from its run directory. `supervise`, `node`, `pod` and `keep` are what a job
+`status` and `logs` report on a job from its run directory. `supervise`, `node`, `pod` and `keep` are what a job
 runs: the supervisor of a run's driver, Ray on one node, torchrun in one pod, and what keeps a pod's logs.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from math import nan
 from pathlib import Path
+from typing import Any
 
 from platform.boundary.command_line import CommandLine
 from platform.boundary.redaction import register_url_secrets, shielded
@@ -28,52 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m platform.jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (("kubernetes", "a manifest, for `kubectl apply`"), ("slurm", "a script, for `sbatch`")):
-        command = commands.add_parser(name, help=f"print {what}")
-        command.add_argument(
-            "overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; and job.KEY=VALUE"
-        )
-        command.add_argument("--config-dir", help="the user's own configuration files")
-        command.add_argument("--output", type=Path, help="write this file instead")
-        command.add_argument("--options", action="store_true", help="print the keys job.*")
-        command.set_defaults(run=_write)
-    command = commands.add_parser("supervise", help="run platform.launch, again where it goes on")
-    _supervision(command)
-    command.add_argument("--time-limit", type=_seconds, help="seconds after which the job's time is over")
-    command.add_argument("--notice", type=_seconds, default=0.0, help="seconds that a node is given to leave")
-    command.add_argument("launch", nargs=argparse.REMAINDER, help="arguments of platform.launch, with run.dir")
-    command.set_defaults(run=_supervise)
-    command = commands.add_parser("node", help="Ray on a node of a Slurm job")
-    command.add_argument("shared", type=Path, help="directory that the nodes of the job share")
-    command.add_argument("--interface", default="", help="network interface")
-    command.add_argument("--peer", default="", help="host name of another node")
-    command.add_argument("--ip", type=int, choices=(4, 6), default=4, help="version of IP")
-    command.add_argument("--drain", type=_count, default=60, help="seconds that leaving takes at most")
-    _supervision(command)
-    command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and supervise this run")
-    command.set_defaults(run=_node)
-    command = commands.add_parser("pod", help="torchrun in a pod of an Indexed Job of Kubernetes")
-    command.add_argument("shared", type=Path, help="directory that the pods of the job share")
-    for name, what in (("index", "of this pod"), ("pods", "of the job"), ("workers", "of a pod")):
-        command.add_argument(f"--{name}", type=_count, required=True, help=what)
-    command.add_argument("--first", required=True, help="host name of the first pod")
-    command.add_argument("--address", required=True, help="IP address of this pod")
-    command.add_argument("--drain", type=_count, default=60, help="seconds that workers are given to end")
-    command.add_argument("--time-limit", type=_seconds, help="seconds after which the job's time is over")
-    _supervision(command)
-    command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", required=True, help="supervise this run")
-    command.set_defaults(run=_pod)
-    command = commands.add_parser("keep", help="keep the end of Ray's logs when this pod ends")
-    command.add_argument("run_dir", type=Path, help="the run directory of the job")
-    command.set_defaults(run=_keep)
-    command = commands.add_parser("status", help="tell what a run directory says of its job")
-    command.add_argument("run_dir", type=Path, help="the run directory of the job")
-    command.set_defaults(run=_status)
-    command = commands.add_parser("logs", help="print the ends of the logs in a run directory")
-    command.add_argument("run_dir", type=Path, help="the run directory of the job")
-    command.add_argument("name", nargs="?", default="", help="part of a log's name: worker-3, driver, node")
-    command.add_argument("--lines", type=int, default=20, help="of each log (default: 20)")
-    command.set_defaults(run=_logs)
+    for name, (run, purpose, names) in _COMMANDS.items():
+        command = commands.add_parser(name, help=purpose)
+        for argument in names.split():
+            command.add_argument(argument, **_ARGUMENTS[argument])
+        command.set_defaults(run=run)
     given = parser.parse_args(arguments)
     register_url_secrets(list(sys.argv))
     with shielded(sys.stdout, sys.stderr):
@@ -107,8 +67,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _supervision(parser: CommandLine) -> None:
-    parser.add_argument("--retries", type=_count, default=10, help="drivers that may be lost (default: 10)")
+def _options(kind: Any, given: argparse.Namespace, **more: Any) -> Any:
+    """Return the arguments of a command as options of a `kind`, a dataclass whose fields have their names."""
+    return kind(**{**{f.name: vars(given)[f.name] for f in fields(kind) if f.name in given}, **more})
 
 
 def _write(given: argparse.Namespace) -> int:
@@ -117,13 +78,12 @@ def _write(given: argparse.Namespace) -> int:
     from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page
     from platform.jobs.slurm import slurm_job
 
-    write: Callable[..., str] = kubernetes_job if given.command == "kubernetes" else slurm_job
+    kubernetes = given.command == "kubernetes"
     if given.options:
-        own = KubernetesOptions if given.command == "kubernetes" else SlurmOptions
-        print("\n".join([*options_page(JobOptions), *options_page(own)]))
-        return DONE
-    text = write(given.overrides, given.config_dir)
-    claim = kubernetes_claim(given.overrides, given.config_dir) if write is kubernetes_job else None
+        own = KubernetesOptions if kubernetes else SlurmOptions
+        return _print([*options_page(JobOptions), *options_page(own)])
+    text = (kubernetes_job if kubernetes else slurm_job)(given.overrides, given.config_dir)
+    claim = kubernetes_claim(given.overrides, given.config_dir) if kubernetes else None
     if claim and not given.output:
         constraint = "the claim is written to a file of its own, beside --output"
         raise ConfigError(violation("job.storage", claim[2], constraint, ["--output job.yaml"]))
@@ -142,22 +102,25 @@ def _write(given: argparse.Namespace) -> int:
     return DONE
 
 
-def _status(given: argparse.Namespace) -> int:
-    """Print what a run directory says of its job."""
-    from platform.jobs.look.status import status_lines
-
-    for line in status_lines(given.run_dir):
+def _print(lines: Iterable[str]) -> int:
+    """Print lines; return the exit status."""
+    for line in lines:
         print_line(line)
     return DONE
+
+
+def _status(given: argparse.Namespace) -> int:
+    """Print what a run directory says of its job; return the exit status."""
+    from platform.jobs.look.status import status_lines
+
+    return _print(status_lines(given.run_dir))
 
 
 def _logs(given: argparse.Namespace) -> int:
-    """Print the ends of the logs in a run directory."""
+    """Print the ends of the logs in a run directory; return the exit status."""
     from platform.jobs.look.logs import log_lines
 
-    for line in log_lines(given.run_dir, given.name, max(1, given.lines)):
-        print_line(line)
-    return DONE
+    return _print(log_lines(given.run_dir, given.name, max(1, given.lines)))
 
 
 def _keep(given: argparse.Namespace) -> int:
@@ -172,8 +135,7 @@ def _supervise(given: argparse.Namespace) -> int:
     """Supervise the drivers of a run, and stop its Ray job, if it is in one; return the exit status."""
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
-    told = Supervision(given.launch, given.retries, given.time_limit, notice=given.notice)
-    status = _answer(Supervisor(told).run)
+    status = _answer(Supervisor(_options(Supervision, given)).run)
     end_ray_job(status)
     return status
 
@@ -183,11 +145,10 @@ def _node(given: argparse.Namespace) -> int:
     from platform.jobs.ray_node import NodeOptions, run_follower, run_head
     from platform.jobs.supervisor import Supervision
 
-    options = NodeOptions(given.shared, given.interface, given.peer, given.ip, given.drain)
     if given.launch is None:
-        return run_follower(options)
-    told = Supervision(given.launch, given.retries, elsewhere=True)
-    return run_head(replace(options, run_dir=told.run_dir), told)
+        return run_follower(_options(NodeOptions, given))
+    told = _options(Supervision, given, elsewhere=True)
+    return run_head(_options(NodeOptions, given, run_dir=told.run_dir), told)
 
 
 def _pod(given: argparse.Namespace) -> int:
@@ -196,12 +157,48 @@ def _pod(given: argparse.Namespace) -> int:
     from platform.jobs.pods.torch_node import PodOptions
     from platform.jobs.supervisor import Supervision
 
-    place = given.shared, given.index, given.pods, given.workers
-    return run_pod(
-        PodOptions(*place, first=given.first, address=given.address, drain=given.drain),
-        Supervision(given.launch, given.retries, given.time_limit),
-    )
+    return run_pod(_options(PodOptions, given), _options(Supervision, given, launch=given.launch or []))
 
+
+_WRITTEN = "overrides --config-dir --output --options"
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {  # name -> function, purpose, arguments
+    "kubernetes": (_write, "print a manifest, for `kubectl apply`", _WRITTEN),
+    "slurm": (_write, "print a script, for `sbatch`", _WRITTEN),
+    "supervise": (_supervise, "run platform.launch, again where it goes on", "--retries --time-limit --notice launch"),
+    "node": (_node, "Ray on a node of a Slurm job", "shared --interface --peer --ip --drain --retries --run"),
+    "pod": (
+        _pod,
+        "torchrun in a pod of an Indexed Job of Kubernetes",
+        "shared --index --pods --workers --first --address --drain --time-limit --retries --run",
+    ),
+    "keep": (_keep, "keep the end of Ray's logs when this pod ends", "run_dir"),
+    "status": (_status, "tell what a run directory says of its job", "run_dir"),
+    "logs": (_logs, "print the ends of the logs in a run directory", "run_dir name --lines"),
+}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "overrides": {"nargs": "*", "metavar": "KEY=VALUE", "help": "as for platform.launch; and job.KEY=VALUE"},
+    "--config-dir": {"help": "the user's own configuration files"},
+    "--output": {"type": Path, "help": "write this file instead"},
+    "--options": {"action": "store_true", "help": "print the keys job.*"},
+    "--retries": {"type": _count, "default": 10, "help": "drivers that may be lost (default: 10)"},
+    "--time-limit": {"type": _seconds, "help": "seconds after which the job's time is over"},
+    "--notice": {"type": _seconds, "default": 0.0, "help": "seconds that a node is given to leave"},
+    "launch": {"nargs": argparse.REMAINDER, "help": "arguments of platform.launch, with run.dir"},
+    "--run": {"nargs": argparse.REMAINDER, "dest": "launch", "help": "supervise this run; on a node, beside the head"},
+    "shared": {"type": Path, "help": "directory that the nodes or pods of the job share"},
+    "--interface": {"default": "", "help": "network interface"},
+    "--peer": {"default": "", "help": "host name of another node"},
+    "--ip": {"type": int, "choices": (4, 6), "default": 4, "help": "version of IP"},
+    "--drain": {"type": _count, "default": 60, "help": "seconds that leaving takes at most"},
+    "--index": {"type": _count, "required": True, "help": "of this pod"},
+    "--pods": {"type": _count, "required": True, "help": "of the job"},
+    "--workers": {"type": _count, "required": True, "help": "of a pod"},
+    "--first": {"required": True, "help": "host name of the first pod"},
+    "--address": {"required": True, "help": "IP address of this pod"},
+    "run_dir": {"type": Path, "help": "the run directory of the job"},
+    "name": {"nargs": "?", "default": "", "help": "part of a log's name: worker-3, driver, node"},
+    "--lines": {"type": int, "default": 20, "help": "of each log (default: 20)"},
+}
 
 if __name__ == "__main__":
     sys.exit(main())

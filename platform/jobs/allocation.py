@@ -3,18 +3,15 @@ whichever of them a site's configuration sets."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
-import struct
 from collections.abc import Mapping
-from contextlib import closing
-from pathlib import Path
+from contextlib import closing, suppress
 
 from platform.boundary.refusals import ConfigError, violation
+from platform.cluster.wire.interface import addresses
 
-_SIOCGIFADDR = 0x8915
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _ANYWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}  # reserved for documentation: a route to it is the default route
 
@@ -82,42 +79,6 @@ def own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
     return address
 
 
-def interface_with(address: str) -> str:
-    """Return the network interface that has this IP address, "" if none has."""
-    version = 6 if ":" in address else 4
-    return next((name for name, own in addresses(version) if own == address), "")
-
-
-def addresses(version: int) -> list[tuple[str, str]]:
-    """Return (interface, address) of interfaces here with a routable address of this IP version, loopback last."""
-    found = _ipv4() if version == 4 else _ipv6()
-    return sorted(found, key=lambda pair: pair[0] == "lo")
-
-
-def _ipv4() -> list[tuple[str, str]]:
-    """Return (interface, address) of every network interface that has an IPv4 address."""
-    found = []
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-            except OSError:  # it has none
-                continue
-    return found
-
-
-def _ipv6(table: Path = Path("/proc/net/if_inet6")) -> list[tuple[str, str]]:
-    """Return (interface, address) of global addresses and of loopback; not of links, which need a zone."""
-    try:
-        rows = [line.split() for line in table.read_text().splitlines()]
-    except OSError:
-        return []
-    return [
-        (row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] in ("00", "10")
-    ]
-
-
 def endpoint(address: str, port: int) -> str:
     """Return HOST:PORT, an IPv6 address in brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
@@ -128,3 +89,11 @@ def free_port(address: str) -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with closing(socket.create_server((address, 0), family=family)) as listener:
         return int(listener.getsockname()[1])
+
+
+def answers(host: str, port: int) -> bool:
+    """Return True if something takes TCP connections there."""
+    with suppress(OSError):
+        socket.create_connection((host, port), timeout=2.0).close()
+        return True
+    return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
 
 import yaml
 
@@ -14,31 +15,14 @@ from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, fol
 from platform.jobs.sizing import GIB, JobSize
 from platform.plan.language.numbers import count_of
 
-_SUBMITTERS = 10  # pods that may follow the one that submits the run: what evicts it does not end the run
 _HEAD = {"cuda": {"cpu": "8", "memory": "32Gi"}, "cpu": {"cpu": "1", "memory": "4Gi"}}
 _DISK = {"cuda": "50Gi", "cpu": "5Gi"}  # of a node's own disk: logs, and what Ray spills
 _TAINT = "nvidia.com/gpu"
 _TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"  # where Kueue places pods, it places by this
 _SCRAPED = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
-
-
-class _Kind(NamedTuple):
-    """Kind of job that a launcher needs: its templates, how its title names it, and its API."""
-
-    templates: tuple[str, ...]
-    title: str
-    api: str
-    kind: str
-
-
-_KINDS = {
-    "ray": _Kind(
-        ("rayjob.yaml", "protection.yaml"),
-        "A RayJob for KubeRay 1.6 or newer, and Kubernetes 1.29",
-        "ray.io/v1",
-        "RayJob",
-    ),
-    "torchrun": _Kind(("indexed_job.yaml",), "An Indexed Job for Kubernetes 1.27 or newer", "batch/v1", "Job"),
+_KINDS = {  # launcher -> how a job's title names its kind, and its templates
+    "ray": ("A RayJob for KubeRay 1.6 or newer, and Kubernetes 1.29", ("rayjob.yaml", "protection.yaml")),
+    "torchrun": ("An Indexed Job for Kubernetes 1.27 or newer", ("indexed_job.yaml",)),
 }
 _OF_RAY = ("head_select", "head_tolerate", "wait")  # options that an Indexed Job, which has no head, does not read
 
@@ -48,9 +32,9 @@ def kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
     within(run.config, run.options.mount)
     _check_launcher(run)
-    parts = [(TEMPLATES / name).read_text() for name in _KINDS[run.options.launcher].templates]
     values = _values(run)
-    return fill(_title(run), values) + "---\n".join(fill(part, values) for part in parts)
+    parts = [fill((TEMPLATES / name).read_text(), values) for name in _KINDS[run.options.launcher][1]]
+    return fill((TEMPLATES / "title.txt").read_text(), values) + "---\n".join(parts)
 
 
 def kubernetes_claim(typed: Sequence[str], config_dir: str | None = None) -> tuple[str, str, str] | None:
@@ -60,10 +44,8 @@ def kubernetes_claim(typed: Sequence[str], config_dir: str | None = None) -> tup
     o, _, _ = take_options(KubernetesOptions, typed)
     if not o.storage:
         return None
-    values = {"claim": o.claim, "storage": o.storage, "storage_class": o.storage_class or None}
-    flowed = {name: None if value is None else _flow(value) for name, value in values.items()}
     command = as_typed([*(["--config-dir", config_dir] if config_dir else []), *typed])
-    text = fill((TEMPLATES / "claim.yaml").read_text(), {**flowed, "command": command})
+    text = fill((TEMPLATES / "claim.yaml").read_text(), {**_flowed(vars(o)), "command": command})
     return f"claim-{o.claim}.yaml", text, o.storage
 
 
@@ -92,68 +74,57 @@ def _check_launcher(run: PlannedRun) -> None:
         raise ConfigError(lines)
 
 
-def _title(run: PlannedRun) -> str:
-    """Return the comment at the top of a job's file, with its kind, its nodes and their workers."""
+def _nodes(run: PlannedRun) -> str:
+    """Return the nodes of a job and their workers in words."""
     size = run.size
     what = count_of(size.workers, "GPU") if size.device == "cuda" else f"{count_of(size.workers, 'worker')} on CPUs"
-    kind = _KINDS[run.options.launcher]
-    less = size.least < size.most and kind.kind == "RayJob"
+    less = size.least < size.most and run.options.launcher == "ray"
     nodes = f"{size.least} to {size.most} nodes" if less else count_of(size.most, "node")
-    return (
-        (TEMPLATES / "title.txt").read_text().replace("@{nodes}", f"{nodes} of {what}").replace("@{kind}", kind.title)
-    )
+    return f"{nodes} of {what}"
 
 
 def _values(run: PlannedRun) -> dict[str, str | None]:
     """Return what the places of the templates hold, each as YAML on one line; None for what this job does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
-    by_ray = o.launcher == "ray"
     grace = max(120, size.margin + 60)
     seconds = job_seconds(o.time) if o.time else None
     waiting = job_seconds(o.wait) if o.wait else None
-    found: dict[str, Any] = {
-        "name": o.name,
-        "image": o.image,
-        "claim": o.claim,
-        "mount": o.mount,
+    own: dict[str, Any] = {
         "run_dir": _run_dir(run),
-        "backoff": o.retries,
-        "submitters": _SUBMITTERS,
         "deadline": None if seconds is None or waiting is None else seconds + waiting + grace,
         "waiting": waiting,
-        "ray": _ray_version(),
-        "user": o.user,
+        "ray": version("ray"),
         "grace": grace,
         "drain": str(max(60, size.margin)),
         "interface": o.interface if gpu else None,
-        "wandb": {"secretKeyRef": {"name": "wandb", "key": "api-key", "optional": True}}
-        if run.config.monitor.kind == "wandb"
-        else None,
+        "wandb": "WANDB_API_KEY" if run.config.monitor.kind == "wandb" else None,
         "head": {**_HEAD[size.device], "ephemeral-storage": _DISK[size.device]},
         "worker": _resources(size),
         "least": size.least,
         "most": size.most,
         "elastic": size.least < size.most,
-        "idle": 1800,  # seconds: a spare node waits without work
         "shm": f"{size.shm // GIB}Gi",
-        "priority": o.priority or None,
-        "account": o.service_account or None,
-        "pull": [{"name": name} for name in o.pull_secrets] or None,
-        "owner": _owner(o),
-        "affinity": _near(o),
-        "marks": {**(_SCRAPED if by_ray else {}), **({_TOPOLOGY: o.topology} if o.topology else {})} or None,
+        "pull_secrets": [{"name": name} for name in o.pull_secrets],
+        "marks": {**(_SCRAPED if o.launcher == "ray" else {}), **({_TOPOLOGY: o.topology} if o.topology else {})},
         "pod_losses": (o.retries + 1) * size.most,
         "head_select": _labels(o.head_select),
-        "head_tolerate": [_toleration(pair) for pair in o.head_tolerate] or None,
+        "head_tolerate": [_toleration(pair) for pair in o.head_tolerate],
         "select": _labels(o.select),
-        "tolerate": [_toleration(pair) for pair in ([_TAINT] if gpu else []) + o.tolerate] or None,
+        "tolerate": [_toleration(pair) for pair in ([_TAINT] if gpu else []) + o.tolerate],
     }
     limit = [f"--time-limit={seconds}"] if seconds is not None else []
     told = [f"--retries={o.retries}", f"--notice={grace}", *limit]
     command = ["python", "-m", "platform.jobs", "supervise", *told, *run.arguments]
-    plain = {"command": run.command, "entrypoint": folded(command), "secrets": _secrets(o.secrets)}
-    plain["arguments"] = "\n".join(f"- {_flow(word)}" for word in _pod_arguments(run, limit))
-    return {**{name: None if value is None else _flow(value) for name, value in found.items()}, **plain}
+    variables = [_variable(text) for text in o.secrets]
+    return {
+        **_flowed({**vars(o), **own}),
+        "kind": _KINDS[o.launcher][0],
+        "nodes": _nodes(run),
+        "command": run.command,
+        "entrypoint": folded(command),
+        "secrets": _items(variables) if variables else None,
+        "arguments": _items(_pod_arguments(run, limit)),
+    }
 
 
 def _pod_arguments(run: PlannedRun, limit: list[str]) -> list[str]:
@@ -187,36 +158,16 @@ def _resources(size: JobSize) -> dict[str, str]:
     return {**own, **gpus}
 
 
-def _secrets(given: Sequence[str]) -> str | None:
-    """Return a line of YAML for each environment variable that comes from a Secret, NAME=SECRET/KEY; None for none."""
-    found = []
-    for text in given:
-        name, _, place = text.partition("=")
-        secret, _, key = place.partition("/")
-        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-    return "\n".join(f"- {_flow(variable)}" for variable in found) or None
+def _variable(text: str) -> dict[str, Any]:
+    """Return the environment variable that comes from a Secret, typed as NAME=SECRET/KEY."""
+    name, _, place = text.partition("=")
+    secret, _, key = place.partition("/")
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _labels(pairs: Sequence[str]) -> dict[str, str] | None:
-    """Return the labels KEY=VALUE as a mapping, None for none."""
-    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)} or None
-
-
-def _owner(o: KubernetesOptions) -> list[dict[str, str]] | None:
-    """Return the reference by which Kubernetes deletes what protects a job with it; None while its uid is not given,
-    which Kubernetes draws when the job is made."""
-    kind = _KINDS[o.launcher]
-    return [{"apiVersion": kind.api, "kind": kind.kind, "name": o.name, "uid": o.owner}] if o.owner else None
-
-
-def _near(o: KubernetesOptions) -> dict[str, Any] | None:
-    """Return the preference for worker pods near each other (a far spare node is better than none), None for none."""
-    if not o.topology:
-        return None
-    workers = {"elastic-platform/job": o.name, "elastic-platform/role": "worker"}
-    term = {"labelSelector": {"matchLabels": workers}, "topologyKey": o.topology}
-    wish = {"weight": 100, "podAffinityTerm": term}
-    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
+def _labels(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the labels KEY=VALUE as a mapping."""
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def _toleration(taint: str) -> dict[str, str]:
@@ -224,11 +175,14 @@ def _toleration(taint: str) -> dict[str, str]:
     return {"key": key, **({"operator": "Equal", "value": value} if equals else {"operator": "Exists"})}
 
 
-def _ray_version() -> str:
-    """Return the version of Ray that is installed here."""
-    from importlib.metadata import version
+def _flowed(values: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return plain values as YAML on one line, None in place of an empty one."""
+    return {name: None if value in (None, "", [], {}) else _flow(value) for name, value in values.items()}
 
-    return version("ray")
+
+def _items(values: Sequence[Any]) -> str:
+    """Return a list as YAML, each value on a line of its own."""
+    return "\n".join(f"- {_flow(value)}" for value in values)
 
 
 def _flow(value: Any) -> str:

@@ -13,9 +13,10 @@ from platform.config.durations import job_seconds
 from platform.config.key import WORKERS, key, type_in_words
 
 PREFIX = "job."
-_PAIR = r"[^\s=]+=[^\s=]*"
-_TAINT = r"[^\s=]+(=[^\s=]*)?"
 _NAMED = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+# Bounds of options that several have.
+_PAIRS: Any = {"pattern": r"[^\s=]+=[^\s=]*", "constraint": "must be KEY=VALUE"}
+_TAINTS: Any = {"pattern": r"[^\s=]+(=[^\s=]*)?", "constraint": "must be KEY or KEY=VALUE"}
 Options = TypeVar("Options", bound="JobOptions")
 
 
@@ -65,12 +66,8 @@ class KubernetesOptions(JobOptions):
     wait: str = key("", 'time to wait for the first nodes, a retry each; "" = for ever', constraint="must be H:MM:SS")
     interface: str = key("eth0", "network interface of NCCL and gloo", pattern=r"[^\s/]{1,15}", constraint="is no name")
     priority: str = key("", 'priority class; "" = none')
-    select: list[str] = key(
-        [], "labels of the workers' nodes, KEY=VALUE", pattern=_PAIR, constraint="must be KEY=VALUE"
-    )
-    head_select: list[str] = key(
-        [], "labels of the head's node, KEY=VALUE; not a spot node's", pattern=_PAIR, constraint="must be KEY=VALUE"
-    )
+    select: list[str] = key([], "labels of the workers' nodes, KEY=VALUE", **_PAIRS)
+    head_select: list[str] = key([], "labels of the head's node, KEY=VALUE; not a spot node's", **_PAIRS)
     topology: str = key(
         "",
         'label of nodes, such as a rack\'s, of which workers prefer to have one value; "" = none',
@@ -98,15 +95,8 @@ class KubernetesOptions(JobOptions):
         pattern=r"[A-Za-z_]\w*=[a-z0-9][-a-z0-9.]*/[-\w.]+",
         constraint="must be NAME=SECRET/KEY",
     )
-    tolerate: list[str] = key(
-        [],
-        "taints of the workers' nodes beside nvidia.com/gpu, KEY or KEY=VALUE",
-        pattern=_TAINT,
-        constraint="must be KEY or KEY=VALUE",
-    )
-    head_tolerate: list[str] = key(
-        [], "taints of the head's node, KEY or KEY=VALUE", pattern=_TAINT, constraint="must be KEY or KEY=VALUE"
-    )
+    tolerate: list[str] = key([], "taints of the workers' nodes beside nvidia.com/gpu, KEY or KEY=VALUE", **_TAINTS)
+    head_tolerate: list[str] = key([], "taints of the head's node, KEY or KEY=VALUE", **_TAINTS)
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,7 @@ class SlurmOptions(JobOptions):
 def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
     """Take the options of a job out of the arguments of a command; return them, the other arguments, and one refusal
     line per mistake in the options."""
-    known: dict[str, Field[Any]] = {f.name: f for f in fields(kind)}
+    known: dict[str, Field[Any]] = {f"{PREFIX}{f.name}": f for f in fields(kind)}
     hints = get_type_hints(kind)
     given: dict[str, Any] = {}
     lines, rest = [], []
@@ -147,16 +137,16 @@ def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options
         name, equals, text = argument.lstrip("+").partition("=")
         if not name.startswith(PREFIX):
             rest.append(argument)
-        elif not equals or name.removeprefix(PREFIX) not in known:
-            near = [f"{PREFIX}{n}" for n in closest(name.removeprefix(PREFIX), known)]
-            lines.append(violation(name, text, "unknown key", near[:3]))
+        elif not equals or name not in known:
+            near = closest(name.removeprefix(PREFIX), hints)[:3]
+            lines.append(violation(name, text, "unknown key", [f"{PREFIX}{one}" for one in near]))
         else:
+            field = known[name]
             try:
-                given[name.removeprefix(PREFIX)] = _parse(text, hints[name.removeprefix(PREFIX)])
+                given[field.name] = _parse(text, hints[field.name])
             except ValueError:
-                own = name.removeprefix(PREFIX)
-                lines.append(violation(name, text, f"must be {type_in_words(hints[own])}", [known[own].default]))
-    lines += [line for name, value in given.items() for line in _violations_of_option(name, value, known[name])]
+                lines.append(violation(name, text, f"must be {type_in_words(hints[field.name])}", [field.default]))
+    lines += [line for name, value in given.items() for line in _violations_of_option(known[f"{PREFIX}{name}"], value)]
     return kind(**(given if not lines else {})), rest, lines
 
 
@@ -172,14 +162,14 @@ def _parse(text: str, kind: Any) -> Any:
     return [part.strip() for part in inner.split(",") if part.strip()]
 
 
-def _violations_of_option(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
+def _violations_of_option(field: Field[Any], value: Any) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one option."""
-    yield from violations_of_value(f"{PREFIX}{name}", value, field.metadata["key"])
-    if name in ("time", "wait") and value:
+    yield from violations_of_value(f"{PREFIX}{field.name}", value, field.metadata["key"])
+    if field.name in ("time", "wait") and value:
         try:
             job_seconds(value)
         except ValueError:
-            yield violation(f"{PREFIX}{name}", value, "must be H:MM:SS or D-HH:MM:SS", ["48:00:00"])
+            yield violation(f"{PREFIX}{field.name}", value, "must be H:MM:SS or D-HH:MM:SS", ["48:00:00"])
 
 
 def lacking_options(needed: dict[str, str]) -> None:

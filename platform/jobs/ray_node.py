@@ -14,26 +14,29 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
-from socket import create_connection, gethostname
+from socket import gethostname
 
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.launchers import leftovers
-from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, interface_with, own_address
-from platform.jobs.look.logs import keep_ray_logs
-from platform.jobs.supervisor import Supervision, Supervisor, deaf_to_term
+from platform.cluster.crew.launchers.leftovers import deaf_to_term
+from platform.cluster.run.directory import replace_text
+from platform.cluster.wire.interface import interface_of
+from platform.jobs.allocation import answers, cpus_here, endpoint, free_port, gpus_here, own_address
+from platform.jobs.look.logs import keep_ray_logs, tail
+from platform.jobs.supervisor import Supervision, Supervisor
 from platform.launch import FAILED
 
 HEAD, STOP, END = "head.json", "stop", "end"  # files in the directory that all nodes of the job share
@@ -88,43 +91,24 @@ def drain_command(head: str, node: str, seconds: int) -> list[str]:
     ]
 
 
-def ray_environment(address: str, directory: str, environment: Mapping[str, str]) -> dict[str, str]:
+def ray_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a node's Ray and workers: collectives use `address`'s interface unless one is set."""
-    interface = interface_with(address)
+    interface = interface_of(address)
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ()
-    return {**dict.fromkeys(names, interface), **environment, leftovers.MARK: directory}
+    return {**dict.fromkeys(names, interface), **environment}
 
 
-class RayNode:
+class RayNode(leftovers.Marked):
     """Ray of one node, and the directory of its files; a context that ends its processes and removes the directory,
     however this process ends."""
 
     def __init__(self, options: NodeOptions):
+        super().__init__()
         self._options = options
-        self._ray: subprocess.Popen[bytes] | None = None
-        self._opened = ExitStack()
 
     def __enter__(self) -> RayNode:
-        self.directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, because of Ray's sockets
-        command = [sys.executable, "-I", leftovers.__file__, self.directory]
         with deaf_to_term():
-            cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        self._opened.callback(cleaner.wait)
-        self._opened.callback(cleaner.stdin.close)  # type: ignore[union-attr]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-        self._opened.close()
-
-    def end(self) -> None:
-        """End Ray on this node at once, with every process that inherited its mark."""
-        if self._ray is not None:
-            self._ray.kill()
-            self._ray.wait()
-        for process in leftovers.marked(self.directory):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            return super().__enter__()
 
     def start(self, head: str = "", port: int = 0) -> None:
         """Start Ray on this node, as `ray_command` says. Raises ConfigError if no address is found for it."""
@@ -132,9 +116,8 @@ class RayNode:
         peer = head.rpartition(":")[0].strip("[]") if head else o.peer
         address = own_address(o.interface, peer, o.ip)
         command = ray_command(address, o, self.directory, head, port, gpus_here())
-        environment = ray_environment(address, self.directory, os.environ)
         with open(self._said, "wb") as said, deaf_to_term():  # pages of advice, such as to end it by `ray stop`
-            self._ray = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+            self.run(command, ray_environment(address, os.environ), stdout=said, stderr=said)
 
     @property
     def _said(self) -> Path:
@@ -142,30 +125,18 @@ class RayNode:
 
     def said(self) -> str:
         """Return the end of what Ray's command has said on this node."""
-        with suppress(OSError):
-            return "\n".join(self._said.read_text(errors="replace").splitlines()[-_SAID_LINES:])
-        return ""
+        return "\n".join(tail(self._said, _SAID_LINES))
 
     def keep_logs(self, run_dir: Path | None) -> None:
         """Keep the end of what Ray has written on this node in the run directory, as `keep_ray_logs` says."""
         keep_ray_logs(run_dir, self.directory, self.said())
 
-    @property
-    def runs(self) -> bool:
-        """Return True if Ray was started on this node and has not ended."""
-        return self._ray is not None and self._ray.poll() is None
-
     def leave(self, head: str) -> bool:
-        """Announce to Ray's head at an address that this node will leave: the run saves, goes on without it, and then
-        Ray ends here. Returns False if this node had not joined."""
+        """Announce to Ray's head that this node leaves: the run saves, Ray ends. Return False if it has not joined."""
         if not (node := self._node_id()):
             return False
-        command, environment = (
-            drain_command(head, node, self._options.drain),
-            os.environ | {leftovers.MARK: self.directory},
-        )
         with open(self._said, "ab") as said, deaf_to_term():
-            subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+            self.popen(drain_command(head, node, self._options.drain), os.environ, stdout=said, stderr=said)
         return True
 
     def _node_id(self) -> str:
@@ -192,9 +163,12 @@ class _Head:
             address = own_address(o.interface, o.peer, o.ip)
             port = free_port(address)
             self._node.start(port=port)
-            if self._answers(address, port):
+            _wait(lambda: not self._node.runs or answers(address, port), _HEAD_SECONDS)  # noqa: B023
+            if answers(address, port):
                 self._address = endpoint(address, port)
-                _replace(o.shared / HEAD, json.dumps({"address": self._address, "run_dir": str(o.run_dir or "")}))
+                o.shared.mkdir(0o700, parents=True, exist_ok=True)
+                told = {"address": self._address, "run_dir": str(o.run_dir or "")}
+                replace_text(o.shared / HEAD, json.dumps(told), 0o600)
                 print_line(f"node: {gethostname()}: Ray's head is at {self._address}")
                 return
             self._node.end()
@@ -202,16 +176,6 @@ class _Head:
             tried = f"attempt {attempt + 1} of {_ATTEMPTS}"
             print_line(f"{self._node.said()}\nnode: {gethostname()}: Ray's head did not start, {tried}", sys.stderr)
         raise ConfigError("node: Ray's head does not start on this node; what it says is above")
-
-    def _answers(self, address: str, port: int) -> bool:
-        """Wait until the head takes connections; return False if it ends or stays silent."""
-        deadline = time.monotonic() + _HEAD_SECONDS
-        while self._node.runs and time.monotonic() < deadline:
-            with suppress(OSError):
-                create_connection((address, port), timeout=1.0).close()
-                return True
-            time.sleep(_LOOK_SECONDS)
-        return False
 
     def environment(self) -> dict[str, str]:
         """Return the environment variable with Ray's address for a driver; start the head again if it has ended. Raises
@@ -248,83 +212,45 @@ def _watch(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
 
 
 def run_follower(options: NodeOptions) -> int:
-    """Keep this node in the job's Ray cluster until the job is over or a stop signal; return the exit status."""
-    going = threading.Event()
+    """Keep this node in the job's Ray cluster until the job is over or a stop signal, after which it leaves in at most
+    `drain` seconds; return the exit status."""
+    shared, going = options.shared, threading.Event()
+    over = lambda: (shared / END).exists() or not shared.exists()  # noqa: E731  its script says so, or has removed it
+    ends = lambda: going.is_set() or over()  # noqa: E731
+    head = partial(_told_by_head, shared, "address")
     with RayNode(options) as node:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: going.set())
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the head alone
-        while not (going.is_set() or _over(options.shared)):
-            head = _await_head(options.shared, going)
-            if not head:
-                return 0 if going.is_set() or _over(options.shared) else FAILED
-            node.start(head)
-            _stay(node, head, options, going)
-            if not (node.runs or going.is_set() or _over(options.shared)):
+        while not ends():
+            _wait(lambda: head() or ends(), _JOIN_SECONDS)
+            if not (address := head()):
+                if ends():
+                    break
+                print_line(f"node: no head of Ray wrote its address to {shared} in {_JOIN_SECONDS:.0f} s", sys.stderr)
+                return FAILED
+            node.start(address)
+            _wait(lambda: ends() or not node.runs or head() not in (address, ""))  # noqa: B023
+            if going.is_set() and node.runs and node.leave(address):
+                _wait(lambda: over() or not node.runs, options.drain)
+            if not (node.runs or ends()):
                 print_line(f"{node.said()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr)
-                node.keep_logs(_run_dir(options.shared))
+                run_dir = _told_by_head(shared, "run_dir")
+                node.keep_logs(Path(run_dir) if run_dir else None)
             node.end()
-            _wait(_AGAIN_SECONDS, options.shared, going)
+            _wait(ends, _AGAIN_SECONDS)
     return 0
 
 
-def _stay(node: RayNode, head: str, options: NodeOptions, going: threading.Event) -> None:
-    """Wait until Ray has ended here, the head has another address, or the job is over; or, after a stop signal, until
-    this node has left, for at most `drain` seconds."""
-    while node.runs and not _over(options.shared) and not going.is_set() and _head(options.shared) in (head, ""):
-        time.sleep(_LOOK_SECONDS)
-    if going.is_set() and node.runs and node.leave(head):
-        deadline = time.monotonic() + options.drain
-        while node.runs and not _over(options.shared) and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
-
-
-def _over(shared: Path) -> bool:
-    """Return True if the job has ended: its script has said so in the shared directory, or removed that."""
-    return (shared / END).exists() or not shared.exists()
-
-
-def _wait(seconds: float, shared: Path, going: threading.Event) -> None:
-    """Wait for `seconds`, at most until the job is over or this node has a stop signal."""
+def _wait(done: Callable[[], object], seconds: float = inf) -> None:
+    """Wait until `done`, for at most `seconds`."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not _over(shared) and not going.wait(_LOOK_SECONDS):
-        pass
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
-def _await_head(shared: Path, going: threading.Event) -> str:
-    """Wait for the head's address; return "" if it does not come, the job is over, or after a stop signal."""
-    deadline = time.monotonic() + _JOIN_SECONDS
-    while not (going.is_set() or _over(shared)):
-        if address := _head(shared):
-            return address
-        if time.monotonic() > deadline:
-            print_line(f"node: no head of Ray wrote its address to {shared} in {_JOIN_SECONDS:.0f} s", sys.stderr)
-            return ""
-        going.wait(_LOOK_SECONDS)
-    return ""
-
-
-def _head(shared: Path) -> str:
-    """Read the head's address from the shared directory, "" if there is none."""
-    try:
-        found = documents.json_file(shared / HEAD)
-        return str(found["address"])
-    except (OSError, Malformed, KeyError, TypeError):
-        return ""
-
-
-def _run_dir(shared: Path) -> Path | None:
-    """Read the run directory from what the head wrote to the shared directory, None if it is not there."""
+def _told_by_head(shared: Path, name: str) -> str:
+    """Read what the head wrote to the shared directory, its `address` or its `run_dir`, "" if that is not there."""
     with suppress(OSError, Malformed, KeyError, TypeError):
-        named = str(documents.json_file(shared / HEAD)["run_dir"])
-        return Path(named) if named else None
-    return None
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a text file in one step, for this user alone."""
-    path.parent.mkdir(0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
-    draft.chmod(0o600)
-    draft.replace(path)
+        return str(documents.json_file(shared / HEAD)[name])
+    return ""

@@ -35,29 +35,24 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     interface = [f"--interface={o.interface}"] if o.interface else []
     ip = [f"--ip={o.ip}"] if o.ip != 4 else []
     return {
+        **{name: str(value) or None for name, value in vars(o).items()},
         "command": run.command,
         "what": f"{count_of(size.most, 'node')} of {count_of(size.workers, 'GPU' if gpu else 'CPU worker')}",
-        "name": o.name,
         "nodes": f"{size.most}",
         "gpus": (f"gpus-per-node={count}" if o.request == "gpus-per-node" else f"gres=gpu:{count}") if gpu else None,
         "cpus": f"{size.cpus}",
         "memory": f"{size.memory // GIB}G" if o.shared else "0",
         "needs": f"{size.memory // GIB}",
         "exclusive": None if o.shared else "exclusive",
-        "time": o.time or None,
-        "partition": o.partition or None,
-        "account": o.account or None,
         "margin": f"{size.margin + 60}",
         "saves": f"{size.margin - 30}",  # half a minute of it is for what Slurm and Ray do meanwhile
         "wanted": f"{size.nodes}",
         "options": "\n".join(f"#SBATCH {option}" for option in o.options) or None,
-        "setup": o.setup or None,
         "srun": " ".join(map(_word, srun)),
         "prefix": " ".join([*map(_word, prefix), "python"]),
         "run_dir": shlex.quote(typed["run.dir"]),
         "url": shlex.quote(typed.get("checkpoint.url", run.config.checkpoint.url).rstrip("/")),
         "node": " ".join([*interface, *ip, f"--drain={max(60, size.margin)}"]),
-        "retries": f"{o.retries}",
         "arguments": folded(run.arguments, " \\\n"),
     }
 

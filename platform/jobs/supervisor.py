@@ -7,25 +7,26 @@ Kubernetes (the entry point of a RayJob, or the first pod of an Indexed Job) and
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from platform.boundary.interrupts import end_handling
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.signals import REASON
+from platform.cluster.crew.launchers.leftovers import deaf_to_term
+from platform.cluster.crew.launchers.ray_session import job_config
 from platform.cluster.run import traces
 from platform.cluster.run.directory import lock_or_owner
 from platform.jobs.retries import CLOSED, DRIVERS, ENDED, STARTED, TERMINATED, DriverEnd, read_drivers, spent, verdict
@@ -37,24 +38,25 @@ LAUNCHER = (sys.executable, "-m", "platform.launch")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # seconds before the same command, for each retry that is spent; at most
 _STOPPING_SECONDS = 30.0  # for Ray to end this process, once it was asked to stop the Ray job
+_Seen = TypeVar("_Seen")
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """Options of a supervisor. `arguments`: arguments of `platform.launch`; `retries`: drivers that may be lost;
-    `seconds`: time limit of the job, None for no limit; `elsewhere`: the scheduler starts a job again that ends with
-    75; `notice`: seconds that a node is given to leave, which may be this one."""
+    """Options of a supervisor. `launch`: arguments of `platform.launch`; `retries`: drivers that may be lost;
+    `time_limit`: seconds that the job has, None for no limit; `elsewhere`: the scheduler starts a job again that ends
+    with 75; `notice`: seconds that a node is given to leave, which may be this one."""
 
-    arguments: Sequence[str]
+    launch: Sequence[str]
     retries: int = 10
-    seconds: float | None = None
+    time_limit: float | None = None
     elsewhere: bool = False
     notice: float = 0.0
 
     @property
     def run_dir(self) -> Path:
         """Return the run directory, which the next driver must find. Raises ConfigError if no argument names it."""
-        named = [word.partition("=")[2] for word in self.arguments if word.lstrip("+").startswith("run.dir=")]
+        named = [word.partition("=")[2] for word in self.launch if word.lstrip("+").startswith("run.dir=")]
         if not named or not named[-1]:
             raise ConfigError(violation("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"]))
         return Path(named[-1].strip("'\"")).expanduser()
@@ -92,7 +94,7 @@ class Supervisor:
         start: Callable[[Sequence[str], Mapping[str, str]], Driver] = start_process,
     ):
         self._told, self._environment, self._pause, self._start = told, environment, pause, start
-        self._end = None if told.seconds is None else time.monotonic() + told.seconds
+        self._end = None if told.time_limit is None else time.monotonic() + told.time_limit
         self._driver: Driver | None = None
         self._asked = 0
         self._replacing = False  # the present driver was told to make way for another one here
@@ -150,11 +152,12 @@ class Supervisor:
         if used:
             print_line(f"supervisor: {used} of {self._told.retries} retries are spent")
         while True:
-            before = _steps(run_dir)
+            before = seen(traces.steps, run_dir, 0)
             record.append({"event": STARTED, "time": time.time(), "step": before})
             status = self._one_driver()
-            after, over = _steps(run_dir), self._end is not None and time.monotonic() >= self._end
-            end = DriverEnd(status, _recorded(run_dir), after > before, self._asked, over)
+            after, over = seen(traces.steps, run_dir, 0), self._end is not None and time.monotonic() >= self._end
+            recorded = seen(traces.orphaned, run_dir, None) is None
+            end = DriverEnd(status, recorded, after > before, self._asked, over)
             used += end.costs
             line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs}
             record.append(line)
@@ -171,7 +174,7 @@ class Supervisor:
 
     def _one_driver(self) -> int:
         """Run a driver to its end; return its status."""
-        arguments = [*self._told.arguments, *self._over(self._told.run_dir)]
+        arguments = [*self._told.launch, *self._over(self._told.run_dir)]
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
@@ -183,20 +186,13 @@ class Supervisor:
         return self._driver.wait()
 
     def _leaving(self, run_dir: Path, status: int) -> float:
-        """Return the seconds to wait where the driver has stopped because nodes are taken away: another one would stop
-        likewise until they are gone, and this node may be one of them."""
-        with suppress(OSError, Malformed):
-            return self._told.notice if status == STOPPED and traces.noticed(run_dir) else 0.0
-        return 0.0
+        """Return the seconds to wait where nodes are taken away: until they are gone, another driver would stop too."""
+        return self._told.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
-        """Return the argument by which a driver starts over at step 1, where the one before was lost before its first
-        checkpoint: without it that is refused, as a person might have mistaken the directory."""
-        chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.arguments)
-        try:
-            return ["checkpoint.resume=never"] if not chosen and traces.has_nothing_saved(run_dir) else []
-        except (OSError, Malformed):
-            return []
+        """Return the argument by which a driver starts over, where the last was lost before its first checkpoint."""
+        chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.launch)
+        return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
 
     def _rest(self, seconds: float) -> bool:
         """Wait before the next driver; return True if the job was asked to stop meanwhile."""
@@ -215,32 +211,12 @@ class Supervisor:
         return FAILED
 
 
-@contextmanager
-def deaf_to_term() -> Iterator[None]:
-    """Start processes inside the block with SIGTERM blocked, for themselves and for all that they start. Some
-    schedulers send it to every process of a job: then only this process reacts, and decides which processes end, and
-    when."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def seen(read: Callable[[Path], _Seen], run_dir: Path, otherwise: _Seen) -> _Seen:
+    """Read what a run directory shows; return `otherwise` if its files cannot be read, which the driver reports."""
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _steps(run_dir: Path) -> int:
-    """Return the highest step done in the run directory; 0 if its files cannot be read, which the driver reports."""
-    try:
-        return traces.steps(run_dir)
+        return read(run_dir)
     except (OSError, Malformed):
-        return 0
-
-
-def _recorded(run_dir: Path) -> bool:
-    """Return True unless the journal says that the newest driver began and not that it ended."""
-    try:
-        return traces.orphaned(run_dir) is None
-    except (OSError, Malformed):
-        return True
+        return otherwise
 
 
 def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> None:
@@ -264,8 +240,4 @@ def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> Non
 
 def ray_job(environment: Mapping[str, str]) -> str:
     """Return the submission id of the Ray job whose entry point has this environment, "" if there is none."""
-    try:
-        found = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-        return str(found.get("metadata", {}).get("job_submission_id", ""))
-    except (ValueError, AttributeError):
-        return ""
+    return str(job_config(environment).get("metadata", {}).get("job_submission_id", ""))

@@ -5,8 +5,9 @@ import socket
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.cluster.wire.interface import addresses, interface_of
 from platform.jobs import allocation
-from platform.jobs.allocation import addresses, cpus_here, endpoint, free_port, gpus_here, interface_with, own_address
+from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, own_address
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,9 @@ def test_cpus():
 
 
 def test_the_address_is_an_interface_s_or_leads_to_the_others():
-    assert own_address("lo") == "127.0.0.1" and interface_with("127.0.0.1") == "lo"
+    assert own_address("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo"
     assert ("lo", "127.0.0.1") == addresses(4)[-1]  # others come first
-    assert interface_with("203.0.113.7") == ""
+    assert interface_of("203.0.113.7") == ""
     with pytest.raises(ConfigError, match="job.interface=ib9: has no IPv4 address on node .*; nearest legal: .*lo"):
         own_address("ib9")
 
@@ -76,15 +77,7 @@ def test_without_a_route_one_node_is_on_loopback(monkeypatch):
     assert (own_address(), own_address(version=6)) == ("127.0.0.1", "::1")
 
 
-def test_both_versions_of_ip(tmp_path):
+def test_both_versions_of_ip():
     assert endpoint("10.0.0.1", 6379) == "10.0.0.1:6379" and endpoint("fd00::1", 6379) == "[fd00::1]:6379"
-    table = tmp_path / "if_inet6"
-    table.write_text(
-        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
-        "fd000000000000000000000000000002 02 40 00 80     eth0\n"
-        "00000000000000000000000000000001 01 80 10 80       lo\n"
-    )
-    assert allocation._ipv6(table) == [("eth0", "fd00::2"), ("lo", "::1")]
-    assert allocation._ipv6(tmp_path / "none") == []
     with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))):
         pass

@@ -166,7 +166,7 @@ def test_a_driver_whose_cluster_is_lost_makes_way_for_another_here(job):
 
 
 def test_when_the_job_s_time_is_over_it_ends_saved(job):
-    assert job((75, 4), (0, 9), seconds=0.0) == 75
+    assert job((75, 4), (0, 9), time_limit=0.0) == 75
     [[arguments, _]] = started()
     assert arguments[-1] == "run.time_limit=1" and record()[-1]["status"] == 75
 

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,8 @@ class RunDirectory:
         Raises ConfigError if its files are not a run's, or if its run has another identity than `config`: the message
         names each differing key, and keys freed by `resume.allow` do not count."""
         try:
-            there = traces.configuration(self.path)
-        except OSError as error:
-            raise self.unusable(error) from None
+            with self._usable():
+                there = traces.configuration(self.path)
         except Malformed as error:
             reason = f"its config.yaml is not a run's configuration ({error}); name another directory"
             raise self._refusal(reason) from None
@@ -60,17 +60,13 @@ class RunDirectory:
 
     def finished(self, steps: int, e: Eval) -> int:
         """Return the updates of a run that ended here, else 0 (`traces.finished`); raise ConfigError if unreadable."""
-        try:
+        with self._usable():
             return traces.finished(self.path, steps, e)
-        except OSError as error:
-            raise self.unusable(error) from None
 
     def orphaned(self) -> int | None:
         """Return a dead driver's last step, else None (`traces.orphaned`); raise ConfigError for unreadable files."""
-        try:
+        with self._usable():
             return traces.orphaned(self.path)
-        except OSError as error:
-            raise self.unusable(error) from None
 
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
@@ -83,21 +79,20 @@ class RunDirectory:
         """
         made, own_logs = missing_directories(self.path), (self.path / "logs").exists()
         try:
-            self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
-            (self.path / "logs").mkdir(0o700, exist_ok=True)
-            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no symlink: it gets truncated
-        except OSError as error:
+            with self._usable():
+                self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
+                (self.path / "logs").mkdir(0o700, exist_ok=True)
+                lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no symlink: it is truncated
+        except ConfigError:
             remove_empty([self.path / "logs", *made])
-            raise self.unusable(error) from None
+            raise
         try:
             self._lock_or_refuse(lock)
             there = self.check(config)  # again: another driver may have written since the first check
             with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
-                try:
-                    _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
+                with self._usable():
+                    replace_text(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
-                except OSError as error:
-                    raise self.unusable(error) from None
                 yield there
         finally:
             os.close(lock)
@@ -122,14 +117,21 @@ class RunDirectory:
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Write `plan.json`, the newest generation's plan summary; the journal's `forming` events have each mesh."""
-        _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
+        replace_text(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
         """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
         naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is ever stale."""
+        with self._usable():
+            owner = lock_or_owner(lock)
+        if owner:
+            raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory")
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Raise ConfigError, for the user, where the run directory cannot be used inside the block."""
         try:
-            if owner := lock_or_owner(lock):
-                raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory")
+            yield
         except OSError as error:
             raise self.unusable(error) from None
 
@@ -166,15 +168,18 @@ def _as_they_were(*files: Path) -> Iterator[None]:
                 if text is None:
                     file.unlink(missing_ok=True)
                 else:
-                    _replace(file, text.decode(errors="surrogateescape"))
+                    replace_text(file, text.decode(errors="surrogateescape"))
         raise
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a text file in one step, so that a reader finds the old or the new text, never half of one."""
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a text file in one step, so that a reader finds the old or the new text, never half of one. `mode`:
+    permissions of the file, less this process's umask."""
     draft = path.with_name(f".{path.name}.draft")
     try:
-        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
+        own = partial(os.open, mode=mode)
+        with open(draft, "w", encoding="utf-8", errors="surrogateescape", opener=own) as file:
+            file.write(text)
         draft.replace(path)
     except OSError:
         with suppress(OSError):

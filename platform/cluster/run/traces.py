@@ -3,7 +3,7 @@ and a fault is reported in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,21 @@ def journal(directory: Path) -> Iterator[events.JournalEvent]:
         yield from events.read(directory / JOURNAL)
 
 
+def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent]]:
+    """Return the events of each driver of a run, in order, from its start on."""
+    drivers: list[list[events.JournalEvent]] = []
+    for event in found:
+        if isinstance(event, events.Starting):
+            drivers.append([])
+        if drivers:
+            drivers[-1].append(event)
+    return drivers
+
+
+def _last_life(directory: Path) -> list[events.JournalEvent]:
+    return next(reversed(lives(journal(directory))), [])
+
+
 def finished(directory: Path, steps: int, e: Eval) -> int:
     """Return the updates with which the run in a directory has ended, if these are `steps` or more, or it ended because
     it learned no more, as `e` has it; else 0. Raises Malformed, OSError."""
@@ -64,21 +79,15 @@ def finished(directory: Path, steps: int, e: Eval) -> int:
 
 def noticed(directory: Path) -> bool:
     """Return True if the last driver ended as all workers or its node were to go away. Raises Malformed, OSError."""
-    ends = [event for event in journal(directory) if isinstance(event, events.End)]
-    return bool(ends) and isinstance(ends[-1], events.Drained) and ends[-1].signal == NOTICE
+    return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in _last_life(directory))
 
 
 def bereaved(directory: Path) -> bool:
     """Return True if the last driver of a run directory gave up because a worker's process had died. Raises Malformed,
     OSError."""
-    died, gave_up = False, False
-    for event in journal(directory):
-        if isinstance(event, events.Starting):
-            died = gave_up = False
-        if isinstance(event, events.Failure):
-            died = event.kind == "died"
-        gave_up |= isinstance(event, events.GaveUp)
-    return died and gave_up
+    life = _last_life(directory)
+    failures = [event for event in life if isinstance(event, events.Failure)]
+    return any(isinstance(event, events.GaveUp) for event in life) and bool(failures) and failures[-1].kind == "died"
 
 
 def has_nothing_saved(directory: Path) -> bool:
@@ -98,15 +107,13 @@ def steps(directory: Path) -> int:
 def orphaned(directory: Path) -> int | None:
     """Return the last training step that the last driver of a run directory had done, 0 for none, if it died without an
     end; None if it ended, or there was none. Raises Malformed, OSError."""
-    begun = worked = False
-    for event in journal(directory):
-        if isinstance(event, events.Starting | events.End):
-            begun, worked = isinstance(event, events.Starting), False
-        worked |= isinstance(event, events.FirstStep)
-    if begun and worked:
+    life = _last_life(directory)
+    if not life or any(isinstance(event, events.End) for event in life):
+        return None
+    if any(isinstance(event, events.FirstStep) for event in life):
         with suppress(FileNotFoundError, NotADirectoryError):
             return next((int(row["step"]) for row in reversed(_last_rows(directory / METRICS))), 0)
-    return 0 if begun else None
+    return 0
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:

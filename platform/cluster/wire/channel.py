@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any
 
@@ -65,17 +65,10 @@ class Unframer:
         self.limit = limit
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterable[dict[str, Any]]:
-        """Return the JSON messages that `data`, the next bytes received on a control connection, completes; the
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the JSON messages that `data`, the next bytes received on a control connection, completes; the
         incomplete rest is kept. The result must be iterated before the next call. Raises Garbled for a message longer
         than `limit` bytes or one that is not a JSON object."""
-        if not self._buffer and _HEADER.size < len(data) <= self.limit:
-            if _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:  # the common case: one whole message
-                return (_parse(data[_HEADER.size :]),)
-        return self._cut(data)
-
-    def _cut(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the messages that `data` completes, in the general case: several in one read, or one in several."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _HEADER.size:
@@ -85,12 +78,12 @@ class Unframer:
             end = _HEADER.size + length
             if len(buffer) < end:
                 return
-            payload = bytes(buffer[_HEADER.size : end])
+            payload = buffer[_HEADER.size : end]
             del buffer[:end]
             yield _parse(payload)
 
 
-def _parse(payload: bytes) -> dict[str, Any]:
+def _parse(payload: bytearray) -> dict[str, Any]:
     """Parse the JSON text of one message of the control channel. Raises Garbled if it is not a JSON object."""
     try:
         message = json.loads(payload.decode())
@@ -110,13 +103,12 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        ("TCP_KEEPIDLE", _LOST_SECONDS // 2),
-        ("TCP_KEEPINTVL", _LOST_SECONDS // 10),
-        ("TCP_KEEPCNT", 5),
-        ("TCP_USER_TIMEOUT", _LOST_SECONDS * 1000),
+        (socket.TCP_KEEPIDLE, _LOST_SECONDS // 2),
+        (socket.TCP_KEEPINTVL, _LOST_SECONDS // 10),
+        (socket.TCP_KEEPCNT, 5),
+        (socket.TCP_USER_TIMEOUT, _LOST_SECONDS * 1000),
     ):
-        if hasattr(socket, option):  # Linux has all of them; other systems lack some
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Line:

@@ -1,42 +1,44 @@
-"""Name of the network interface that an address of this machine belongs to."""
+"""Addresses of this machine, and the network interfaces that have them."""
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not on this system
-    fcntl = None  # type: ignore[assignment]
-
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-_INET6 = "/proc/net/if_inet6"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_INET6 = Path("/proc/net/if_inet6")
+_SCOPES = ("00", "10")  # there: of global addresses and of loopback; those of a link would need a zone
 
 
 def interface_of(address: str) -> str:
     """Return the name of this machine's network interface with the IPv4 or IPv6 `address`; "" if none is found."""
-    with suppress(OSError, ValueError):
-        return _with_inet6(address) if ":" in address else _with_inet(address)
-    return ""
+    wanted = address.rpartition(":")[2] if "." in address else address  # an IPv4 address in IPv6's form
+    return next((name for name, own in [*addresses(4), *addresses(6)] if own == wanted), "")
 
 
-def _with_inet(address: str) -> str:
-    """Return the name of the interface with this IPv4 address, asked by ioctl; "" if none has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex() if fcntl else []:
+def addresses(version: int) -> list[tuple[str, str]]:
+    """Return (interface, address) of interfaces here with a routable address of this IP version, loopback last."""
+    found = _ipv4() if version == 4 else _ipv6(_INET6)
+    return sorted(found, key=lambda pair: pair[0] == "lo")
+
+
+def _ipv4() -> list[tuple[str, str]]:
+    """Return (interface, address) of every network interface that has an IPv4 address."""
+    found = []
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
+        for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
-                found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
 
 
-def _with_inet6(address: str) -> str:
-    """Return the name of the interface with this IPv6 or IPv4-mapped address, from _INET6; "" if none has it."""
-    if "." in address:  # an IPv4 address in IPv6's form
-        return _with_inet(address.rpartition(":")[2])
-    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    with open(_INET6) as lines:
-        return next((line.split()[-1] for line in lines if line.startswith(wanted)), "")
+def _ipv6(table: Path) -> list[tuple[str, str]]:
+    """Return (interface, address) of global addresses and of loopback, from a table such as _INET6."""
+    with suppress(OSError):
+        rows = [line.split() for line in table.read_text().splitlines()]
+        return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] in _SCOPES]
+    return []

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,6 @@ _ENDS = {0: "done", 1: "gave up", 2: "refused", 75: "stopped, and can go on", 14
 _SHOWN = 20  # lives, the newest
 
 
-@dataclass(frozen=True)
-class Life:
-    """Driver of a run, from its start to its end. `began`, `ended`: seconds since the epoch, None for no end; `end`:
-    how it ended, in words, "" if it is not known; `step`: the last one that it reached, 0 for none; `nodes`: number in
-    its last mesh, 0 for none; `failures`: number of worker failures; `code`: hash of its sources, "" if it left
-    none."""
-
-    began: float
-    ended: float | None = None
-    end: str = ""
-    step: int = 0
-    nodes: int = 0
-    failures: int = 0
-    code: str = ""
-
-
 def status_lines(run_dir: Path) -> Iterator[str]:
     """Yield the lines of `python -m platform.jobs status`. Raises ConfigError if the directory holds no run, or what
     none writes."""
@@ -57,7 +40,7 @@ def status_lines(run_dir: Path) -> Iterator[str]:
         raise ConfigError(violation("run.dir", run_dir, f"cannot be read ({error})")) from None
     if config is None and not journal and not drivers:
         raise ConfigError(violation("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"]))
-    lives = lives_of(journal)
+    lives = traces.lives(journal)
     yield f"run directory: {run_dir}"
     yield f"state: {_state(run_dir, lives, drivers)}"
     saved = [event for event in journal if isinstance(event, events.Checkpoint)]
@@ -70,45 +53,36 @@ def status_lines(run_dir: Path) -> Iterator[str]:
         before = ""
         for number, life in [*enumerate(lives, 1)][-_SHOWN:]:
             yield _line(number, life, before)
-            before = life.code or before
+            before = _code(life) or before
     yield from _last_failure(journal)
     found = log_files(run_dir)
     yield f"logs: {count_of(len(found), 'file')} in {run_dir / 'logs'}; python -m platform.jobs logs {run_dir}"
 
 
-def lives_of(journal: Sequence[JournalEvent]) -> list[Life]:
-    """Return the drivers that a journal records, in order."""
-    lives: list[Life] = []
-    for event in journal:
-        if isinstance(event, events.Starting):
-            lives.append(Life(event.time, code=(event.code or {}).get("platform", "")))
-        elif lives:
-            lives[-1] = _after(lives[-1], event)
-    return lives
+def _code(life: Sequence[JournalEvent]) -> str:
+    """Return the hash of the sources of a driver, from its events, "" if it left none."""
+    return next(((e.code or {}).get("platform", "") for e in life if isinstance(e, events.Starting)), "")
 
 
-def _after(life: Life, event: JournalEvent) -> Life:
-    """Return a life updated by one more event of it."""
-    step = max(life.step, getattr(event, "step", 0) or 0)
-    if isinstance(event, events.Failure):
-        return replace(life, step=step, failures=life.failures + 1)
-    if isinstance(event, events.Formed):
-        return replace(life, nodes=len({worker.get("node") for worker in event.workers}))
-    if isinstance(event, End):
-        cause = getattr(event, "cause", "") or getattr(event, "signal", "")
-        return replace(life, step=step, ended=event.time, end=f"{event.word}{f': {cause}' if cause else ''}")
-    return replace(life, step=step)
+def _end(life: Sequence[JournalEvent]) -> tuple[float | None, str]:
+    """Return when and, in words, how a driver ended, from its events; (None, "no end") if it has not."""
+    for event in life:
+        if isinstance(event, End):
+            cause = getattr(event, "cause", "") or getattr(event, "signal", "")
+            return event.time, f"{event.word}{f': {cause}' if cause else ''}"
+    return None, "no end"
 
 
-def _state(run_dir: Path, lives: Sequence[Life], drivers: Sequence[dict[str, Any]]) -> str:
+def _state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], drivers: Sequence[dict[str, Any]]) -> str:
     """Return in words whether a run is driven now and, if not, how it ended."""
     last = drivers[-1] if drivers else {}
     if last.get("event") == CLOSED and "status" in last:
         return f"ended with status {last['status']} ({_ENDS.get(last['status'], 'lost')}), {_since(last['time'])}"
     if last.get("event") == ENDED:
         return f"between two lives: a driver ended with status {last.get('status')} {_since(last['time'])}"
-    if lives and lives[-1].ended is not None:
-        return f"ended: {lives[-1].end}, {_since(lives[-1].ended)}"
+    ended, end = _end(lives[-1]) if lives else (None, "")
+    if ended is not None:
+        return f"ended: {end}, {_since(ended)}"
     if not lives and not last:
         return "nothing has started"
     with suppress(OSError):
@@ -145,16 +119,20 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
-def _line(number: int, life: Life, code_before: str) -> str:
-    """Return the line of one life. `code_before`: hash of the sources of the one before, "" if not known."""
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.began))
-    lasted = _clock(life.ended - life.began) if life.ended is not None else "no end"
-    said = [count_of(life.nodes, "node")] if life.nodes else []
-    said += [count_of(life.failures, "failure")] if life.failures else []
-    said += [f"other code: {life.code}"] if code_before and life.code not in ("", code_before) else []
-    return (
-        f"  {number}  {began}  {lasted}  to step {life.step}  {life.end or 'no end'}{''.join(f', {s}' for s in said)}"
-    )
+def _line(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
+    """Return the line of one driver, from its events. `code_before`: hash of the sources of the one before, "" if not
+    known."""
+    (ended, end), code = _end(life), _code(life)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life[0].time))
+    lasted = "no end" if ended is None else _clock(ended - life[0].time)
+    step = max(getattr(event, "step", 0) or 0 for event in life)
+    formed = [event for event in life if isinstance(event, events.Formed)]
+    nodes = len({worker.get("node") for worker in formed[-1].workers}) if formed else 0
+    failures = sum(isinstance(event, events.Failure) for event in life)
+    said = [count_of(nodes, "node")] if nodes else []
+    said += [count_of(failures, "failure")] if failures else []
+    said += [f"other code: {code}"] if code_before and code not in ("", code_before) else []
+    return f"  {number}  {began}  {lasted}  to step {step}  {end}{''.join(f', {s}' for s in said)}"
 
 
 def _last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Span
+from platform.cluster.run.directory import replace_text
 
 _LIFE, _END = "life.json", "end.json"
 _PORTS = (1 << 16) - 1
@@ -96,10 +97,7 @@ class Board:
     def _write(self, name: str, what: TorchrunLife | Word | _End) -> None:
         """Write a file of the board in one step, for this user alone."""
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
-        draft = self._folder / f".{name}.draft"
-        draft.write_text(json.dumps(asdict(what)))
-        draft.chmod(0o600)
-        draft.replace(self._folder / name)
+        replace_text(self._folder / name, json.dumps(asdict(what)), 0o600)
 
     def _read(self, kind: type[_Said], name: str) -> _Said | None:
         """Read a file of the board as a `kind`, None if it is missing or broken."""

@@ -13,21 +13,20 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from socket import create_connection, gethostname
+from socket import gethostname
 
-from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.run import traces
-from platform.jobs.allocation import free_port
+from platform.jobs.allocation import answers, free_port
 from platform.jobs.pods.board import Board, TorchrunLife, Word
 from platform.jobs.pods.rank import PID, STATUS
 from platform.jobs.pods.torch_node import PodOptions, TorchNode
 from platform.jobs.retries import TERMINATED
-from platform.jobs.supervisor import Supervision, Supervisor
+from platform.jobs.supervisor import Supervision, Supervisor, seen
 from platform.launch import FAILED, STOPPED
 
 _LOOK_SECONDS = 0.5
@@ -120,9 +119,8 @@ class _TorchrunDriver:
         self._lives.end()
         if status is None:
             status = -signal.SIGKILL if begun else STOPPED
-        with suppress(OSError, Malformed):
-            if status == FAILED and traces.bereaved(self._run_dir):
-                status = STOPPED
+        if status == FAILED and seen(traces.bereaved, self._run_dir, False):
+            status = STOPPED
         self._status = status
         return status
 
@@ -207,28 +205,18 @@ def _run_other(o: PodOptions, told: Supervision) -> int:
             if life and node.runs and life.number > word.life:
                 node.end()  # that life is over, or its first pod was lost
             elif life and life.number > word.life and o.index < len(life.members) and not going.is_set():
-                if life.members[o.index] == word.token and _answers(o.first, life.port):
-                    node.start(o.first, life.port, life.number, told.arguments)
+                # until its store answers, the first pod's name may be that of a lost one
+                if life.members[o.index] == word.token and answers(
+                    o.first, life.port
+                ):  # till then the name may be a lost pod's
+                    node.start(o.first, life.port, life.number, told.launch)
                     word = replace(word, life=life.number)
             new = replace(word, runs=node.runs, leaving=going.is_set())
             if new != word or time.monotonic() > said + _BEAT_SECONDS:
                 word, said = replace(new, beat=word.beat + 1), time.monotonic()
-                _tolerant(lambda: board.say(o.index, word))  # noqa: B023
+                with suppress(OSError):  # of shared storage: the next word tries again
+                    board.say(o.index, word)
             if word.leaving and not word.runs:
                 return TERMINATED
             time.sleep(_LOOK_SECONDS)
     return status
-
-
-def _tolerant(write: Callable[[], None]) -> None:
-    """Write to shared storage; what does not work is tried again with the next word."""
-    with suppress(OSError):
-        write()
-
-
-def _answers(host: str, port: int) -> bool:
-    """Return True if torchrun's store on the first pod takes connections; until then its name may be a lost pod's."""
-    with suppress(OSError):
-        create_connection((host, port), timeout=2.0).close()
-        return True
-    return False

@@ -11,6 +11,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from platform.cluster.run.directory import replace_text
+
 PID, STATUS = "driver.pid", "driver.status"
 
 
@@ -19,20 +21,14 @@ def main() -> None:
     folder = Path(sys.argv.pop(1))
     driver = os.environ.get("RANK") == "0"
     if driver:
-        _leave(folder / PID, os.getpid())
+        replace_text(folder / PID, str(os.getpid()))
     try:
         runpy.run_module("platform.launch", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         if driver:
-            _leave(folder / STATUS, ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            replace_text(folder / STATUS, str(status))
         raise
-
-
-def _leave(path: Path, number: int) -> None:
-    """Write a number to a file in one step."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(str(number))
-    draft.replace(path)
 
 
 if __name__ == "__main__":

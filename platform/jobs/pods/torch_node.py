@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +16,6 @@ from typing import IO
 from platform.cluster.crew.launchers import leftovers
 from platform.jobs.look.logs import NodeLog
 from platform.jobs.pods.rank import PID, STATUS
-
-_KILL_SECONDS = 10.0  # for killed processes to be gone
 
 
 @dataclass(frozen=True)
@@ -54,21 +48,13 @@ def torch_command(o: PodOptions, address: str, port: int, life: int, folder: str
     ]
 
 
-class TorchNode:
+class TorchNode(leftovers.Marked):
     """torchrun on this node, at most one at a time; a context that ends its processes and removes its files."""
 
     def __init__(self, options: PodOptions, run_dir: Path):
+        super().__init__()
         self._options, self._log = options, NodeLog(run_dir)
-        self._torchrun: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
-
-    def __enter__(self) -> TorchNode:
-        self.directory = tempfile.mkdtemp(prefix="torchrun-")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def start(self, address: str, port: int, life: int, launch: Sequence[str]) -> None:
         """Start torchrun for a life of the run, as `torch_command` says."""
@@ -76,18 +62,11 @@ class TorchNode:
         for name in (PID, STATUS):
             Path(self.directory, name).unlink(missing_ok=True)
         prefix = f"[rank${{rank}} {gethostname()}] "
-        environment = {
-            **os.environ,
-            leftovers.MARK: self.directory,
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix,
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix, "PYTHONUNBUFFERED": "1"}
         command = torch_command(self._options, address, port, life, self.directory, launch)
-        self._torchrun = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        assert self._torchrun.stdout
-        self._reader = threading.Thread(target=self._keep, args=(self._torchrun.stdout,), daemon=True)
+        torchrun = self.run(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert torchrun.stdout
+        self._reader = threading.Thread(target=self._keep, args=(torchrun.stdout,), daemon=True)
         self._reader.start()
 
     def _keep(self, said: IO[bytes]) -> None:
@@ -98,11 +77,6 @@ class TorchNode:
                     os.write(1, line)
                 self._log.write(line)
 
-    @property
-    def runs(self) -> bool:
-        """Return True if torchrun runs on this node."""
-        return self._torchrun is not None and self._torchrun.poll() is None
-
     def number(self, name: str) -> int | None:
         """Return what the driver on this node has left in its file PID or STATUS, None before it has."""
         with suppress(OSError, ValueError):
@@ -110,17 +84,8 @@ class TorchNode:
         return None
 
     def end(self) -> None:
-        """End torchrun on this node at once, with all that it has started."""
-        if self._torchrun is None:
-            return
-        self._torchrun.kill()
-        self._torchrun.wait()
-        deadline = time.monotonic() + _KILL_SECONDS
-        while (left := leftovers.marked(self.directory)) and time.monotonic() < deadline:
-            for process in left:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            time.sleep(0.02)
+        """End torchrun on this node at once, with all that it has started, and have the rest of what it said."""
+        super().end()
         if self._reader:
             self._reader.join(1.0)
-        self._torchrun = None
+            self._reader = None

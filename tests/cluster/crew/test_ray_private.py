@@ -33,11 +33,8 @@ def listening(processes):
 
 
 def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_files(job, monkeypatch):
-    made, make = [], ray_session._short_temporary_directory
-    monkeypatch.setattr(
-        "platform.cluster.crew.launchers.ray_session._short_temporary_directory",
-        lambda: made.append(Path(make())) or str(made[0]),
-    )
+    made, make = [], leftovers._short_directory
+    monkeypatch.setattr(leftovers, "_short_directory", lambda: made.append(Path(make())) or str(made[0]))
     before = listening({os.getpid()})  # what an earlier test of this process left
     with open_crew("local", job(1)):
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

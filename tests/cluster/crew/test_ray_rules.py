@@ -2,14 +2,13 @@
 
 import doctest
 import json
-import os
 
 import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.launchers import ray_session
 from platform.cluster.crew.launchers.ray_demand import LEASE_SECONDS, Bundle, DemandLedger, Hysteresis
-from platform.cluster.crew.launchers.ray_session import _job_environment, runtime_env, selects
+from platform.cluster.crew.launchers.ray_session import job_config, runtime_env, selects
 from platform.launch import compose
 
 CPU, GPU = Bundle({"CPU": 1.0}, {}), Bundle({"CPU": 1.0, "GPU": 1.0}, {"zone": "a"})
@@ -91,11 +90,10 @@ def test_what_the_job_says_too_is_refused_as_ray_would_but_by_name(monkeypatch):
         ('{"metadata": {}}', {}), ('{"runtime_env": null}', {}), ("{", {}), ("[]", {}), (None, {}),
     ],
 )  # fmt: skip
-def test_a_job_tells_its_environment(monkeypatch, told, found):
+def test_a_job_tells_its_environment(told, found):
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as NAME  # noqa: N812
 
-    monkeypatch.setattr(os, "environ", {NAME: told} if told else {})
-    assert _job_environment() == found
+    assert (job_config({NAME: told} if told else {}).get("runtime_env") or {}) == found
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from platform.cluster.wire import interface
 from platform.cluster.wire.interface import interface_of
 from tests.testbed.links import Links, why_not
 
@@ -20,6 +21,17 @@ def test_loopback(address):
 @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "no address", ""])
 def test_an_address_of_nobody_here(address):
     assert interface_of(address) == ""
+
+
+def test_addresses_that_others_reach(tmp_path):
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "fd000000000000000000000000000002 02 40 00 80     eth0\n"
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+    )
+    assert interface._ipv6(table) == [("eth0", "fd00::2"), ("lo", "::1")]
+    assert interface._ipv6(tmp_path / "none") == []
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")

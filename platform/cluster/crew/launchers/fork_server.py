@@ -1,8 +1,8 @@
 """Fork server: a process that imports once what workers need (torch above all, seconds of CPU) and forks them all.
 
 `forks` has the other end: the process that starts this one, which is its parent and ends it by ending, passes it a
-connection per worker. A connection carries first a worker's order, then, from this process, the worker's exit code.
-Closing its other end kills the worker.
+connection per worker. A connection carries first a worker's order, pickled, then, from this process, the worker's exit
+code as text, -N after signal N. Closing its other end kills the worker.
 
 Nothing here may start a thread or touch a device before the last worker is forked, and no worker may outlive this
 process, nor this process its parent, even if they are stopped: the kernel kills them (PR_SET_PDEATHSIG, Linux only).
@@ -19,7 +19,6 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import sys
 import traceback
 from contextlib import suppress
@@ -28,9 +27,6 @@ from platform.cluster.crew.base.signals import STOPPING
 from platform.cluster.crew.launchers.host import serve
 from platform.train.recovery import proof
 
-HEADER, CODE = struct.Struct("!Q"), struct.Struct("!i")  # bytes of an order; a worker's exit code, -N after signal N
-WORKER, LISTENER = b"w", b"l"  # what a file descriptor is that the parent passes: a worker's connection, or where to
-# accept such connections
 _LATE = "torch._dynamo"  # imported by the first optimizer of a process; most of a second
 _ORDER_SECONDS = 10.0  # for an order to arrive whole
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -57,9 +53,8 @@ def _import(name: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies; end it if that has happened. Linux only."""
-    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
-        prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    """Ask the kernel to kill this process when `parent` dies; end it if that has happened."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -72,12 +67,15 @@ class _Server:
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # the end of a worker wakes the loop
-        self._sockets = {s.fileno(): s for s in (control, self._woken)}
-        self._lines: dict[int, tuple[int, socket.socket]] = {}  # file descriptor -> worker's process id, connection
-        self._listeners: dict[int, socket.socket] = {}
+        self._sockets: dict[int, socket.socket] = {}  # by file descriptor
+        self._workers: dict[int, int] = {}  # file descriptor of a worker's connection -> its process id
         self._poll = select.poll()
-        for fd in self._sockets:
-            self._poll.register(fd, select.POLLIN)
+        self._watch(control)
+        self._watch(self._woken)
+
+    def _watch(self, own: socket.socket) -> None:
+        self._sockets[own.fileno()] = own
+        self._poll.register(own, select.POLLIN)
 
     def run(self) -> None:
         """Serve until the parent closes its connection; then kill the workers that are left."""
@@ -89,14 +87,15 @@ class _Server:
                 elif fd == self._woken.fileno():
                     self._woken.recv(1 << 12)
                     self._reap()
-                elif fd in self._listeners:
-                    self._fork(self._listeners[fd].accept()[0])
-                elif fd in self._lines:
+                elif fd in self._workers:
                     self._poll.unregister(fd)  # it is readable for ever
-                    os.kill(self._lines[fd][0], signal.SIGKILL)  # not reaped yet, so the number is still its own
+                    os.kill(self._workers[fd], signal.SIGKILL)  # not reaped yet, so the number is still its own
+                elif fd in self._sockets:
+                    self._fork(self._sockets[fd].accept()[0])
 
     def _take(self) -> bool:
-        """Take a file descriptor that the parent passes; return False if it has closed the connection instead."""
+        """Take a socket that the parent passes: a worker's connection, or one that accepts such connections; return
+        False if the parent has closed its own instead."""
         try:
             kind, fds, _, _ = socket.recv_fds(self._control, 1, 1)
         except OSError:
@@ -104,9 +103,8 @@ class _Server:
         if not kind:
             return False
         passed = socket.socket(fileno=fds[0])
-        if kind == LISTENER:
-            self._listeners[passed.fileno()] = passed
-            self._poll.register(passed, select.POLLIN)
+        if passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            self._watch(passed)
         else:
             self._fork(passed)
         return True
@@ -115,63 +113,50 @@ class _Server:
         """Fork a worker, whose order comes first on the connection `line`; do nothing if it does not come."""
         try:
             line.settimeout(_ORDER_SECONDS)
-            order = _receive(line, *HEADER.unpack(_receive(line, HEADER.size)))
-        except OSError:
+            with line.makefile("rb") as order:
+                environment, path, told = pickle.load(order)
+        except (OSError, EOFError, pickle.UnpicklingError):
             return line.close()
         parent = os.getpid()
         if process := os.fork():
-            self._lines[line.fileno()] = process, line
-            self._poll.register(line, select.POLLIN)
+            self._workers[line.fileno()] = process
+            self._watch(line)
             return
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for other in (line, self._control, self._woken, self._waker, *self._listeners.values()):
-                other.close()
-            for _, other in self._lines.values():
+            for other in (line, self._waker, *self._sockets.values()):
                 other.close()
             _die_with(parent)
-            status = _work(order)
+            status = _work(environment, path, told)
         finally:
             os._exit(status)
 
     def _reap(self) -> None:
         """Reap the workers that have ended, and send their exit codes."""
-        for fd, (process, line) in list(self._lines.items()):
+        for fd, process in list(self._workers.items()):
             ended, how = os.waitpid(process, os.WNOHANG)
             if ended:
                 with suppress(KeyError):
                     self._poll.unregister(fd)
-                del self._lines[fd]
-                with suppress(OSError), line:
-                    line.sendall(CODE.pack(os.waitstatus_to_exitcode(how)))
+                del self._workers[fd]
+                with suppress(OSError), self._sockets.pop(fd) as line:
+                    line.sendall(str(os.waitstatus_to_exitcode(how)).encode())
 
     def _end(self) -> None:
         """Kill all workers and reap them."""
-        for process, _ in self._lines.values():
+        for process in self._workers.values():
             os.kill(process, signal.SIGKILL)
-        for process, _ in self._lines.values():
+        for process in self._workers.values():
             os.waitpid(process, 0)
 
 
-def _receive(line: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes. Raises OSError if the connection ends before or nothing comes for long."""
-    parts = []
-    while size:
-        if not (part := line.recv(min(size, 1 << 20))):
-            raise ConnectionError("the order is not whole")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def _work(order: bytes) -> int:
-    """Serve the worker that `order` describes in this process, just forked, with the environment and the import path of
-    the process that ordered it; return the exit status."""
+def _work(environment: dict[str, str], path: list[str], told: bytes) -> int:
+    """Serve the worker that an order describes in this process, just forked, with the environment and the import path
+    of the process that ordered it; return the exit status."""
     status = 1
     try:
-        environment, path, told = pickle.loads(order)
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path

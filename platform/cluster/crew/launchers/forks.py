@@ -13,7 +13,6 @@ import sys
 from contextlib import suppress
 
 from platform.cluster.crew.base.job import Assignment
-from platform.cluster.crew.launchers.fork_server import CODE, HEADER, LISTENER, WORKER
 
 _PROGRAM = """
 import json, sys
@@ -50,7 +49,7 @@ class ForkServer:
         the secret `token`, in this process's environment."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # the server is gone: the connection ends, as if the worker had died
-            socket.send_fds(self._control, [WORKER], [theirs.fileno()])
+            socket.send_fds(self._control, [b"w"], [theirs.fileno()])
         return Forked(ours, place, address, token)
 
     def listen(self, path: str) -> None:
@@ -58,7 +57,7 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(socket.SOMAXCONN)
-            socket.send_fds(self._control, [LISTENER], [listener.fileno()])
+            socket.send_fds(self._control, [b"l"], [listener.fileno()])
 
     def close(self) -> None:
         """End the server and all of its workers, at once."""
@@ -92,13 +91,13 @@ class Forked:
         self._line, self._how = line, ""
         order = pickle.dumps((dict(os.environ), sys.path, pickle.dumps((place, address, token))))
         with suppress(OSError):  # as in `ForkServer.fork`
-            line.sendall(HEADER.pack(len(order)) + order)
+            line.sendall(order)
 
     def ended(self, seconds: float | None) -> str | None:
         """Return how the process ended, as a phrase for the user; None if not within `seconds` (None: for ever)."""
         if not self._how and _readable(self._line, seconds):
             with suppress(OSError):
-                self._how = _phrase(self._line.recv(CODE.size))
+                self._how = _phrase(self._line.recv(16))
         return self._how or None
 
     def kill(self) -> None:
@@ -108,9 +107,10 @@ class Forked:
             self.ended(_KILL_SECONDS)
 
 
-def _phrase(told: bytes) -> str:
+def _phrase(code: bytes) -> str:
     """Describe how a worker ended, by its exit code as the server sent it, b"" if the server is gone."""
-    if not told:
+    if not code:
         return "the process was killed with the process that it was forked from"
-    (code,) = CODE.unpack(told)
-    return f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"its exit status is {code}"
+    if code.startswith(b"-"):
+        return f"the process was killed by {signal.Signals(-int(code)).name}"
+    return f"its exit status is {int(code)}"

@@ -1,59 +1,132 @@
-"""Cleanup process of an embedded Ray: ends its processes and removes its files once the driver is gone, however it
-ended. Otherwise, after SIGKILL, Ray's agents stay for another minute, and a stopped worker and the files for ever.
+"""Programs that this process starts and that must not outlive it: an embedded Ray above all. After SIGKILL Ray's agents
+would stay for another minute, and a stopped worker and the files for ever.
 
-Runs as `python leftovers.py DIRECTORY`, with the standard library alone. The driver holds the other end of its standard
-input, which ends with the driver, and says AT_ONCE there if it ends Ray itself; Ray's processes have inherited
-MARK=DIRECTORY.
+Each has the variable MARK in its environment, the name of their directory. A sweeper, `python leftovers.py DIRECTORY`,
+which needs the standard library alone, waits at its standard input, which ends with this process, however it does; then
+it ends the remaining ones and removes the directory.
 """
+
+from __future__ import annotations
 
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from math import inf
+from typing import Any, Self
 
 MARK = "PLATFORM_EMBEDDED_RAY"
 PATIENCE = 4.0  # seconds for the processes to end by themselves; then they are killed
-AT_ONCE = b"at once"  # they are killed without patience
+AT_ONCE = b"at once"  # said to the sweeper: they are killed without patience
 _LOOK_SECONDS = 0.02  # between two looks at the processes
+_KILL_SECONDS = 10.0  # for killed processes to be gone
+
+
+class Marked:
+    """Programs that this process starts, and a directory for their files; a context that ends the ones and removes the
+    other. `directory`: only this user can read it."""
+
+    def __init__(self) -> None:
+        self._main: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.directory = _short_directory()
+        command = [sys.executable, "-I", __file__, self.directory]
+        # in its own session, so that Ctrl-C in the terminal does not reach it
+        self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._sweeper.communicate(AT_ONCE)
+
+    def popen(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
+        """Start one of the programs, in a session of its own."""
+        return subprocess.Popen(command, env={**environment, MARK: self.directory}, start_new_session=True, **how)
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
+        """Start the main program, of which there is one at a time."""
+        self._main = self.popen(command, environment, **how)
+        return self._main
+
+    @property
+    def runs(self) -> bool:
+        """Return True if the main program was started and has not ended."""
+        return self._main is not None and self._main.poll() is None
+
+    def end(self) -> None:
+        """End all of the programs at once, if the main one was started, with everything that they have started."""
+        if self._main is not None:
+            self._main.kill()
+            self._main.wait()
+            self._main = None
+            clear(self.directory, most=_KILL_SECONDS)
+
+
+@contextmanager
+def deaf_to_term() -> Iterator[None]:
+    """Start processes inside the block with SIGTERM blocked, for themselves and for all that they start. Some
+    schedulers send it to every process of a job: then only this process reacts, and decides which processes end, and
+    when."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _short_directory() -> str:
+    """Create a temporary directory with a short path, as Ray's Unix sockets allow at most 107 characters."""
+    with suppress(OSError):
+        return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    return tempfile.mkdtemp(prefix="ray-")
+
+
+def clear(directory: str, patience: float = 0.0, most: float = inf, spared: int = 0) -> None:
+    """Wait until no marked process of `directory` but `spared` is left, for at most `most` seconds; kill the remaining
+    ones after `patience` seconds."""
+    begin = time.monotonic()
+    while left := [process for process in marked(directory) if process != spared]:
+        waited = time.monotonic() - begin
+        if waited >= most:
+            return
+        for process in left if waited >= patience else ():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
 
 
 def marked(directory: str) -> list[int]:
-    """Return the ids of the processes of the embedded Ray in `directory`, without this process: started with
-    MARK=`directory`, or with files open in it, since a process that changes its title overwrites its environment, and
-    the mark with it."""
-    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+    """Return the ids of the processes that belong to `directory`, without this process: started with MARK=`directory`,
+    or with files open in it, since a process that changes its title overwrites its environment, and the mark with
+    it."""
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [number for number in numbers if number != os.getpid() and _belongs(number, directory)]
 
 
 def _belongs(process: int, directory: str) -> bool:
-    """Return True if the process of id `process` belongs to the embedded Ray in `directory`: the variable MARK of its
-    environment names that directory, or it has a file in it open."""
-    try:
+    """Return True if the process of id `process` belongs to `directory`: the variable MARK of its environment names
+    that, or it has a file in it open."""
+    with suppress(OSError):  # another user's process, or one that is gone
         with open(f"/proc/{process}/environ", "rb") as environment:
             if f"{MARK}={directory}".encode() in environment.read().split(b"\0"):
                 return True
         files = f"/proc/{process}/fd"
         return any(os.readlink(f"{files}/{fd}").startswith(f"{directory}/") for fd in os.listdir(files))
-    except OSError:  # another user's process, or one that is gone
-        return False
+    return False
 
 
 def main(directory: str) -> None:
-    """Wait for the end of standard input, which comes when the driver ends or closes it, then until no process of the
-    embedded Ray in `directory` but the driver is left, killing the ones left after PATIENCE; remove `directory`."""
-    driver = os.getppid()
+    """Wait for the end of standard input, which comes when the parent ends or closes it, then until no process that
+    belongs to `directory` but the parent is left, killing those left after PATIENCE; remove `directory`."""
+    parent = os.getppid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some schedulers send it to all processes of a job
-    patience = 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE
-    deadline = time.monotonic() + patience
-    while left := [process for process in marked(directory) if process != driver]:
-        if time.monotonic() >= deadline:
-            for process in left:
-                try:
-                    os.kill(process, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        time.sleep(_LOOK_SECONDS)
+    clear(directory, 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE, spared=parent)
     shutil.rmtree(directory, ignore_errors=True)
 
 

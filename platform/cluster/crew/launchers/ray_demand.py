@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 LEASE_SECONDS = 90.0  # after which a demand that is not renewed is dropped
@@ -41,21 +41,14 @@ class Hysteresis:
 
     def __init__(self, seconds: float):
         self._seconds = seconds
-        self._value, self._lower = 0, 0
-        self._since: float | None = None  # when the number followed became lower
+        self._last = 0
+        self._before: list[tuple[int, float]] = []  # earlier numbers, and until when each was followed
 
     def follow(self, wanted: int, now: float) -> int:
-        """Return the number at time `now`, at which the one followed is `wanted`: while that is lower, the highest that
-        it has been since."""
-        if wanted >= self._value:
-            self._value, self._since = wanted, None
-        elif self._since is None:
-            self._since, self._lower = now, wanted
-        elif now - self._since >= self._seconds:
-            self._value, self._since = max(wanted, self._lower), None
-        else:
-            self._lower = max(wanted, self._lower)
-        return self._value
+        """Return the number at time `now`, at which the one followed is `wanted`: the highest of the last `seconds`."""
+        earlier = [*self._before, (self._last, now)]
+        self._last, self._before = wanted, [pair for pair in earlier if pair[1] > now - self._seconds]
+        return max(wanted, *(number for number, _ in self._before))
 
 
 class DemandLedger:
@@ -66,9 +59,7 @@ class DemandLedger:
 
     def book(self, run: str, count: int, bundle: Bundle, now: float) -> None:
         """Take the demand of a run, in place of its last one; 0 ends it."""
-        self._of[run] = count, bundle, now + LEASE_SECONDS
-        if not count:
-            del self._of[run]
+        self._of[run] = count, bundle, now + LEASE_SECONDS if count else now
 
     def total(self, now: float) -> list[Bundle]:
         """Return the bundles that all runs need together, and forget the runs that have not renewed their demand."""
@@ -100,10 +91,8 @@ class Desk:
 
     def _watch(self) -> None:
         """Drop demands that are not renewed; end this actor once no run needs anything."""
-        import time
-
         while True:
-            time.sleep(_RENEW_SECONDS)
+            sleep(_RENEW_SECONDS)
             with suppress(Exception):  # Ray does not answer: the next turn tries again
                 if not self._pass_on():
                     os._exit(0)

@@ -9,9 +9,7 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -53,12 +51,9 @@ class Embedded:
 
     def _start(self, size: int, gpus: bool) -> None:
         """Start Ray with its directory and the process that cleans up after it."""
-        # readable by this user alone; Ray's own directory is open to all
-        self.directory = directory = _short_temporary_directory()
-        command = [sys.executable, "-I", leftovers.__file__, directory]
-        # in its own session, so that Ctrl-C in the terminal does not reach it
-        self._leftovers = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._opened = ExitStack()
+        # readable by this user alone; Ray's own directory is open to all
+        self.directory = directory = self._opened.enter_context(leftovers.Marked()).directory
         self._opened.enter_context(_private(Path(directory, "token")))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ[leftovers.MARK] = directory
@@ -84,10 +79,6 @@ class Embedded:
         """Leave this embedded Ray, kill its processes (a graceful end takes over a second), remove its files; wait."""
         _shut_down_at_once()
         self._opened.close()
-        assert self._leftovers.stdin
-        self._leftovers.stdin.write(leftovers.AT_ONCE)
-        self._leftovers.stdin.close()
-        self._leftovers.wait()
 
 
 def _too_slow(error: Exception) -> bool:
@@ -164,7 +155,7 @@ def join_cluster(cluster: Cluster) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
-    environment = runtime_env(cluster.runtime_env, _job_environment(), installed=_installed())
+    environment = runtime_env(cluster.runtime_env, job_config().get("runtime_env") or {}, installed=_installed())
     try:
         ray.runtime_env.RuntimeEnv(**environment)
     except (TypeError, ValueError) as error:
@@ -290,11 +281,10 @@ def runtime_env(own: Mapping[str, Any], job: Mapping[str, Any], *, installed: bo
     return found | ({"env_vars": variables} if variables else {})
 
 
-def _job_environment() -> dict[str, Any]:
-    """Return the runtime environment of the Ray job that started this process, from Ray's variable; {} if none did."""
-    with suppress(ValueError, AttributeError):
-        found = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
-        return dict(found or {})
+def job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return what Ray says of the Ray job whose entry point has this environment; {} if there is none."""
+    with suppress(ValueError):
+        return dict(json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")))
     return {}
 
 
@@ -308,13 +298,6 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _short_temporary_directory() -> str:
-    """Create a temporary directory with a short path, as Ray's Unix sockets allow at most 107 characters."""
-    with suppress(OSError):
-        return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    return tempfile.mkdtemp(prefix="ray-")
 
 
 class Notices:
