@@ -13,6 +13,7 @@ from math import lcm
 from typing import Any
 
 from platform.plan.communication.planner import Planner
+from platform.plan.core.build import plan_operations
 from platform.plan.core.chunks import Chunk, RecordableModel, spans_in
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
@@ -20,9 +21,7 @@ from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes
 from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec, lengthened
 from platform.plan.language.scheme import Scheme
-from platform.plan.operations.legality import IllegalPlan, violations
 from platform.plan.operations.recorder import Recorder, Symbol
-from platform.plan.operations.words import plan_operation
 from platform.plan.schedule.table import Action, Kind
 
 HEAD = "head"  # the last unit of a model that is asked for logits
@@ -205,9 +204,8 @@ def _chunk(
         found = model.part(ops, inputs, dict(flow), units)  # type: ignore[attr-defined]
     flow.clear()
     flow.update(kept | found)
-    if illegal := violations(planner, ops.operations, shape.batch // (planner.mesh.axes["data"] * planner.scheme.zero)):
-        raise IllegalPlan(illegal)
-    operations = {(o.kind, o.name): plan_operation(planner, o) for o in ops.operations}
+    microbatch = shape.batch // (planner.mesh.axes["data"] * planner.scheme.zero)
+    operations = plan_operations(planner, ops.operations, microbatch)
     sends = tuple((name, x.spec) for name, x in found.items() if x is not None)
     return Chunk(number, stage, tuple(units), receives, sends, operations, (), spans_in(ops))
 
