@@ -71,11 +71,11 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
 
 
 class Layer:
-    """Base of a model and its layers. Its parameters are its attributes, and the parameters of its layers, in the order
-    in which they were set."""
+    """Base of a model and its layers. Its parameters are its attributes, and those of its layers, each once, in the
+    order in which they were set."""
 
     def parameters(self) -> list[Parameter]:
-        return list(_parameters_in(vars(self).values()))
+        return list(dict.fromkeys(_parameters_in(vars(self).values())))
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:

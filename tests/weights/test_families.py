@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.storage import Local
 from platform.config.fields import Config
-from platform.model.ends import LOGITS
+from platform.model.transformer import LOGITS
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.parallel_ops import PassPosition
 from platform.planning.make_plan import make_plan

@@ -76,9 +76,7 @@ class Planner:
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
-    def contraction(
-        self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None
-    ) -> Contraction:
+    def contraction(self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None) -> Contraction:
         """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
         for the `first` operand, if a layout is given; local shapes are filled in."""
         have = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]

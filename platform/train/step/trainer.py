@@ -19,9 +19,8 @@ from platform.config.groups.batch_ramp import samples_of
 from platform.data.corpus import Corpus
 from platform.model import build_model
 from platform.model.blocks import Activations
-from platform.model.encoder import Encoder
-from platform.model.ends import LOGITS
 from platform.model.losses import losses_of
+from platform.model.transformer import LOGITS, Encoder
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.muon import Muon
 from platform.optimizer.optimizers import OPTIMIZERS, make_optimizer
