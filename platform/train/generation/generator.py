@@ -12,10 +12,10 @@ from torch import Tensor
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.statistics import widened
-from platform.parallel.pass_ops import KeyValueCache
 from platform.plan.core.passes import PIECE, ROOM, SCORED, PassShape, memory_unit, rows_at_once
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import padded
+from platform.plan.operations.attention.cached import KeyValueCache
 from platform.train.generation.batch import Batch
 from platform.train.generation.beams import Beams, candidates
 from platform.train.generation.choosing import choose

@@ -17,7 +17,7 @@ from platform.model.encoder_decoder import EncoderDecoder
 from platform.model.transformer import SingleStack
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.einsum import Deferred
-from platform.parallel.pass_ops import KeyValueCache, PassOps
+from platform.parallel.parallel_ops import ParallelOps
 from platform.parallel.pipeline import PipelineExecutor
 from platform.parallel.sharding.convert import absent, convert
 from platform.parallel.sharding.residency import Residency, ResidentSpan
@@ -27,7 +27,8 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.passes import HEAD, PassShape, pass_row, plan_pass
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
-from platform.train.step.inputs import place
+from platform.plan.operations.attention.cached import KeyValueCache
+from platform.train.step.inputs import place, stretches
 from platform.train.step.rank_parameters import DTYPES, Weights
 
 Rows = Mapping[str, Tensor]  # data tensors of all sequences by name, int64 [batch, length]
@@ -58,7 +59,8 @@ class RankPass:
         self._stage = communicator.coordinates["stage"]
         self._planned = found = plan_pass(plan, model, shape, self._stage)
         self._last = plan.chunks[-1].number
-        self._body, self._head = (PassOps(p, communicator, weights.compute) for p in (found.body, found.head))
+        passes = (ParallelOps(p, communicator, weights.compute, ahead=False) for p in (found.body, found.head))
+        self._body, self._head = passes
         if plan.storage:
             self._body.residency = self._head.residency = self._residency(weights)
         self._parts = {c.number: replace(found.body, chunks=(c,)) for c in found.body.chunks}
@@ -87,18 +89,19 @@ class RankPass:
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
             return self._run(chunk, flow, rows, found)
 
-        self._body.enter(offset, cache)
-        self._head.enter(offset + self._shape.tokens - self._shape.asked, cache)
+        self._body.read_on(offset, cache)
+        self._head.read_on(offset + self._shape.tokens - self._shape.asked, cache)
         executor = PipelineExecutor(self._planned.body, self._communicator, self._dtype, forward, rows=self._compiled)
         executor.run(self._row)
-        self._body.leave()
-        self._head.leave()
+        self._body.cache = self._head.cache = None  # it is the caller's alone, who may drop it
         return found[0] if found else None
 
     def _run(self, chunk: Chunk, flow: Activations, rows: Rows, found: list[Tensor]) -> Activations:
         """Run a chunk on the activations `flow` from the chunk before, the head too if it is the last; that appends the
         logits to `found`."""
-        inputs = place(self._parts[chunk.number], self._communicator, lambda i, j: {n: t[i:j] for n, t in rows.items()})
+        part, here = self._parts[chunk.number], self._communicator
+        read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(part, here)}
+        inputs = place(part, here, read)
         residency = self._body.residency
         if residency:
             residency.begin(chunk.number)

@@ -43,7 +43,7 @@ from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
-from platform.train.step.inputs import Blocks, one_document, place, share_of
+from platform.train.step.inputs import Blocks, one_document, place, share_of, stretches
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import DTYPES, Weights
 
@@ -271,7 +271,9 @@ class Trainer:
             kept = {name: rows[: j - i - missing] for name, rows in found.items()}
             return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
 
-        return place(self._parts[chunk.number] if chunk else self.stage, self.communicator, read)
+        part = self._parts[chunk.number] if chunk else self.stage
+        rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator)}
+        return place(part, self.communicator, rows)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """Sum the loss over every token of the global batch, and `squares`, another fp64 scalar, over all ranks; return
@@ -363,8 +365,9 @@ class Trainer:
         )
 
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
-            same = lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}  # noqa: E731
-            inputs = place(self._parts[chunk.number], self.communicator, same, only=data)
+            part, here = self._parts[chunk.number], self.communicator
+            same = {(i, j): {k: v.expand(j - i, -1) for k, v in data.items()} for i, j in stretches(part, here)}
+            inputs = place(part, here, same, only=data)
             out = self._run(chunk, flow, inputs)
             if "logits" in out:
                 found.copy_(self.ops.gathered(out["logits"], LOGITS)[position, 0])
