@@ -71,8 +71,8 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
 
 
 class Layer:
-    """Base of a model and its layers. Its parameters are its attributes, and those of its layers, each once, in the
-    order in which they were set."""
+    """Base of a model and its layers. Its parameters are the ones among its attributes and in its layers, each once, in
+    the order in which they were set."""
 
     def parameters(self) -> list[Parameter]:
         return list(dict.fromkeys(_parameters_in(vars(self).values())))

@@ -72,8 +72,7 @@ def build_plan(
     sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
     assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=reduced_at_use)
-    for name, kind, _ in reduced_at_use:
-        planned[kind, name] = word_of(planned[kind, name].operation).plan(planner, planned[kind, name].operation)
+    planned |= plan_operations(planner, [planned[kind, name].operation for name, kind, _ in reduced_at_use], microbatch)
     chunks = tuple(_planned_chunk(planned, n, *pair) for n, pair in enumerate(zip(stage_of, recorded, strict=True)))
     plan = Plan(
         planner=planner,

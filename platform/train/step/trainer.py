@@ -367,8 +367,7 @@ class Trainer:
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
             part, here = self._parts[chunk.number], self.communicator
             same = {(i, j): {k: v.expand(j - i, -1) for k, v in data.items()} for i, j in stretches(part, here)}
-            inputs = place(part, here, same, only=data)
-            out = self._run(chunk, flow, inputs)
+            out = self._run(chunk, flow, place(part, here, same, only=data))
             if "logits" in out:
                 found.copy_(self.ops.gathered(out["logits"], LOGITS)[position, 0])
             return out
