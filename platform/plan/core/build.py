@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -57,13 +57,13 @@ def build_plan(
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO
     (Rajbhandari et al. 2020), which shards over `data`: 0 nothing, 1 master copies and optimizer state, 2 gradients
-    too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations: an
-    axis that splits two dims of an operation, a dim (but vocab) that its axes do not divide, or more chunks than units.
+    too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
     recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
-    recorded = _recorded(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
+    with as_model_mistakes(model):
+        recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
@@ -103,20 +103,6 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
     sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
     check_parameters(parameters, model, sizes)
     return parameters, sizes
-
-
-def _recorded(
-    model: RecordableModel, recorder: Callable[[], Recorder], chunks: int, sizes: Mapping[str, int]
-) -> list[Recorded]:
-    """Record the model as `chunks` chunks; turn the error of a model with fewer units than chunks into IllegalPlan,
-    other errors of its code into ModelMistake."""
-    try:
-        with as_model_mistakes(model):
-            return record(model, recorder, chunks, sizes)
-    except ModelMistake:
-        raise
-    except ValueError as error:
-        raise IllegalPlan([str(error)]) from None
 
 
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:

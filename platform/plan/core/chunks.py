@@ -95,10 +95,8 @@ def record(
     model: RecordableModel, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]
 ) -> list[Recorded]:
     """Record a model's forward pass, without computing it, as `count` chunks of consecutive units of about equal cost,
-    for the stages of a pipeline. `recorder` makes a new Recorder; `sizes`: global sizes of the model's dims.
-
-    Raises ValueError for a model of fewer units (embedding, blocks, head) than chunks.
-    """
+    for the stages of a pipeline: at most as many as it has units (embedding, blocks, head). `recorder` makes a new
+    Recorder; `sizes`: global sizes of the model's dims."""
     inputs = {name: name for name in model.inputs}
     if count == 1:
         ops = recorder()
@@ -107,8 +105,7 @@ def record(
             Recorded(tuple(getattr(model, "units", ())), tuple(ops.operations), (), (), tuple(ops.kept), spans_in(ops))
         ]
     units = getattr(model, "units", ("the model",))
-    if len(units) < count:
-        raise ValueError(f"{count} chunks are more than the {len(units)} units of the model (embeddings, blocks, head)")
+    assert count <= len(units), "platform.planning.make_plan refuses it"
 
     def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[Recorder, dict[str, Symbol]]:
         ops = recorder()

@@ -36,7 +36,7 @@ from platform.parallel.sharding.factors import Factors
 from platform.parallel.sharding.matrices import Matrices
 from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
-from platform.plan.core.counted import counted_stretches
+from platform.plan.core.counted import counted_stretches, counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.schedule.rows import StageRows
@@ -278,7 +278,8 @@ class Trainer:
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """Sum the loss over every token of the global batch, and `squares`, another fp64 scalar, over all ranks; return
         both sums, equal on all ranks. `loss`: fp64 scalar, summed over this rank's tokens."""
-        mine = loss if gradients.counts_here(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
+        counts = counts_at(self.communicator.coordinates, self.plan.loss_layout.axes)
+        mine = loss if counts else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
