@@ -325,7 +325,7 @@ class Controller:
         spare for a slow worker, or with more workers, can form now without losing a step. `report`: rank 0's on the
         step just committed."""
         if proposal := self._advisor.needed_reform(crew, generation):
-            if not self._former.recruiter.count(crew):
+            if not self._former.recruiter.usable(crew):
                 self._signals.request(NOTICE)
                 self._drain(crew)
             self._hold(crew, generation)
