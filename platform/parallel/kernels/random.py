@@ -76,8 +76,8 @@ def start(key_: int, first: int, device: torch.device | str) -> Tensor:
 
 
 def kept(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Draw the dropout mask of a block from `counters` and `start`: a bool per element, True (kept) with probability 1 -
-    `rate`, as half of its `bits` say."""
+    """Draw the dropout mask of a block from `counters` and `start`, by half of each element's `bits`: True (kept) with
+    probability 1 - `rate`."""
     z = start
     for states in counters:
         z = z + states
