@@ -10,7 +10,7 @@ from functools import partial
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import partial_axes
-from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, record
+from platform.plan.core.chunks import RecordableModel, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
@@ -64,7 +64,7 @@ def build_plan(
     recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
     with as_model_mistakes(model):
         recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
-    operations = [o for chunk in recorded for o in chunk.operations]
+    operations = [o for chunk in recorded for o in chunk.ops.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planned = plan_operations(planner, operations, microbatch)
@@ -73,7 +73,7 @@ def build_plan(
     assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=reduced_at_use)
     planned |= plan_operations(planner, [planned[kind, name].operation for name, kind, _ in reduced_at_use], microbatch)
-    chunks = tuple(_planned_chunk(planned, n, *pair) for n, pair in enumerate(zip(stage_of, recorded, strict=True)))
+    chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
         planner=planner,
         precision=precision,
@@ -153,15 +153,6 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
     if illegal:
         raise IllegalPlan(illegal)
     return found
-
-
-def _planned_chunk(planned: PlannedOperations, number: int, stage: int, recorded: Recorded) -> Chunk:
-    """Return a recorded chunk, whose operations are among the `planned` ones, with its `number` and its pipeline
-    `stage`."""
-    operations = {(o.kind, o.name): planned[o.kind, o.name] for o in recorded.operations}
-    assert len(operations) == len(recorded.operations), "operation names are unique within their kind"
-    r = recorded
-    return Chunk(number, stage, r.units, r.receives, r.sends, operations, r.kept, r.spans)
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):

@@ -14,7 +14,7 @@ from typing import Any
 
 from platform.plan.communication.planner import Planner
 from platform.plan.core.build import plan_operations
-from platform.plan.core.chunks import Chunk, RecordableModel, spans_in
+from platform.plan.core.chunks import Chunk, RecordableModel, Recorded
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
@@ -205,9 +205,9 @@ def _chunk(
     flow.clear()
     flow.update(kept | found)
     microbatch = shape.batch // (planner.mesh.axes["data"] * planner.scheme.zero)
-    operations = plan_operations(planner, ops.operations, microbatch)
     sends = tuple((name, x.spec) for name, x in found.items() if x is not None)
-    return Chunk(number, stage, tuple(units), receives, sends, operations, (), spans_in(ops))
+    operations = plan_operations(planner, ops.operations, microbatch)
+    return Recorded(units, ops, receives, sends).planned(number, stage, operations)
 
 
 def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:
