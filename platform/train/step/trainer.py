@@ -278,8 +278,7 @@ class Trainer:
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """Sum the loss over every token of the global batch, and `squares`, another fp64 scalar, over all ranks; return
         both sums, equal on all ranks. `loss`: fp64 scalar, summed over this rank's tokens."""
-        counts = counts_at(self.communicator.coordinates, self.plan.loss_layout.axes)
-        mine = loss if counts else torch.zeros_like(loss)
+        mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
