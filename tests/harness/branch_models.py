@@ -106,7 +106,7 @@ class Plain(Branched):
 
     def branched(self, ops, x):
         block = self.branches
-        block.enter, block.leave = (lambda ops, x: x), (lambda ops, x, y: y)
+        block.enter, block.leave = (lambda ops, x: x), (lambda ops, x, y, following: y)
         return block(ops, x)
 
 
