@@ -153,7 +153,8 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
             warnings=(),
         )
 
-    left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (_encodes(u) and not shape.reads)]
+    # only a pass that reads a source runs the units of an encoder
+    left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (u.startswith("encoder.") and not shape.reads)]
     told = {} if left_out == [HEAD] else {"memory": None}
     parts = [(c.number, c.stage, tuple(u for u in c.units if u not in left_out)) for c in plan.chunks]
     parts = [part for part in parts if part[2] or part[0] == last.number]  # those that the head follows
@@ -179,11 +180,6 @@ def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
     sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
     found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
     return (found | {mesh.ordered(mesh.axes)}) - {()}
-
-
-def _encodes(unit: str) -> bool:
-    """Return True for a unit of an encoder, which only a pass that reads a source runs."""
-    return unit.startswith("encoder.")
 
 
 def _chunk(
