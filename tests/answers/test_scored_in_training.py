@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from platform.cluster.asking.asked_model import AskedModel
+from platform.cluster.generation.asked_model import AskedModel
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.generation.answerer import Answerer

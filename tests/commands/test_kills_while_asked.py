@@ -26,7 +26,7 @@ COMMAND = (
 LAUNCH = """
 import sys
 from platform.cluster import driver
-from platform.cluster.asking.run_tasks import RunTasks
+from platform.cluster.generation.run_tasks import RunTasks
 from platform.launch import main
 from platform.train.protocol.asked import Choice
 class Questions:

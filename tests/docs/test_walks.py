@@ -48,7 +48,7 @@ POINTS = {  # walk -> the calls that it leads through
     ],
     "A typed key, to the update": [TYPED, "platform/optimizer/learning_rate.py:learning_rate"],
     "A prompt, to the first token": [
-        "platform/cluster/asking/prompts.py:Reader.ids",
+        "platform/cluster/generation/prompts.py:Reader.ids",
         "platform/parallel/pass_ops.py:PassOps.remember",
         "platform/train/generation/choosing.py:choose",
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from platform.cluster.asking.run_tasks import NotScored
+from platform.cluster.generation.run_tasks import NotScored
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.crew import Crew
 from platform.monitor.records import events

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, violation
-from platform.cluster.asking.asked_model import Ask, AskedModel
+from platform.cluster.generation.asked_model import Ask, AskedModel
 from platform.cluster.crew.base.failures import WorkerFailed
 from platform.config.fields import Config
 from platform.data.vocabulary import Vocabulary
@@ -18,7 +18,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import padded
 
 if TYPE_CHECKING:
-    from platform.cluster.asking.harness_tasks import HarnessTasks
+    from platform.cluster.generation.harness_tasks import HarnessTasks
 
 KEY = "eval.tasks"
 
@@ -42,7 +42,7 @@ def open_tasks(config: Config) -> RunTasks | None:
     if not config.eval.tasks:
         return None
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's progress bars would run into the console's lines
-    from platform.cluster.asking.harness_tasks import HarnessTasks
+    from platform.cluster.generation.harness_tasks import HarnessTasks
     from platform.train.generation.rank_pass import check_can_generate
 
     check_can_generate(config)
