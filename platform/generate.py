@@ -111,9 +111,9 @@ def _generate(given: argparse.Namespace) -> int:
     if wrong := list(_violations_of_words(given, words)):
         raise ConfigError(wrong)
     from platform.cluster.generation.answer_memory import violations_of_memory
-    from platform.cluster.generation.asked_model import AskedModel
+    from platform.cluster.generation.asked_model import AskedModel, Reader
     from platform.cluster.generation.outputs import Lines
-    from platform.cluster.generation.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
+    from platform.cluster.generation.prompts import Prompt, ends_of, read_prompts, room, too_long
     from platform.cluster.generation.session import open_session
     from platform.cluster.generation.trained import find_trained
     from platform.train.protocol.asked import Choice
@@ -131,9 +131,6 @@ def _generate(given: argparse.Namespace) -> int:
         *violations_of_memory(planned.config, planned.plan, *needed)
     ]:
         raise ConfigError(wrong)
-    from platform.train.generation.rank_pass import check_can_generate
-
-    check_can_generate(planned.config)
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
     with ExitStack() as opened:
@@ -174,7 +171,7 @@ def plan_answers(
     model = replace(found.model, within_documents=False)  # of texts that are continued, and else what the data says
     stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=found.seed)
     stored.train.init, stored.cluster.kind = found.url, "inline"
-    stored.elastic.snapshot_every = stored.monitor.sample = 0
+    stored.elastic.snapshot_every = 0
     stored.checkpoint.on_stop = False
     try:
         config = compose(arguments, config_dir, stored=asdict(stored))

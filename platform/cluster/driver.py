@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.undo import missing_directories, remove_empty
-from platform.cluster.generation.run_tasks import RunTasks, missing_for_tasks, open_tasks
 from platform.cluster.control.forming.context import RunContext
-from platform.cluster.crew.base.job import ANSWERER, WORKER, Job
+from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
 from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, end
+from platform.cluster.generation.run_tasks import RunTasks, missing_for_tasks, open_tasks
 from platform.cluster.run import resources
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
@@ -147,7 +147,7 @@ def _check_and_drive(
         device=places.device,
         run_dir=directory.path,
         secrets=known_secrets(),
-        worker=worker or (ANSWERER if tasks else WORKER),
+        worker=worker or WORKER,
     )
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
     _drive(run, state, orphan)

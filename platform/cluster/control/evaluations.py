@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from math import inf
 from typing import Any
 
-from platform.cluster.generation.run_tasks import NotScored
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.crew import Crew
+from platform.cluster.generation.asked_model import AskedModel, as_prompt, batch_of
+from platform.cluster.generation.run_tasks import NotScored
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
+from platform.plan.language.numbers import count_of
+from platform.train.protocol.asked import Choice
+
+PROMPT = "def "  # that the sample at the end of a run continues
+TEMPERATURE = 0.8  # of the texts that a run shows
 
 
 class Evaluations:
     """Evaluates the model of a run between training steps, as the keys of eval say."""
 
     def __init__(self, run: RunContext):
-        self._config, self._journal, self._monitor = run.config.eval, run.journal, run.monitor
-        self._tasks, self._signals = run.tasks, run.signals
+        self._config, self._corpus = run.config, run.corpus
+        self._journal, self._monitor, self._tasks, self._signals = run.journal, run.monitor, run.tasks, run.signals
 
     def take(
         self, crew: Crew, plan: Plan, step: int, within: float
@@ -24,12 +33,38 @@ class Evaluations:
         """Evaluate the model of a crew that is seated under `plan`, after a training step; return its losses by source
         of the data, "" being all, and its scores by TASK/METRIC, None if there are none. `within`: seconds without
         progress, as in `Crew.call`."""
-        losses: dict[str, float] = crew.call("evaluate", within=within)[0]
-        for prompt in self._config.prompts:
-            text = crew.call("sample", self._config.prompt_tokens, prompt, within=within)[0]
+        losses, asked = self._losses(crew, within), self._config.eval
+        texts = self._texts(crew, plan, asked.prompts, asked.prompt_tokens, within)
+        for prompt, text in zip(asked.prompts, texts, strict=True):
             self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
             self._monitor.say(f"after step {step}: {text!r}")
         return losses, self._scores(crew, plan, step, within)
+
+    def _losses(self, crew: Crew, within: float) -> dict[str, float]:
+        """Return the mean loss per token over the first `eval.batches` global batches that each source holds out, and
+        under "" the mean of all, weighed by their shares in training."""
+        held, count = self._corpus.validations, self._config.eval.batches * self._config.train.global_batch
+        by_split = crew.call("evaluate", {split: count for split, _ in held.values()}, within=within)[0]
+        found = {name: by_split[split] for name, (split, _) in held.items()}
+        mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
+        return {**found, "": mean}
+
+    def show_sample(self, crew: Crew, plan: Plan) -> None:
+        """Print a text of monitor.sample tokens that the model makes, if there are to be any."""
+        if tokens := self._config.monitor.sample:
+            [text] = self._texts(crew, plan, [PROMPT], tokens)
+            self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{text}")
+
+    def _texts(self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf) -> list[str]:
+        """Return what the model makes of each prompt, as `platform.generate` does at this temperature with the run's
+        seed, but with `tokens` tokens in any case: the prompt and its continuation, or an answer."""
+        config, corpus = self._config, self._corpus
+        ask = partial(crew.call, within=within)
+        asked = AskedModel(ask, config.model, corpus.vocabulary, batch_of(plan), corpus.special)
+        ids = [corpus.encode(prompt) for prompt in prompts]
+        read = [as_prompt(some, config.model, corpus.special) for some in ids]
+        written = dict(asked.write(read, tokens, Choice(corpus.vocab, TEMPERATURE, seed=config.seed), []))
+        return [corpus.decode([*([] if asked.pairs else some), *written[n].ids]) for n, some in enumerate(ids)]
 
     def _scores(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
         """Score the model by eval.tasks. A stop of the run ends this without scores, as there may be no time for the

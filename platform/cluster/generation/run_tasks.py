@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, violation
-from platform.cluster.generation.asked_model import Ask, AskedModel
 from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.generation.asked_model import Ask, AskedModel, batch_of
 from platform.config.fields import Config
 from platform.data.vocabulary import Vocabulary
-from platform.plan.core.passes import rows_at_once
 from platform.plan.core.plan import Plan
-from platform.plan.language.layout import padded
 
 if TYPE_CHECKING:
     from platform.cluster.generation.harness_tasks import HarnessTasks
@@ -37,15 +35,12 @@ def missing_for_tasks(config: Config) -> Iterator[str]:
 
 
 def open_tasks(config: Config) -> RunTasks | None:
-    """Read the tasks of a run, None if it has none. Raises ConfigError for tasks that are unknown or cannot be read,
-    and for a model that does not answer texts."""
+    """Read the tasks of a run, None if it has none. Raises ConfigError for tasks that are unknown or cannot be read."""
     if not config.eval.tasks:
         return None
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's progress bars would run into the console's lines
     from platform.cluster.generation.harness_tasks import HarnessTasks
-    from platform.train.generation.rank_pass import check_can_generate
 
-    check_can_generate(config)
     return RunTasks(config, HarnessTasks(config.eval.tasks, config.eval.task_folder, key=KEY))
 
 
@@ -66,9 +61,9 @@ class RunTasks:
     def scores(self, ask: Ask, plan: Plan) -> dict[str, float]:
         """Return the scores of the model whose workers `ask` reaches under `plan`, TASK/METRIC -> value: as many texts
         at a time as a pass of training has sequences. Raises any error of `ask`; NotScored if a task fails."""
-        batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
+        asked = AskedModel(ask, self._model, self._vocabulary, batch_of(plan))
         try:
-            found = self._tasks.results(AskedModel(ask, self._model, self._vocabulary, batch), self._limit)
+            found = self._tasks.results(asked, self._limit)
         except (WorkerFailed, NotScored):
             raise
         except Exception as error:  # of a task's own code: no reason to end a run of weeks

@@ -16,10 +16,11 @@ from platform.parallel.pass_ops import KeyValueCache
 from platform.plan.core.passes import PIECE, ROOM, SCORED, PassShape, memory_unit, rows_at_once
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import padded
+from platform.planning.answering import answering_model
 from platform.train.generation.batch import Batch
 from platform.train.generation.beams import Beams, candidates
 from platform.train.generation.choosing import choose
-from platform.train.generation.rank_pass import RankPass, answering_model
+from platform.train.generation.rank_pass import RankPass
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.step.rank_parameters import Weights
 

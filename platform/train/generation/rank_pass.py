@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.boundary.refusals import ConfigError, violation
-from platform.config.fields import Config
-from platform.model import build_model
 from platform.model.blocks import Activations
-from platform.model.encoder_decoder import EncoderDecoder
-from platform.model.transformer import SingleStack
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.pass_ops import KeyValueCache, PassOps
@@ -31,22 +26,6 @@ from platform.train.step.inputs import place
 from platform.train.step.rank_parameters import DTYPES, Weights
 
 Rows = Mapping[str, Tensor]  # data tensors of all sequences by name, int64 [batch, length]
-
-
-def answering_model(config: Config, source: int = 0) -> Any:
-    """Build the model of a run as passes of generation run it: with the beginning of each sequence and positions as
-    inputs, as if sequences were documents. `source`: tokens that its encoder reads, 0: as configured. Raises
-    ConfigError for a model that writes no text from left to right."""
-    c = config.model
-    found = build_model(replace(c, within_documents=True, source_length=source or c.source_length or c.length))
-    if isinstance(found, EncoderDecoder) or (isinstance(found, SingleStack) and found.causal):
-        return found
-    raise ConfigError(violation("model.kind", c.kind, "does not write text", ["decoder", "encoder_decoder"]))
-
-
-def check_can_generate(config: Config) -> None:
-    """Raise ConfigError for a run whose model writes no text from left to right."""
-    answering_model(config)
 
 
 class RankPass:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,14 +19,9 @@ from platform.plan.language.layout import Layout, block
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
 
 
-def place(
-    plan: Plan,
-    communicator: Communicator,
-    rows: Callable[[int, int], Mapping[str, Any]],
-    only: Container[str] | None = None,
-) -> Blocks:
+def place(plan: Plan, communicator: Communicator, rows: Callable[[int, int], Mapping[str, Any]]) -> Blocks:
     """Load this rank's input blocks of a microbatch (of all replicas together), for each operation that reads a data
-    tensor: of all data tensors that the plan reads, or only of the names in `only`.
+    tensor.
 
     `rows(start, end)` returns every data tensor, by name, for sequences start..end of the microbatch: int64 [end -
     start, length], weights fp64. Blocks are [length, batch], local; equal ones are read once and shared; an operation
@@ -51,8 +46,6 @@ def place(
 
     out: Blocks = {}
     for name, readers in plan.readers.items():
-        if only is not None and name not in only:
-            continue
         blocks = {layout: load(name, layout) for layout in dict.fromkeys(readers.values())}
         out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
     return out
@@ -75,8 +68,3 @@ def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
     the weights for no reason, and report a loss of 0."""
     where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_of('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
-
-
-def one_document(length: int) -> dict[str, Tensor]:
-    """Return the data tensors `begins` and `positions`, int64 [1, length], of a sequence that is one document."""
-    return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}
