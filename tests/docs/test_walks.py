@@ -24,8 +24,6 @@ LONGEST = 12  # files
 LONGER = {  # walks that are longer still, and may only become shorter
     "A layout, from YAML to the collective": 23,
     "A sample, from file to metrics": 13,
-    "A prompt, to the first token": 15,
-    "`model=from_hf`, to weights on ranks": 14,
 }
 TYPED = "platform/composition/composer.py:Composer.load"
 POINTS = {  # walk -> the calls that it leads through
@@ -48,12 +46,12 @@ POINTS = {  # walk -> the calls that it leads through
     ],
     "A typed key, to the update": [TYPED, "platform/optimizer/learning_rate.py:learning_rate"],
     "A prompt, to the first token": [
-        "platform/cluster/generation/prompts.py:Reader.ids",
+        "platform/cluster/generation/asked_model.py:Reader.ids",
         "platform/parallel/pass_ops.py:PassOps.remember",
-        "platform/train/generation/choosing.py:choose",
+        "platform/train/generation/generator.py:choose",
     ],
     "`model=from_hf`, to weights on ranks": [
-        "platform/weights/source_model.py:complete_model",
+        "platform/weights/importing.py:complete_model",
         "platform/weights/importing.py:importable",
         "platform/weights/folder.py:SavedModel.fetch",
     ],

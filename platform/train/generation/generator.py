@@ -1,4 +1,5 @@
-"""Generator: continues the texts of a batch, on all ranks together, and scores given texts."""
+"""Generator: continues the texts of a batch, on all ranks together, by tokens that are chosen alike under every plan,
+and scores given texts."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels import random
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.pass_ops import KeyValueCache
 from platform.plan.core.passes import PIECE, ROOM, SCORED, PassShape, memory_unit, rows_at_once
@@ -19,12 +21,12 @@ from platform.plan.language.layout import padded
 from platform.planning.answering import answering_model
 from platform.train.generation.batch import Batch
 from platform.train.generation.beams import Beams, candidates
-from platform.train.generation.choosing import choose
 from platform.train.generation.rank_pass import RankPass
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.step.rank_parameters import Weights
 
 Reading = Callable[[Tensor, slice], Tensor]  # of logits [tokens, rows of a rank, vocab], and which rows these are
+_DRAW = 2.0**-32
 
 
 class Generator:
@@ -165,3 +167,31 @@ def _scores(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     p = torch.log_softmax(widened(logits), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).double()
     missed = logits.argmax(-1) != labels
     return torch.stack([(p * counted).sum(0), (missed & counted).double().sum(0)], -1)
+
+
+def choose(logits: Tensor, how: Choice, sequences: Tensor, position: int) -> Tensor:
+    """Return the ids, int64 [batch], of the tokens at `position` of the answers, from `logits` [batch, vocab]. A draw
+    depends on the seed, the number of the sequence in `sequences`, int64 [batch], and the position alone."""
+    logits = logits[:, : how.vocab].double()
+    if not how.temperature:
+        return logits.argmax(-1)
+    p = torch.softmax(restricted(logits / how.temperature, how), -1)
+    drawn = random.bits(random.key(how.seed, "answer", position), sequences.to(p.device)) & 0xFFFFFFFF
+    total = p.cumsum(-1)
+    found = torch.searchsorted(total, (drawn.double() * _DRAW * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+    found = found.clamp_max(p.shape[-1] - 1)
+    impossible = p.gather(1, found.unsqueeze(-1)).squeeze(-1) == 0  # by rounding alone
+    return torch.where(impossible, p.argmax(-1), found)
+
+
+def restricted(logits: Tensor, how: Choice) -> Tensor:
+    """Return `logits` [batch, vocab] with -inf for all tokens that top_k and top_p leave out."""
+    if 0 < how.top_k < logits.shape[-1]:
+        least = logits.topk(how.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if how.top_p < 1:
+        ordered, places = logits.sort(dim=-1, descending=True, stable=True)
+        p = torch.softmax(ordered, -1)
+        beyond = p.cumsum(-1) - p >= how.top_p  # what the likelier ones have together is enough
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, places, beyond), -torch.inf)
+    return logits
