@@ -90,7 +90,7 @@ def _evaluate(given: argparse.Namespace) -> int:
 def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure the model of a command line; print and return the results."""
     from platform.cluster.generation.answer_memory import violations_of_memory
-    from platform.cluster.generation.loss_table import measure, print_losses
+    from platform.cluster.generation.loss_table import measure_losses, print_losses
     from platform.cluster.generation.session import open_session
     from platform.cluster.generation.trained import find_trained
     from platform.composition.arguments import typed_values
@@ -118,7 +118,7 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
         splits = _splits(corpus, given.split)
         session = open_session(planned.config, planned.plan, note, corpus=str(corpus.entry or ""), writes=given.bleu)
         crew = opened.enter_context(session)
-        rows = measure(crew.call, corpus, splits, given.samples)
+        rows = measure_losses(crew.call, corpus, splits, given.samples)
         translated = {}
         if given.bleu:
             from platform.cluster.generation.asked_model import AskedModel

@@ -18,8 +18,7 @@ from platform.plan.operations.legality import IllegalPlan
 
 
 def asking_keys(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the keys by which a run asks its model for text: key -> (what it asks, or the first of several; the value
-    that asks nothing)."""
+    """Return the keys by which a run asks its model for text: key -> (what it asks first, the value that asks none)."""
     found: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
     lists = {"eval.prompts": config.eval.prompts, "eval.tasks": config.eval.tasks}
     return found | {key: (asked[0], []) for key, asked in lists.items() if asked}
@@ -37,8 +36,7 @@ def answering_model(config: Config, source: int = 0) -> Any:
 
 
 def groups_of(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of every process group that a run under `plan` opens, in one order on all ranks: those of a
-    training step and, if the run asks its model for text, of passes of generation."""
+    """Return the mesh axes of a run's process groups: of training steps and, if it asks its model, of generation."""
     found = {*process_groups(plan)}
     if asking_keys(config):
         found |= pass_groups(plan, answering_model(config))

@@ -108,8 +108,7 @@ class SavedModel:
         return found
 
     def _tensors(self, files: dict[str, int | None]) -> dict[str, tuple[str, ForeignTensor]]:
-        """Return all tensors, as `tensors`, of the files with these sizes; None: it is missing. A process reads their
-        headers once, and again only if a file has changed."""
+        """Return the tensors of files, with their sizes: a process reads headers again only if a file has changed."""
         versions = [f"{file} {size} {self._folder.version(file)}" for file, size in files.items() if size is not None]
         key = self._folder.url, *versions
         if len(versions) < len(files) or key not in _HEADERS:

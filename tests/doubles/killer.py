@@ -23,7 +23,7 @@ from platform.checkpoint.in_memory import snapshots
 from platform.checkpoint.storage import storage
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.storage import Local
-from platform.train.generation.rank_pass import RankPass
+from platform.train.generation.generator import RankPass
 from platform.train.worker import Worker
 
 FOLDER, DONE = "KILLER", ".done"

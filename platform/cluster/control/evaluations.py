@@ -9,7 +9,7 @@ from typing import Any
 
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.crew import Crew
-from platform.cluster.generation.asked_model import AskedModel, as_prompt, batch_of
+from platform.cluster.generation.asked_model import AskedModel, as_prompt, texts_at_once
 from platform.cluster.generation.run_tasks import NotScored
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
@@ -41,8 +41,7 @@ class Evaluations:
         return losses, self._scores(crew, plan, step, within)
 
     def _losses(self, crew: Crew, within: float) -> dict[str, float]:
-        """Return the mean loss per token over the first `eval.batches` global batches that each source holds out, and
-        under "" the mean of all, weighed by their shares in training."""
+        """Return the mean loss per token of each source, with the mean of all by shares in training as ""."""
         held, count = self._corpus.validations, self._config.eval.batches * self._config.train.global_batch
         by_split = crew.call("evaluate", {split: count for split, _ in held.values()}, within=within)[0]
         found = {name: by_split[split] for name, (split, _) in held.items()}
@@ -60,7 +59,7 @@ class Evaluations:
         seed, but with `tokens` tokens in any case: the prompt and its continuation, or an answer."""
         config, corpus = self._config, self._corpus
         ask = partial(crew.call, within=within)
-        asked = AskedModel(ask, config.model, corpus.vocabulary, batch_of(plan), corpus.special)
+        asked = AskedModel(ask, config.model, corpus.vocabulary, texts_at_once(plan), corpus.special)
         ids = [corpus.encode(prompt) for prompt in prompts]
         read = [as_prompt(some, config.model, corpus.special) for some in ids]
         written = dict(asked.write(read, tokens, Choice(corpus.vocab, TEMPERATURE, seed=config.seed), []))

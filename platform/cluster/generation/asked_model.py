@@ -24,7 +24,7 @@ Ids = Sequence[int]
 Ask = Callable[..., list[Any]]  # `Crew.call` of a crew whose workers answer, or what stands before it
 
 
-def batch_of(plan: Plan) -> int:
+def texts_at_once(plan: Plan) -> int:
     """Return as many texts at a time as a pass of training has sequences."""
     return padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
 
@@ -85,8 +85,7 @@ class Reader:
 
 
 def as_prompt(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
-    """Return the ids of a text as a model reads it: behind the token that begins a document or, in an encoder, before
-    the one that ends it."""
+    """Return the ids of a text with the token that begins a document in front or, in an encoder, its end behind."""
     if model.kind == "encoder_decoder":
         return [*ids, special.end]
     return [special.begin, *ids] if special.begin >= 0 else [*ids]

@@ -45,7 +45,7 @@ def _perplexity(nats: float, count: int) -> float | None:
         return None
 
 
-def measure(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: int) -> list[Measured]:
+def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: int) -> list[Measured]:
     """Measure the loss on a split of each source, by its name, or on `most` samples of it if that is not 0."""
     samples = {split: min(there := corpus.samples_of(split), most or there) for split in splits.values()}
     losses, rows = ask("evaluate", samples)[0], []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.crew.base.failures import WorkerFailed
-from platform.cluster.generation.asked_model import Ask, AskedModel, batch_of
+from platform.cluster.generation.asked_model import Ask, AskedModel, texts_at_once
 from platform.config.fields import Config
 from platform.data.vocabulary import Vocabulary
 from platform.plan.core.plan import Plan
@@ -61,7 +61,7 @@ class RunTasks:
     def scores(self, ask: Ask, plan: Plan) -> dict[str, float]:
         """Return the scores of the model whose workers `ask` reaches under `plan`, TASK/METRIC -> value: as many texts
         at a time as a pass of training has sequences. Raises any error of `ask`; NotScored if a task fails."""
-        asked = AskedModel(ask, self._model, self._vocabulary, batch_of(plan))
+        asked = AskedModel(ask, self._model, self._vocabulary, texts_at_once(plan))
         try:
             found = self._tasks.results(asked, self._limit)
         except (WorkerFailed, NotScored):

@@ -29,7 +29,7 @@ from platform.plan.language.ops import Operation, Parameter, Spec
 
 class Op:
     """Operation of the models' language, an attribute of `Ops` by its `kind`: on a recorder, `ops.norm(...)` is
-    `record`, on a rank `run`, on a memory meter `meter`, as `ops.method` says, and `compose` where that is missing."""
+    `record`, on a rank `run`, on a memory meter `meter`, as `ops.method` says."""
 
     kind: str
 
@@ -37,11 +37,20 @@ class Op:
         self.kind = name
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        return self if ops is None else partial(getattr(self, ops.method, self.compose), ops)
+        return self if ops is None else partial(getattr(self, ops.method), ops)
 
     def compose(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Say the operation in other ones."""
         raise NotImplementedError(f"operation {self.kind} has neither this method nor `compose`")
+
+    def record(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        return self.compose(ops, *arguments, **options)
+
+    def run(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        return self.compose(ops, *arguments, **options)
+
+    def meter(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        return self.compose(ops, *arguments, **options)
 
     def whole(self, operation: Operation) -> Sequence[str]:
         """Return the dims along which a rank reads whole rows: gathered before, and split again after."""

@@ -294,8 +294,7 @@ class Trainer:
         self.weights.refresh()
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are the ones to be evaluated: trained ones or, as eval.averaged says,
-        their averages."""
+        """Return a context in which the weights are the ones to be evaluated."""
         return self.weights.averaged() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
