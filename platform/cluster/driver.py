@@ -42,6 +42,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import describe
+from platform.planning.answering import violations_of_asking
 from platform.planning.attention_choice import kernel_violations
 
 if TYPE_CHECKING:
@@ -324,8 +325,9 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a line for the user if elastic.max_workers or elastic.min_workers contradicts the plan's number of
-    workers, and for what eval.tasks lacks on this machine."""
+    workers, for what eval.tasks lacks on this machine, and for text that is asked of a model that gives none."""
     yield from missing_for_tasks(config)
+    yield from violations_of_asking(config, plan)
     e, size = config.elastic, plan.mesh.size
     if 0 < e.max_workers < size:
         constraint = f"must be 0 or >= {count_of(size, 'worker')}, as the plan has"

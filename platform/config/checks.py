@@ -129,6 +129,11 @@ def too_many_workers(config: Config) -> Iterator[str]:
         yield violation(longest, sizes[longest], constraint, legal)
 
 
+def _sample(config: Config) -> Iterator[str]:
+    if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
+        yield _refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
+
+
 def _stop_at(config: Config) -> Iterator[str]:
     """Yield a violation if the run is to stop after its last step."""
     steps = config.train.steps
@@ -353,6 +358,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     (set(), _replicas),
     ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),
     ({"train.steps", "elastic.faults"}, _faults),
+    ({"model.kind", "monitor.sample"}, _sample),
     ({"train.steps", "train.stop_at"}, _stop_at),
     ({"train.global_batch", "train.ramp_from", "train.ramp_by", "train.ramp_samples"}, violations_of_ramp),
     ({"eval.every", "eval.patience", "eval.least_gain", "train.ema"}, violations_of_evaluation),

@@ -9,7 +9,6 @@ from typing import Any
 from platform.boundary.refusals import ConfigError, violation
 from platform.config.fields import Config
 from platform.model import build_model
-from platform.model.transformer import Transformer
 from platform.plan.core.passes import HEAD, pass_groups
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import process_groups
@@ -46,12 +45,10 @@ def groups_of(config: Config, plan: Plan) -> list[tuple[str, ...]]:
 def violations_of_asking(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for each key that asks text of a model that generates none: one that reads in both
     directions, or one of the user's own whose passes cannot be planned."""
-    if not (asked := asking_keys(config)):
-        return
+    asked = asking_keys(config)
     try:
-        model = answering_model(config)
-        if not isinstance(model, Transformer):  # ours give text under every plan
-            pass_groups(plan, model)
+        if asked:
+            pass_groups(plan, answering_model(config))
     except (ConfigError, ModelMistake, IllegalPlan, KeyError) as error:
         why = f"model.kind={config.model.kind} generates no text"
         why += f": {error.reason}" if isinstance(error, ModelMistake) else ""

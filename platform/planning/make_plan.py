@@ -25,7 +25,6 @@ from platform.plan.language.ops import Recompute
 from platform.plan.language.scheme import compose_scheme
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
-from platform.planning.answering import violations_of_asking
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
@@ -92,7 +91,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         raise ConfigError([*lines, last + also]) from None
     plan = _with_updates(config, plan)
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
-    if refused := [line for check in (*checks, violations_of_asking) for line in check(config, plan)]:
+    if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
     return plan
 

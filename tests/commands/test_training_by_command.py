@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from platform.checkpoint.moves import read_tensor
+from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import JsonLines, MetricsLog
@@ -135,7 +135,7 @@ def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
         ("eval.patience=2", "eval.patience=2: eval.every=0: there are no evaluations; nearest legal: 0"),
         ("eval.tasks=[x]", "eval.tasks=x: eval.every=0: there are no evaluations; nearest legal: []"),
         ("eval.task_samples=4", "eval.task_samples=4: only eval.tasks reads it; nearest legal: 0"),
-        ("eval.tasks=[x] eval.every=1 model.kind=encoder", "eval.tasks=x: model.kind=encoder generates no text"),
+        ("eval.tasks=[x] eval.every=1 model.kind=encoder", "eval.tasks=x: model.kind=encoder answers no texts"),
         ("eval.averaged=true", "eval.averaged=true: train.ema=0: no averages are kept; nearest legal: false"),
         ("train.init_averaged=true", "train.init_averaged=true: train.init names no run"),
         ("train.ema=1", "train.ema=1.0: must be >= 0 and < 1"),

@@ -52,8 +52,12 @@ def violations_of_evaluation(config: Config) -> Iterator[str]:
         yield violation("eval.patience", e.patience, "eval.every=0: there are no evaluations", [0])
     if e.prompts and not e.every:
         yield violation("eval.prompts", e.prompts[0], "eval.every=0: there are no evaluations", [[]])
+    elif e.prompts and config.model.kind in ("encoder", "two_layer"):
+        yield violation("eval.prompts", e.prompts[0], f"model.kind={config.model.kind} generates no text", [[]])
     if e.tasks and not e.every:
         yield violation("eval.tasks", e.tasks[0], "eval.every=0: there are no evaluations", [[]])
+    elif e.tasks and config.model.kind in ("encoder", "two_layer"):
+        yield violation("eval.tasks", e.tasks[0], f"model.kind={config.model.kind} answers no texts", [[]])
     for name, value, none in (("task_folder", e.task_folder, ""), ("task_samples", e.task_samples, 0)):
         if value and not e.tasks:
             yield violation(f"eval.{name}", value, "only eval.tasks reads it", [none])
