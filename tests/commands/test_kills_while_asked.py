@@ -39,7 +39,7 @@ driver.open_tasks = lambda config: RunTasks(config, Questions())
 driver.missing_for_tasks = lambda config: []
 sys.exit(main(sys.argv[1:]))
 """
-ORDERS = [("score", 2), ("pass", 7), ("continue", 1), ("pass( done)?", 25), ("continue", 6), ("continue done", 3)]
+ORDERS = [("score", 2), ("pass", 7), ("continue", 1), ("pass( done)?", 25), ("continue", 4), ("continue done", 1)]
 
 
 def run(folder: Path, orders: list[tuple[str, int]]) -> tuple[list[tuple], list[str], list[str]]:

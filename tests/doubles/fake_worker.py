@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 from platform.checkpoint.storage.report import FileReport
 from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
-from platform.train.protocol.asked import Written
+from platform.train.protocol.asked import AskedTexts, Written
 from platform.train.protocol.replies import Built, Copied, Joined, StepReport, Taken
 
 
@@ -90,8 +90,8 @@ class FakeWorker:
     def restore(self, directory, own):
         return None
 
-    def continue_texts(self, texts, tokens, how, ends):
-        return [Written([1] * tokens, False) for _ in texts["ids"]]
+    def continue_texts(self, texts: AskedTexts, tokens, how, ends):
+        return [Written([1] * tokens, False) for _ in texts.ids]
 
     def abort(self):
         pass
