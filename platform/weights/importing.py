@@ -4,6 +4,7 @@ there, and a checkpoint of it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,11 +43,13 @@ class Importable:
 def source_keys(source: str, key: str) -> dict[str, Any]:
     """Return our model keys, without `model.`, that say what the model at `source` (a folder of transformers, as a path
     or URL) is. Raises ConfigError, naming the configuration key `key` that holds the source."""
-    saved = SavedModel(source, key)
-    try:
+    return keys_of(SavedModel(source, key))
+
+
+def keys_of(saved: SavedModel) -> dict[str, Any]:
+    """Return our model keys, without `model.`, of a model that transformers saved. Raises ConfigError."""
+    with _naming(saved):
         return model_keys(saved.config, saved.tensors)
-    except ConfigError as error:
-        raise _of(saved, error) from None
 
 
 def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
@@ -88,11 +91,9 @@ def importable(source: str, key: str, model: Model | None = None, drop: Sequence
     all of them named.
     """
     saved = SavedModel(source, key)
-    try:
-        own = Model(**model_keys(saved.config, saved.tensors)) if model is None else model
+    own = model or Model(**keys_of(saved))
+    with _naming(saved):
         return Importable(saved, own, tuple(_found(saved, own, drop)))
-    except ConfigError as error:
-        raise _of(saved, error) from None
 
 
 def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[Stored, str]]:
@@ -108,8 +109,13 @@ def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[S
     return tensors
 
 
-def _of(saved: SavedModel, error: ConfigError) -> ConfigError:
-    return ConfigError([f"{saved.url}: {line}" for line in error.violations])
+@contextmanager
+def _naming(saved: SavedModel) -> Iterator[None]:
+    """Name the model in every line that refuses it within the context."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"{saved.url}: {line}" for line in error.violations]) from None
 
 
 def _misshapen(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iterator[str]:

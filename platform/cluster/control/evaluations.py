@@ -9,10 +9,12 @@ from typing import Any
 
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.crew import Crew
-from platform.cluster.generation.asked_model import AskedModel, as_prompt, texts_at_once
+from platform.cluster.generation.asked_model import Ask, AskedModel, as_prompt
 from platform.cluster.generation.run_tasks import NotScored
 from platform.monitor.records import events
+from platform.plan.core.passes import rows_at_once
 from platform.plan.core.plan import Plan
+from platform.plan.language.layout import padded
 from platform.plan.language.numbers import count_of
 from platform.train.protocol.asked import Choice
 
@@ -58,12 +60,16 @@ class Evaluations:
         """Return what the model makes of each prompt, as `platform.generate` does at this temperature with the run's
         seed, but with `tokens` tokens in any case: the prompt and its continuation, or an answer."""
         config, corpus = self._config, self._corpus
-        ask = partial(crew.call, within=within)
-        asked = AskedModel(ask, config.model, corpus.vocabulary, texts_at_once(plan), corpus.special)
+        asked = self._asked(partial(crew.call, within=within), plan)
         ids = [corpus.encode(prompt) for prompt in prompts]
         read = [as_prompt(some, config.model, corpus.special) for some in ids]
         written = dict(asked.write(read, tokens, Choice(corpus.vocab, TEMPERATURE, seed=config.seed), []))
         return [corpus.decode([*([] if asked.pairs else some), *written[n].ids]) for n, some in enumerate(ids)]
+
+    def _asked(self, ask: Ask, plan: Plan) -> AskedModel:
+        """Return the run's model: as many texts at a time as a pass of training has sequences."""
+        batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
+        return AskedModel(ask, self._config.model, self._corpus.vocabulary, batch, self._corpus.special)
 
     def _scores(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
         """Score the model by eval.tasks. A stop of the run ends this without scores, as there may be no time for the
@@ -77,7 +83,7 @@ class Evaluations:
             return crew.call(method, *args, within=within)
 
         try:
-            return self._tasks.scores(ask, plan)
+            return self._tasks.scores(self._asked(ask, plan))
         except NotScored as missing:
             self._journal.write(events.NotScored(step=step, reason=str(missing)))
             self._monitor.say(f"after step {step}: eval.tasks gives no scores: {missing}")

@@ -14,19 +14,11 @@ from platform.config.fields import Model
 from platform.data.tokenizers.chat import conversation
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.vocabulary import Vocabulary
-from platform.plan.core.passes import rows_at_once
-from platform.plan.core.plan import Plan
-from platform.plan.language.layout import padded
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 
 T = TypeVar("T")
 Ids = Sequence[int]
 Ask = Callable[..., list[Any]]  # `Crew.call` of a crew whose workers answer, or what stands before it
-
-
-def texts_at_once(plan: Plan) -> int:
-    """Return as many texts at a time as a pass of training has sequences."""
-    return padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
 
 
 @dataclass(frozen=True)
