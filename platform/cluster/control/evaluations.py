@@ -19,7 +19,7 @@ from platform.plan.language.numbers import count_of
 from platform.train.protocol.asked import Choice
 
 PROMPT = "def "  # that the sample at the end of a run continues
-TEMPERATURE = 0.8  # of the texts that a run shows
+TEMPERATURE = 0.8  # of the texts that a run shows, which `platform.generate` gives too, with the run's seed
 
 
 class Evaluations:
@@ -57,8 +57,7 @@ class Evaluations:
             self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{text}")
 
     def _texts(self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf) -> list[str]:
-        """Return what the model makes of each prompt, as `platform.generate` does at this temperature with the run's
-        seed, but with `tokens` tokens in any case: the prompt and its continuation, or an answer."""
+        """Return each prompt with a continuation, or an answer, of `tokens` tokens in any case."""
         config, corpus = self._config, self._corpus
         asked = self._asked(partial(crew.call, within=within), plan)
         ids = [corpus.encode(prompt) for prompt in prompts]
