@@ -26,11 +26,10 @@ from platform.parallel.sharding.operands import Operands
 from platform.parallel.sharding.residency import Residency
 from platform.parallel.watched import Watched
 from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.rule import Conversion, relayout_steps
+from platform.plan.communication.rule import Conversion
 from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
-from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Parameter, Spec, lengthened
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
@@ -134,13 +133,6 @@ class ParallelOps(Ops):
 
     def fuses_attention(self, name, spec):
         return ("fused_attention", name) in self.plan.operations
-
-    def gathered(self, x: Tensor, spec: Spec) -> Tensor:
-        """Gather an activation's block x into the whole tensor on every rank, without gradient or vocab padding."""
-        whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
-        for i, size in enumerate(self.plan.global_shape(spec)):
-            whole = whole.narrow(i, 0, size)
-        return whole
 
     # what operations compute with
 

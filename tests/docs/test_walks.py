@@ -21,10 +21,7 @@ from tests.weights.written import written
 
 SECTION = (ROOT / "docs" / "design.md").read_text().partition("### Six walks")[2].partition("**An operation is")[0]
 LONGEST = 12  # files
-LONGER = {  # walks that are longer still, and may only become shorter
-    "A prompt, to the first token": 15,
-    "`model=from_hf`, to weights on ranks": 14,
-}
+LONGER: dict[str, int] = {}  # walks that are longer still, and may only become shorter
 # A walk that goes on where a value is read that was kept as data: the entry of an operation in the plan. The driver has
 # made the plan, a rank reads it; it has made the same one by the same function, or `Worker.form` fails on its digest.
 FROM_DATA = {
@@ -50,12 +47,12 @@ POINTS = {  # walk -> the calls that it leads through
     ],
     "A typed key, to the update": [TYPED, "platform/optimizer/learning_rate.py:learning_rate"],
     "A prompt, to the first token": [
-        "platform/cluster/asking/prompts.py:Reader.ids",
+        "platform/cluster/generation/asked_model.py:Reader.ids",
         "platform/plan/operations/attention/cached.py:RememberOp.run",
-        "platform/train/generation/choosing.py:choose",
+        "platform/train/generation/generator.py:choose",
     ],
     "`model=from_hf`, to weights on ranks": [
-        "platform/weights/source_model.py:complete_model",
+        "platform/weights/importing.py:complete_model",
         "platform/weights/importing.py:importable",
         "platform/weights/folder.py:SavedModel.fetch",
     ],

@@ -118,8 +118,7 @@ class Controller:
             if generation.timeline:
                 with tolerated(self._monitor.say, "the timeline"):
                     generation.timeline.write(Path(self._config.run.dir))
-        if tokens := self._config.monitor.sample:
-            self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{crew.call('sample', tokens)[0]}")
+        self._evaluations.show_sample(crew, generation.plan)
         return RunState.DONE
 
     def _train(self, crew: Crew, generation: Generation) -> None:

@@ -126,10 +126,7 @@ def communication(plan: Plan) -> dict[str, int]:
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of every process group that a run of the plan creates, in the same order on all ranks: those
-    of the collectives of a training step and, for generating text, each axis that splits the logits, which are gathered
-    axis by axis, and `stage`, over which the next token is broadcast."""
+    """Return the mesh axes of every process group that training steps of the plan need, in the same order on all
+    ranks."""
     used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
-    used |= {(axis,) for axis in plan.scheme.regions["logits"].axes}
-    used |= {("stage",)} if plan.stages > 1 else set()
     return sorted(used, key=lambda axes: (len(axes), axes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,14 +33,8 @@ def _stretch(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
     return start, start + n
 
 
-def place(
-    plan: Plan,
-    communicator: Communicator,
-    rows: Mapping[Stretch, Mapping[str, Any]],
-    only: Container[str] | None = None,
-) -> Blocks:
-    """Cut this rank's input blocks of a microbatch out of its `stretches`, for each operation that reads a data tensor:
-    of all data tensors that the plan reads, or only of the names in `only`.
+def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping[str, Any]]) -> Blocks:
+    """Cut this rank's input blocks of a microbatch out of its `stretches`, for each operation that reads a data tensor.
 
     `rows`: stretch -> every data tensor, by name: int64 [sequences, length], weights fp64. Blocks are [length, batch],
     local; equal ones are shared; an operation that only other ranks compute gets an empty block.
@@ -60,8 +54,6 @@ def place(
 
     out: Blocks = {}
     for name, readers in plan.readers.items():
-        if only is not None and name not in only:
-            continue
         blocks = {layout: cut(name, layout) for layout in dict.fromkeys(readers.values())}
         out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
     return out
@@ -84,8 +76,3 @@ def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
     the weights for no reason, and report a loss of 0."""
     where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_of('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
-
-
-def one_document(length: int) -> dict[str, Tensor]:
-    """Return the data tensors `begins` and `positions`, int64 [1, length], of a sequence that is one document."""
-    return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}
