@@ -30,9 +30,7 @@ from platform.generate import answered, note, plan_answers, sorted_words
 from platform.plan.language.numbers import count_of
 
 if TYPE_CHECKING:
-    from platform.cluster.asking.loss_table import Measured
-    from platform.cluster.asking.trained import TrainedModel
-    from platform.cluster.crew.base.crew import Crew
+    from platform.cluster.generation.trained import TrainedModel
     from platform.data.corpus import Corpus
 
 SPLITS = ("validation", "train")
@@ -79,7 +77,7 @@ def _evaluate(given: argparse.Namespace) -> int:
         wrong.append(violation("--include", given.include, "there is no such folder"))
     if wrong:
         raise ConfigError(wrong)
-    from platform.cluster.asking.outputs import WholeFile
+    from platform.cluster.generation.outputs import WholeFile
 
     with ExitStack() as opened:
         out = opened.enter_context(WholeFile(given.json, "--json")) if given.json else None
@@ -91,10 +89,10 @@ def _evaluate(given: argparse.Namespace) -> int:
 
 def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure the model of a command line; print and return the results."""
-    from platform.cluster.asking.answer_memory import violations_of_memory
-    from platform.cluster.asking.loss_table import print_losses
-    from platform.cluster.asking.session import open_session
-    from platform.cluster.asking.trained import find_trained
+    from platform.cluster.generation.answer_memory import violations_of_memory
+    from platform.cluster.generation.loss_table import measure_losses, print_losses
+    from platform.cluster.generation.session import open_session
+    from platform.cluster.generation.trained import find_trained
     from platform.composition.arguments import typed_values
     from platform.data.corpus import corpus_of
 
@@ -118,12 +116,13 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
         except ConfigError as error:  # it is the model's own
             raise ConfigError([line.replace(str(folder), trained.url) for line in error.violations]) from None
         splits = _splits(corpus, given.split)
-        crew = opened.enter_context(open_session(planned.config, planned.plan, note, str(corpus.entry or "")))
-        rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]
+        session = open_session(planned.config, planned.plan, note, corpus=str(corpus.entry or ""), writes=given.bleu)
+        crew = opened.enter_context(session)
+        rows = measure_losses(crew.call, corpus, splits, given.samples)
         translated = {}
         if given.bleu:
-            from platform.cluster.asking.asked_model import AskedModel
-            from platform.cluster.asking.translations import bleu
+            from platform.cluster.generation.asked_model import AskedModel
+            from platform.cluster.generation.translations import bleu
 
             split, row = next(iter(splits.values())), rows[0]
             asked = AskedModel(crew.call, planned.config.model, planned.vocabulary)
@@ -138,9 +137,9 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
 
 def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
     """Run tasks of lm-eval on a trained model; return what they found."""
-    from platform.cluster.asking.asked_model import AskedModel
-    from platform.cluster.asking.harness_tasks import HarnessTasks
-    from platform.cluster.asking.session import open_session
+    from platform.cluster.generation.asked_model import AskedModel
+    from platform.cluster.generation.harness_tasks import HarnessTasks
+    from platform.cluster.generation.session import open_session
 
     planned = plan_answers(trained, overrides, given.config_dir)
     if planned.vocabulary is None:
@@ -185,17 +184,6 @@ def _splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
     if not found:
         raise ConfigError(violation("--split", asked or "validation", "the data holds nothing out", ["train"]))
     return found
-
-
-def _measured(crew: Crew, corpus: Corpus, name: str, split: str, most: int) -> Measured:
-    """Measure the loss on a split, or on `most` samples of it if that is not 0."""
-    from platform.cluster.asking.loss_table import Measured, units_of
-
-    there = corpus.samples_of(split)
-    samples = min(there, most or there)
-    tokens = corpus.predicted(split, 0, samples)
-    loss = crew.call("measure_loss", split, samples)[0]
-    return Measured(name, loss * tokens, tokens, *units_of(corpus, split, samples), samples)
 
 
 if __name__ == "__main__":

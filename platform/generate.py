@@ -29,7 +29,7 @@ from platform.config.fields import Config, Model
 from platform.config.groups.data_group import Data
 
 if TYPE_CHECKING:
-    from platform.cluster.asking.trained import TrainedModel
+    from platform.cluster.generation.trained import TrainedModel
     from platform.data.vocabulary import Vocabulary
     from platform.plan.core.plan import Plan
 
@@ -110,12 +110,12 @@ def _generate(given: argparse.Namespace) -> int:
     overrides, words = sorted_words(given.words)
     if wrong := list(_violations_of_words(given, words)):
         raise ConfigError(wrong)
-    from platform.cluster.asking.answer_memory import violations_of_memory
-    from platform.cluster.asking.asked_model import AskedModel
-    from platform.cluster.asking.outputs import Lines
-    from platform.cluster.asking.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
-    from platform.cluster.asking.session import open_session
-    from platform.cluster.asking.trained import find_trained
+    from platform.cluster.generation.answer_memory import violations_of_memory
+    from platform.cluster.generation.asked_model import AskedModel, Reader
+    from platform.cluster.generation.outputs import Lines
+    from platform.cluster.generation.prompts import Prompt, ends_of, read_prompts, room, too_long
+    from platform.cluster.generation.session import open_session
+    from platform.cluster.generation.trained import find_trained
     from platform.train.protocol.asked import Choice
 
     prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
@@ -131,9 +131,6 @@ def _generate(given: argparse.Namespace) -> int:
         *violations_of_memory(planned.config, planned.plan, *needed)
     ]:
         raise ConfigError(wrong)
-    from platform.train.generation.rank_pass import check_can_generate
-
-    check_can_generate(planned.config)
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
     with ExitStack() as opened:
@@ -174,7 +171,7 @@ def plan_answers(
     model = replace(found.model, within_documents=False)  # of texts that are continued, and else what the data says
     stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=found.seed)
     stored.train.init, stored.cluster.kind = found.url, "inline"
-    stored.elastic.snapshot_every = stored.monitor.sample = 0
+    stored.elastic.snapshot_every = 0
     stored.checkpoint.on_stop = False
     try:
         config = compose(arguments, config_dir, stored=asdict(stored))

@@ -133,7 +133,7 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     lines += _complete_paths(config)
     complete_settings(config, typed)
     if config.model.source or config.model.kind == FROM_HF:
-        from platform.weights.source_model import complete_model  # takes seconds, as it imports torch
+        from platform.weights.importing import complete_model  # takes seconds, as it imports torch
 
         lines += complete_model(config, typed)
     if config.data.document_mask and "model.within_documents" not in typed:

@@ -22,8 +22,7 @@ from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece, S
-from platform.checkpoint.moves.passing import Fetch
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import Fetch, read_tensor
 from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
 from platform.checkpoint.storage.catalogue import begin, commit, discard
 from platform.checkpoint.storage.image import Image

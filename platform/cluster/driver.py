@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.undo import missing_directories, remove_empty
-from platform.cluster.asking.run_tasks import RunTasks, missing_for_tasks, open_tasks
 from platform.cluster.control.forming.context import RunContext
-from platform.cluster.crew.base.job import ANSWERER, WORKER, Job
+from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
 from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, end
+from platform.cluster.generation.run_tasks import RunTasks, missing_for_tasks, open_tasks
 from platform.cluster.run import resources
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
@@ -42,6 +42,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import describe
+from platform.planning.answering import violations_of_asking
 from platform.planning.attention_choice import kernel_violations
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _check_and_drive(
         device=places.device,
         run_dir=directory.path,
         secrets=known_secrets(),
-        worker=worker or (ANSWERER if tasks else WORKER),
+        worker=worker or WORKER,
     )
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
     _drive(run, state, orphan)
@@ -324,8 +325,9 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a line for the user if elastic.max_workers or elastic.min_workers contradicts the plan's number of
-    workers, and for what eval.tasks lacks on this machine."""
+    workers, for what eval.tasks lacks on this machine, and for text that is asked of a model that gives none."""
     yield from missing_for_tasks(config)
+    yield from violations_of_asking(config, plan)
     e, size = config.elastic, plan.mesh.size
     if 0 < e.max_workers < size:
         constraint = f"must be 0 or >= {count_of(size, 'worker')}, as the plan has"

@@ -8,9 +8,8 @@ from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import OBJECTIVES
 from platform.config.fields import Model as ModelConfig
 from platform.config.layout_map import allow_dims
-from platform.model.decoder import Decoder
-from platform.model.encoder import Encoder
 from platform.model.encoder_decoder import EncoderDecoder
+from platform.model.transformer import Decoder, Encoder
 from platform.model.two_layer import TwoLayer
 from platform.plan.language.mistakes import as_model_mistakes
 

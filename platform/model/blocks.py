@@ -71,11 +71,11 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
 
 
 class Layer:
-    """Base of a model and its layers. Its parameters are its attributes, and the parameters of its layers, in the order
-    in which they were set."""
+    """Base of a model and its layers. Its parameters are the ones among its attributes and in its layers, each once, in
+    the order in which they were set."""
 
     def parameters(self) -> list[Parameter]:
-        return list(_parameters_in(vars(self).values()))
+        return list(dict.fromkeys(_parameters_in(vars(self).values())))
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
@@ -130,19 +130,14 @@ class Residual(Layer):
         """Return what the layer reads of the stream x: its norm, or x itself in a post-norm model."""
         return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
 
-    def leave(self, ops: Ops, x: Any, y: Any) -> Any:
-        """Add the layer's output y, with dropout, to the stream x; a post-norm model then normalises the sum."""
-        if self.config.post_norm:
-            return self.norm.of_sum(ops, f"{self.name}.residual", x, y, self.shapes.stream)[1]
-        return ops.residual(f"{self.name}.residual", x, y, self.shapes.stream)
-
-    def leave_for(self, ops: Ops, x: Any, y: Any, following: Residual | None) -> Any:
-        """Return what `leave` does if there is no `following` layer; else (that, what the following layer reads of it:
-        see `enter`)."""
-        if following is None or self.config.post_norm:
-            left = self.leave(ops, x, y)
-            return left if following is None else (left, left)
-        return following.norm.of_sum(ops, f"{self.name}.residual", x, y, self.shapes.stream)
+    def leave(self, ops: Ops, x: Any, y: Any, following: Residual | None = None) -> Any:
+        """Add the layer's output y, with dropout, to the stream x; a post-norm model then normalises the sum. Return it
+        or, with a `following` layer, a pair: the stream, and the part of it that this layer reads (see `enter`)."""
+        name, stream, post = f"{self.name}.residual", self.shapes.stream, self.config.post_norm
+        if following and not post:
+            return following.norm.of_sum(ops, name, x, y, stream)
+        left = self.norm.of_sum(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
+        return (left, left) if following else left
 
 
 class Attention(Residual):
@@ -193,7 +188,7 @@ class Attention(Residual):
         """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
         (key, value) of cross-attention, from `keys_and_values`, both None if a pass before had them; None for
         self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention`. `entered`: the result of `enter`, if it
-        is known; `following`: see `leave_for`."""
+        is known; `following`: see `leave`."""
         s, m = self.shapes, self.memory
         entered = self.enter(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
@@ -218,7 +213,7 @@ class Attention(Residual):
         a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, scale=self.scale, bias=bias, **hides)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
         (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)
-        return self.leave_for(ops, x, y, following)
+        return self.leave(ops, x, y, following)
 
 
 def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:

@@ -9,8 +9,7 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.blocks import Activations, Stack, StackSpecs
-from platform.model.ends import Embedding, Head
-from platform.model.transformer import Transformer
+from platform.model.transformer import Embedding, Head, Transformer
 from platform.plan.operations.words import Ops
 
 

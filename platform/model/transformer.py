@@ -1,14 +1,112 @@
-"""Base classes of Transformers: of all of them, and of the ones with a single stack of blocks."""
+"""Transformers: embedding and head, the base class of all, and the ones with a single stack of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import Activations, Layer, Stack, StackSpecs, dim_sizes
-from platform.model.ends import Embedding, Head, embedding_table, restarts
+from platform.model.blocks import ACTIVATIONS, STD, Activations, Layer, Norm, Stack, StackSpecs, dim_sizes
+from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.words import Ops
+
+LOGITS = Spec.of("logits", "length batch vocab")
+
+
+class Embedding(Layer):
+    """Maps token ids to activations by the rows of `table`, which stacks may share, and adds learned or sinusoidal
+    positions, or none, and the rows of a second table for the segments of the text (BERT), if there are any; then a
+    norm, if the configuration has one there. Within documents, positions count from the document's beginning: learned
+    ones are rows of a table too."""
+
+    def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
+        self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
+        dims, own = ("length", "d_model"), shapes.stream.sizes
+        learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
+        restarting = Parameter(f"{prefix}position", ("positions", "d_model"), "in", std=STD, decay=True)
+        self.position = learned if c.positions == "learned" and not restarts(c) else None
+        self.restarting = restarting if c.positions == "learned" and restarts(c) else None
+        segment = Parameter(f"{prefix}segment", ("segments", "d_model"), "in", std=STD, decay=True)
+        self.segment = segment if c.segments else None
+        self.norm = Norm.of(f"{prefix}embedding.norm", c) if c.embedding_norm else None
+
+    def __call__(self, ops: Ops, tokens: Any, segments: Any = None, positions: Any = None) -> Any:
+        """Return the stream for the data tensors `tokens`, `segments`, the rows of the second table, and `positions` of
+        tokens within their documents."""
+        x = ops.lookup(self.name, self.table, tokens, self.spec)
+        if self.position:
+            x = ops.shift(x, self.spec, self.position)
+        elif self.restarting:
+            x = ops.pointwise("add", x, ops.lookup(self.restarting.name, self.restarting, positions, self.spec))
+        elif self.config.positions == "sinusoidal":
+            x = ops.sinusoid(self.name, x, self.spec, sqrt(self.config.d_model), positions)
+        if self.segment:
+            x = ops.pointwise("add", x, ops.lookup(self.segment.name, self.segment, segments, self.spec))
+        x = self.norm(ops, x, self.spec) if self.norm else x
+        return ops.dropout(self.name, x, self.spec)
+
+
+def restarts(c: ModelConfig) -> bool:
+    """Return True if the positions that a model adds to its tokens count from the beginning of each document. Rotary
+    and relative ones are differences, which are the same wherever a document stands."""
+    return c.positions in ("learned", "sinusoidal") and c.within_documents
+
+
+class Head(Layer):
+    """Computes logits over vocab from the last block's output, by the embedding's table (model.tied) or a table of its
+    own, and the loss against labels. `transform` (BERT): a layer with activation and norm in front of the table."""
+
+    def __init__(self, c: ModelConfig, shapes: StackSpecs, embedding: Parameter):
+        self.config, self.spec = c, shapes.stream
+        self.transform = HeadTransform(c, shapes) if c.head_transform else None
+        self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
+        self.bias = Parameter("head_bias", ("vocab",), "in", "zeros") if c.head_bias else None
+
+    def __call__(self, ops: Ops, x: Any, labels: Any) -> Activations:
+        """Compute the logits of the stream x [length, batch, d_model] and return {"loss": cross-entropy summed over
+        this rank's tokens} against the data tensor `labels`, or {"logits": [length, batch, vocab]} if `labels` is None,
+        as when text is sampled."""
+        x = self.transform(ops, x) if self.transform else x
+        if self.config.logit_scale != 1:
+            x = ops.scale(x, self.spec, self.config.logit_scale)
+        return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
+
+    def logits(self, ops: Ops, x: Any) -> Any:
+        return ops.project(x, self.spec, (self.table,), (LOGITS,), (self.bias,) if self.bias else ())[0]
+
+    def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
+        more = labels, self.config.label_smoothing, self.bias
+        return ops.linear_cross_entropy("loss", x, self.spec, self.table, LOGITS, *more)
+
+
+class HeadTransform(Layer):
+    """Transform in front of BERT's head: norm(f(x w + bias)), where w maps d_model to as many elements, here named
+    d_ff."""
+
+    def __init__(self, c: ModelConfig, shapes: StackSpecs):
+        self.spec, width = shapes.stream, (("d_ff", c.d_model),)
+        self.inside = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, *width))
+        self.function, gated = ACTIVATIONS[c.activation]
+        assert not gated, "platform.config.checks refuses it"
+        more: dict[str, Any] = {"std": STD, "decay": True, "sizes": width}
+        self.weight = Parameter("head_transform", ("d_ff", "d_model"), "in", **more)
+        self.bias = Parameter("head_transform_bias", ("d_ff",), "in", "zeros", sizes=width)
+        self.norm = Norm.of("head_transform.norm", c)
+
+    def __call__(self, ops: Ops, x: Any) -> Any:
+        """Apply the transform to the stream x."""
+        (h,) = ops.project(x, self.spec, (self.weight,), (self.inside,), (self.bias,))
+        h = ops.relayout("head_transform", ops.pointwise(self.function, h), self.inside, self.spec)
+        return self.norm(ops, h, self.spec)
+
+
+def embedding_table(c: ModelConfig) -> Parameter:
+    """Return the declaration of a Transformer's token embedding [vocab, d_model]. With sinusoidal positions it starts
+    as N(0, 1 / d_model), scaled by sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""
+    std = 1 / sqrt(c.d_model) if c.positions == "sinusoidal" else STD
+    return Parameter("embedding", ("vocab", "d_model"), "in", std=std, decay=True)
 
 
 class Transformer(Layer):
@@ -53,3 +151,19 @@ class SingleStack(Transformer):
         x = self.embedding(ops, inputs["tokens"], *beside) if "embedding" in units else flow["stream"]
         x = self.stack(ops, x, units, mask=None if self.causal else inputs.get("tokens"), begins=inputs.get("begins"))
         return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}
+
+
+class Decoder(SingleStack):
+    """Causal language model: `forward` maps `tokens` to the summed cross-entropy of `labels`, both data tensors
+    [length, batch]. By configuration GPT-2/3 (learned positions, LayerNorm, GELU, tied head) or Llama (rotary
+    positions, RMSNorm, SwiGLU, grouped queries)."""
+
+    causal = True
+
+
+class Encoder(SingleStack):
+    """Masked-token model that reads in both directions: `forward` maps `tokens` to the summed cross-entropy of the
+    `labels` to be predicted (the others are padding), both data tensors [length, batch]. BERT (Devlin et al. 2018), by
+    configuration with its segments and the transform in front of its head, and always without its second objective."""
+
+    causal = False

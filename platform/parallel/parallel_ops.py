@@ -26,12 +26,12 @@ from platform.parallel.sharding.operands import Operands
 from platform.parallel.sharding.residency import Residency
 from platform.parallel.watched import Watched
 from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.rule import Conversion, relayout_steps
+from platform.plan.communication.rule import Conversion
 from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
-from platform.plan.language.layout import Layout
-from platform.plan.language.ops import Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec, lengthened
+from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
 
 
@@ -75,6 +75,7 @@ class ParallelOps(Ops):
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
+        self.cache: KeyValueCache | None = None  # of these, in a pass of generation
         self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
         self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
         self.residency: Residency | None = None  # of parameters that are gathered for each block
@@ -95,6 +96,15 @@ class ParallelOps(Ops):
         """Begin a forward pass."""
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
+
+    def read_on(self, offset: int, cache: KeyValueCache) -> None:
+        """Begin a pass of generation whose sequences have `offset` tokens in `cache`."""
+        self.offset, self.cache, self.position = offset, cache, PassPosition(training=False)
+        self.angles.clear()
+        self.begin()
+
+    def remembered(self, spec):
+        return lengthened(spec, self.cache.capacity) if self.cache else spec
 
     def watch(self, name, x, spec):
         if self.watched and self.position.training and not self.ahead.again:
@@ -123,13 +133,6 @@ class ParallelOps(Ops):
 
     def fuses_attention(self, name, spec):
         return ("fused_attention", name) in self.plan.operations
-
-    def gathered(self, x: Tensor, spec: Spec) -> Tensor:
-        """Gather an activation's block x into the whole tensor on every rank, without gradient or vocab padding."""
-        whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
-        for i, size in enumerate(self.plan.global_shape(spec)):
-            whole = whole.narrow(i, 0, size)
-        return whole
 
     # what operations compute with
 

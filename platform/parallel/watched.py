@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.sharding.gradients import counts_here, squares
+from platform.parallel.sharding.gradients import squares
 from platform.plan.core.buckets import layer_of
-from platform.plan.core.counted import counts_gradient
+from platform.plan.core.counted import counts_at, counts_gradient
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Spec
 
@@ -34,7 +34,7 @@ class Watched:
     def see(self, name: str, x: Tensor, spec: Spec) -> None:
         """Add an activation x, this rank's block of `spec`, to the sum of the layer `name`."""
         layout = self._plan.layout(spec)
-        if not x.numel() or not counts_here(self._communicator, layout.axes):
+        if not x.numel() or not counts_at(self._communicator.coordinates, layout.axes):
             return
         dim = spec.dims.index("batch")
         first, extent = self._plan.block(spec, self._communicator.coordinates)[dim]

@@ -19,6 +19,7 @@ from platform.plan.memory.worker_bytes import state_elements, weight_bytes
 from platform.plan.schedule.generators import generate, representative_microbatches
 from platform.plan.schedule.lowering import lower
 from platform.plan.schedule.table import Schedule
+from platform.planning.answering import answering_model
 from platform.planning.choose_schedule import generator_of, schedule_of
 from platform.planning.make_plan import make_plan
 
@@ -87,8 +88,7 @@ def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) 
     plan = settled(plan, device, config.model.dropout)
     m = config.model
     source = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
-    model = build_model(replace(m, within_documents=True, source_length=source or m.length))
-    scored = scoring_shape(plan, m.length, source)
+    model, scored = answering_model(config, source), scoring_shape(plan, m.length, source)
     shapes = (scored, reading_shape(scored, m.length))
     most = [max(answer_bytes(plan, model, shape, stage, device) for shape in shapes) for stage in range(plan.stages)]
     there = {"gradients": 0, "activations": 0, "in_flight": 0}

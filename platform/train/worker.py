@@ -7,8 +7,9 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from concurrent import futures
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -34,11 +35,13 @@ from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.parallel.compiled import may_compile, uncompiled
 from platform.parallel.deterministic import deterministic
 from platform.plan.core.plan_data import digest
-from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
+from platform.planning.answering import groups_of
 from platform.planning.make_plan import make_plan
 from platform.train.candidate import Candidate
+from platform.train.generation.generator import Generator
+from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.protocol.replies import (
     Built,
     Copied,
@@ -65,13 +68,15 @@ class Worker(Candidate):
     CPU.
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`;
-    then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The
-    last call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others stand for many a `step`.
+    then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate`, `continue_texts` and `score_texts`, each on all
+    ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others
+    stand for many a `step`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
     state: Any  # a State, likewise
     combiner: Any  # a Combiner, likewise
+    _generator: Generator | None = None  # from the first question of a generation on
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
         super().__init__(config, device, run_dir)
@@ -119,15 +124,11 @@ class Worker(Candidate):
         if world_size == 1:
             self.communicator = SingleRank(mesh, device)
         else:
-            groups = self._groups(), device, self.plan.neighbours
-            self.communicator = connected(mesh, rank, store, generation, *groups)
+            groups = groups_of(self.config, self.plan)
+            self.communicator = connected(mesh, rank, store, generation, groups, device, self.plan.neighbours)
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
-
-    def _groups(self) -> list[tuple[str, ...]]:
-        """Return the mesh axes of every process group that this generation needs, in one order on all ranks."""
-        return process_groups(self.plan)
 
     def build(
         self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
@@ -337,13 +338,31 @@ class Worker(Candidate):
         """Take the weights of train.init to start with; return None, or why they are undefined, on all ranks alike."""
         return tried(self.state.begin)
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the mean validation loss per token by source, and of all under ""; see `Trainer.evaluate`."""
-        return self.trainer.evaluate()
+    def evaluate(self, samples: dict[str, int]) -> dict[str, float]:
+        """Return the mean loss per token over the first `samples` of each split of the data, by its name."""
+        with self.trainer.evaluated():
+            return {split: self.trainer.mean_loss(split, count) for split, count in samples.items()}
 
-    def sample(self, tokens: int, prompt: str = "def ") -> str:
-        """Generate `tokens` tokens that continue or answer `prompt`, from the present weights; equal on all ranks."""
-        return self.trainer.sample(tokens, prompt)
+    @contextmanager
+    def _answering(self) -> Iterator[Generator]:
+        """Yield the generator, which answers by the weights to be evaluated. The clock's notes of this time are
+        dropped: they belong to no step, and an evaluation may have very many passes."""
+        assert self.communicator
+        if self._generator is None:
+            self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
+        with self.trainer.evaluated():
+            yield self._generator
+        self.trainer.clock.read()
+
+    def continue_texts(self, texts: AskedTexts, tokens: int, how: Choice, ends: list[int]) -> list[Written]:
+        """Continue texts; see `Generator.write`."""
+        with self._answering() as generator:
+            return generator.write(texts, tokens, how, ends)
+
+    def score_texts(self, texts: AskedTexts, starts: list[int]) -> list[Scored]:
+        """Score texts; see `Generator.score`."""
+        with self._answering() as generator:
+            return generator.score(texts, starts)
 
     def abort(self) -> None:
         """Interrupt a call that waits in a collective, so that it raises, if the backend can; from another thread."""
@@ -357,7 +376,7 @@ class Worker(Candidate):
         communicator, self.communicator = self.communicator, None
         for memory in self.memories.values():
             memory.abandon()
-        self.trainer = self.state = self.combiner = None
+        self.trainer = self.state = self.combiner = self._generator = None
         if communicator:
             communicator.abort()  # after a failure, closing would wait for collectives in progress
             communicator.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.interchange import write_safetensors
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage.manifest import Manifest
 from platform.checkpoint.storage.storage import Storage, all_or_nothing
 from platform.config.fields import Model

@@ -26,6 +26,7 @@ from platform.weights.names import MatrixPart, Stored
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 LARGEST_CONFIG, LARGEST_INDEX = 1 << 20, 64 << 20  # bytes
 _VALUES = 1 << 21  # of an index: two for each tensor
+_HEADERS: dict[tuple[str, ...], dict[str, tuple[str, ForeignTensor]]] = {}  # by the versions of files: the last model's
 
 _File = Annotated[str, Text(r"[\w.-]{1,250}\.safetensors", "the name of a safetensors file")]  # stays in its folder
 
@@ -65,7 +66,7 @@ class SavedModel:
             there = self._folder.list("")
             self.config = self._config(there)
             files = [only] if only else self._files(there)
-            self.tensors = dict(self._headers(files))
+            self.tensors = self._tensors({file: there.get(file) for file in files})
         except (Malformed, Refused, OSError) as error:
             raise self.refused(str(error)) from None
 
@@ -105,6 +106,15 @@ class SavedModel:
         if len(found) != 1:
             raise Refused(f"holds {'several files' if found else 'no file'} of safetensors, and no {INDEX}")
         return found
+
+    def _tensors(self, files: dict[str, int | None]) -> dict[str, tuple[str, ForeignTensor]]:
+        """Return the tensors of files, with their sizes: a process reads headers again only if a file has changed."""
+        versions = [f"{file} {size} {self._folder.version(file)}" for file, size in files.items() if size is not None]
+        key = self._folder.url, *versions
+        if len(versions) < len(files) or key not in _HEADERS:
+            _HEADERS.clear()
+            _HEADERS[key] = dict(self._headers([*files]))
+        return _HEADERS[key]
 
     def _headers(self, files: Sequence[str]) -> Iterator[tuple[str, tuple[str, ForeignTensor]]]:
         """Yield each tensor of the files with its name and file; raises Refused for a name in several files."""

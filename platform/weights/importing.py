@@ -1,19 +1,23 @@
-"""Import of a model that transformers saved: what it is, whether all of it is there, and a checkpoint of it."""
+"""Import of a model that transformers saved: what it is, as our keys and in a configuration, whether all of it is
+there, and a checkpoint of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.placement import Piece
 from platform.checkpoint.interchange import store_pieces
 from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import Model
+from platform.config.fields import Config, Model
+from platform.data.tokenizers.tokenizer_files import has_tokenizer
+from platform.weights import FROM_HF
 from platform.weights.folder import Place, SavedModel
 from platform.weights.names import Stored, matched, stored_tensors
 from platform.weights.translate import family_of, model_keys
@@ -39,11 +43,44 @@ class Importable:
 def source_keys(source: str, key: str) -> dict[str, Any]:
     """Return our model keys, without `model.`, that say what the model at `source` (a folder of transformers, as a path
     or URL) is. Raises ConfigError, naming the configuration key `key` that holds the source."""
-    saved = SavedModel(source, key)
-    try:
+    return keys_of(SavedModel(source, key))
+
+
+def keys_of(saved: SavedModel) -> dict[str, Any]:
+    """Return our model keys, without `model.`, of a model that transformers saved. Raises ConfigError."""
+    with _naming(saved):
         return model_keys(saved.config, saved.tensors)
+
+
+def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
+    """Set the keys of the model in place from what its `model.source` says, except keys that the user typed, and
+    train.init from it too; the configuration then says it all, without a source. Returns one line per mistake."""
+    source, named = config.model.source, config.model.kind == FROM_HF
+    config.model.kind = "decoder" if named else config.model.kind
+    if not source:
+        line = violation("model.source", "", "model=from_hf needs a folder that transformers saved", ["FOLDER"])
+        return [line] if named else []
+    try:
+        found = source_keys(source, "model.source")
     except ConfigError as error:
-        raise _of(saved, error) from None
+        return error.violations
+    for key, value in found.items():
+        if f"model.{key}" not in typed:
+            setattr(config.model, key, value)
+    config.train.init, config.model.source = config.train.init or source, ""
+    said = "data.tokenizer" in typed or config.data.tokenizer != "train" or config.data.kind == "synthetic"
+    return [] if said else _complete_tokenizer(config, source)
+
+
+def _complete_tokenizer(config: Config, source: str) -> list[str]:
+    """Set data.tokenizer in place to that which lies beside the model at `source`. Returns a refusal line if there is
+    none: a model reads the tokens that it was trained on."""
+    folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
+    if not has_tokenizer(folder):
+        reason = f"there is none beside the model in {folder}, and one that is trained gives other tokens than it knows"
+        return [violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "data.tokenizer=train"])]
+    config.data.tokenizer = folder
+    return []
 
 
 def importable(source: str, key: str, model: Model | None = None, drop: Sequence[str] = ()) -> Importable:
@@ -54,11 +91,9 @@ def importable(source: str, key: str, model: Model | None = None, drop: Sequence
     all of them named.
     """
     saved = SavedModel(source, key)
-    try:
-        own = Model(**model_keys(saved.config, saved.tensors)) if model is None else model
+    own = model or Model(**keys_of(saved))
+    with _naming(saved):
         return Importable(saved, own, tuple(_found(saved, own, drop)))
-    except ConfigError as error:
-        raise _of(saved, error) from None
 
 
 def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[Stored, str]]:
@@ -74,8 +109,13 @@ def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[S
     return tensors
 
 
-def _of(saved: SavedModel, error: ConfigError) -> ConfigError:
-    return ConfigError([f"{saved.url}: {line}" for line in error.violations])
+@contextmanager
+def _naming(saved: SavedModel) -> Iterator[None]:
+    """Name the model in every line that refuses it within the context."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"{saved.url}: {line}" for line in error.violations]) from None
 
 
 def _misshapen(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iterator[str]:

@@ -18,8 +18,7 @@ from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK, Piece
-from platform.checkpoint.moves.passing import Fetch
-from platform.checkpoint.moves.reshard import stored_fetch
+from platform.checkpoint.moves import Fetch, stored_fetch
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.read import stored_pieces

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.parallel.pass_ops import PassOps
+from platform.plan.operations.attention.cached import RememberOp
 from platform.planning.make_plan import make_plan
 from platform.train.generation.batch import Batch
 from platform.train.protocol.asked import Choice
@@ -170,10 +170,10 @@ def test_negative_control_padding_is_seen(monkeypatch):
 def test_negative_control_a_pass_is_forgotten(monkeypatch):
     """If a pass leaves nothing in the cache, the next one must give other logits."""
 
-    def remember(ops, name, k, v, kv):
-        return whole(ops, name, k * (ops.offset != 16), v, kv)
+    def remember(self, ops, name, k, v, kv):
+        return whole(self, ops, name, k * (ops.offset != 16), v, kv)
 
-    whole = PassOps.remember
-    monkeypatch.setattr(PassOps, "remember", remember)
+    whole = RememberOp.run
+    monkeypatch.setattr(RememberOp, "run", remember)
     with pytest.raises(AssertionError, match="logits before token"):
         examine(configure("1d", {"t": 2}, **OTHERS["llama"], **SMALL))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from platform.planning.make_plan import make_plan
-from platform.train.generation.choosing import choose, restricted
+from platform.train.generation.generator import choose, restricted
 from platform.train.protocol.asked import AskedTexts, Choice
 from tests.answers.cached import say, uncached, whole_weights
 from tests.harness.oracle import MODELS, configure

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from platform.checkpoint.__main__ import main as checkpoint
-from platform.cluster.asking.trained import find_trained
+from platform.cluster.generation.trained import find_trained
 from platform.generate import main as generate
 from platform.generate import sorted_words
 from platform.weights.__main__ import main as weights

@@ -12,8 +12,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.__main__ import main as verify
-from platform.cluster.asking import answer_memory, session
-from platform.cluster.asking.outputs import Lines, WholeFile
+from platform.cluster.generation import answer_memory, session
+from platform.cluster.generation.outputs import Lines, WholeFile
 from platform.evaluate import main as evaluate
 from platform.generate import main as generate
 from tests.harness.disks import small_disk

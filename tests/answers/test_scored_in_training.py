@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 import torch
 
-from platform.cluster.asking.asked_model import AskedModel
+from platform.cluster.generation.asked_model import AskedModel
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
-from platform.train.generation.answerer import Answerer
 from platform.train.generation.batch import Batch
 from platform.train.protocol.asked import AskedTexts
 from platform.train.step.trainer import Trainer
+from platform.train.worker import Worker
 from tests.answers.cached import uncached
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.threads import run_threads
@@ -33,7 +33,7 @@ LONG = [i * 7 % 61 for i in range(75)]  # of which windows are scored
 def scored(c, plan, communicator: Communicator) -> tuple[list[float], float]:
     """The log-probabilities that a rank of a run hears after two steps, and the loss of its third."""
     torch.set_num_threads(1)
-    rank = object.__new__(Answerer)
+    rank = object.__new__(Worker)
     rank.config, rank.plan, rank.communicator = c, plan, communicator
     rank.trainer = trainer = trainer_of(c, plan, communicator)
     for step in (1, 2):

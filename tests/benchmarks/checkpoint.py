@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor
-from platform.checkpoint.moves.reshard import restore  # noqa: E402
+from platform.checkpoint.moves import restore  # noqa: E402
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest  # noqa: E402
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Meta

@@ -24,7 +24,7 @@ sys.meta_path.insert(0, Finder)
 IMPORTING = [(command, "platform.boundary.redaction") for command in COMMANDS]
 RUNNING = [
     ("generate", "platform.composition.composer"),
-    ("evaluate", "platform.cluster.asking.outputs"),
+    ("evaluate", "platform.cluster.generation.outputs"),
     ("plan", "hydra"),
 ]
 

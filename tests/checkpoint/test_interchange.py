@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from platform.checkpoint.__main__ import main
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.saver import Saver
 from platform.checkpoint.storage.storage import open_storage

@@ -49,7 +49,7 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert [worker["rank"] for worker in formed["workers"]] == [0, 1]
     assert all(worker.keys() == {"rank", "number", "coordinates", "pid", "node"} for worker in formed["workers"])
     out = capsys.readouterr().out
-    assert out.index("plan  2 workers") < out.index("0.2000") < out.index("word word word")
+    assert out.index("plan  2 workers") < out.index("0.2000") < out.index("<1> <1> <1>")
     assert f"run directory: {config.run.dir}" in out
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
     assert [row.get("val_loss") for row in rows(config)] == [None, 2.0, None, 2.0, None]

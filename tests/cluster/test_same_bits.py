@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage.catalogue import find
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.driver import run

@@ -15,7 +15,7 @@ MODULE = """
 from pathlib import Path
 from platform.data.sources import register_source
 from platform.model import register_model
-from platform.model.decoder import Decoder
+from platform.model.transformer import Decoder
 from platform.optimizer.optimizers import register_optimizer
 from platform.optimizer.learning_rate import register_schedule
 import torch

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, find, verify
 from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import JsonLines, MetricsLog

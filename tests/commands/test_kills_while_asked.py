@@ -26,7 +26,7 @@ COMMAND = (
 LAUNCH = """
 import sys
 from platform.cluster import driver
-from platform.cluster.asking.run_tasks import RunTasks
+from platform.cluster.generation.run_tasks import RunTasks
 from platform.launch import main
 from platform.train.protocol.asked import Choice
 class Questions:
@@ -39,7 +39,7 @@ driver.open_tasks = lambda config: RunTasks(config, Questions())
 driver.missing_for_tasks = lambda config: []
 sys.exit(main(sys.argv[1:]))
 """
-ORDERS = [("score", 2), ("pass", 7), ("continue", 1), ("pass( done)?", 25), ("sample", 2), ("sample done", 1)]
+ORDERS = [("score", 2), ("pass", 7), ("continue", 1), ("pass( done)?", 25), ("continue", 4), ("continue done", 1)]
 
 
 def run(folder: Path, orders: list[tuple[str, int]]) -> tuple[list[tuple], list[str], list[str]]:
@@ -71,6 +71,4 @@ def test_workers_die_while_they_are_asked(tmp_path):
     wanted, wanted_texts, none = run(tmp_path / "undisturbed", [])
     assert (rows, texts) == (wanted, wanted_texts) and not none
     assert [row[0] for row in rows] == [*"123456"] and rows[1][4] != rows[3][4] != "null" and len(texts) == 4
-    assert len(calls) == len(ORDERS) and {"score_texts", "continue_texts", "sample"} == {
-        call.partition("(")[0] for call in calls
-    }
+    assert len(calls) == len(ORDERS) and {"score_texts", "continue_texts"} == {call.partition("(")[0] for call in calls}

@@ -10,7 +10,7 @@ from platform.boundary.refusals import refusal_in
 from platform.checkpoint.storage.report import FileReport
 from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.train.protocol.asked import Scored
+from platform.train.protocol.asked import Scored, Written
 from platform.train.protocol.replies import (
     Built,
     Copied,
@@ -127,8 +127,11 @@ class FakeWorker:
         blocks = FileReport("blocks-00000.bin", 0, [])
         return None if self.crew.stuck or (self.crew.writing and not seconds) else blocks
 
-    def evaluate(self):
-        return {"": 2.0}
+    def evaluate(self, samples):
+        return dict.fromkeys(samples, 2.0)
+
+    def continue_texts(self, texts, tokens, how, ends):
+        return [Written([self.state] * tokens, False) for _ in texts.ids]
 
     def score_texts(self, texts, starts):
         return [Scored(float(self.state), True) for _ in texts.ids]

@@ -15,8 +15,10 @@ def fake_plan(size):
 
 
 def run_fake(config, size, worker):
-    """Drive a run of `size` fake workers, whose plan needs no memory."""
+    """Drive a run of `size` fake workers, whose plan needs no memory, and is not that of their configuration."""
+    from platform.cluster import driver
     from platform.cluster.driver import run
 
-    with patch("platform.cluster.run.devices.device_of", lambda *_: None):
+    unplanned = patch.object(driver, "violations_of_asking", lambda *_: [])
+    with unplanned, patch("platform.cluster.run.devices.device_of", lambda *_: None):
         return run(config, fake_plan(size), experiment="quick", worker=f"tests.doubles.fake_worker:{worker}")

@@ -23,8 +23,7 @@ from platform.checkpoint.in_memory import snapshots
 from platform.checkpoint.storage import storage
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.storage import Local
-from platform.train.generation.answerer import Answerer
-from platform.train.generation.rank_pass import RankPass
+from platform.train.generation.generator import RankPass
 from platform.train.worker import Worker
 
 FOLDER, DONE = "KILLER", ".done"
@@ -111,7 +110,6 @@ if FOLDER in os.environ:
     Local.write, Local.delete = _told(Local.write, "write"), _told(Local.delete, "delete")  # type: ignore[method-assign]
     Image.fill = _around(Image.fill, "snapshot")  # type: ignore[method-assign]
     snapshots._transfer = _around(snapshots._transfer, "copies")
-    Worker.sample = _around(Worker.sample, "sample")  # type: ignore[method-assign]
-    Answerer.score_texts = _around(Answerer.score_texts, "score")  # type: ignore[method-assign]
-    Answerer.continue_texts = _around(Answerer.continue_texts, "continue")  # type: ignore[method-assign]
+    Worker.score_texts = _around(Worker.score_texts, "score")  # type: ignore[method-assign]
+    Worker.continue_texts = _around(Worker.continue_texts, "continue")  # type: ignore[method-assign]
     RankPass.run = _around(RankPass.run, "pass")  # type: ignore[method-assign]

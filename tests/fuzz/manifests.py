@@ -23,7 +23,7 @@ import torch
 
 from platform.checkpoint.__main__ import summary
 from platform.checkpoint.blocks.placement import ITEMSIZE
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.catalogue import find, verify
 from platform.checkpoint.storage.manifest import Manifest, Refused

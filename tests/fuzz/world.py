@@ -11,7 +11,7 @@ from random import Random
 
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.interchange import export_safetensors
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.catalogue import verify
 from platform.checkpoint.storage.storage import open_storage

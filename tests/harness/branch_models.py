@@ -13,9 +13,9 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
-from platform.model.blocks import STD, Attention, StackSpecs, dim_sizes
+from platform.model.blocks import STD, Attention, Layer, StackSpecs, dim_sizes
 from platform.model.branches import Branches, pointwise_per_branch
-from platform.model.ends import Embedding, Head, embedding_table
+from platform.model.transformer import Embedding, Head, embedding_table
 from platform.plan.language.ops import Spec
 
 FUNCTIONS = ("gelu", "relu", "silu", "tanh")
@@ -23,7 +23,7 @@ INNER = Spec.of("mlp", "length batch branch d_branch")
 STREAM = StackSpecs().stream
 
 
-class Branched:
+class Branched(Layer):
     """Embedding, one block of branches, head. `forward` as a decoder's."""
 
     inputs = ("tokens", "labels")
@@ -38,10 +38,6 @@ class Branched:
 
     def block(self, c: ModelConfig) -> Any:
         return Branches("block", STREAM, INNER, STREAM, std=STD)
-
-    def parameters(self):
-        parts = (self.embedding, self.branches, self.head)
-        return [self.table, *(p for part in parts for p in part.parameters())]
 
     def forward(self, ops, inputs):
         x = self.embedding(ops, inputs["tokens"])
@@ -80,7 +76,7 @@ class Heads(Branched):
 
     def block(self, c):
         query = StackSpecs().query
-        self.attention = Attention("layers.0.attention", c, StackSpecs(), causal=True)
+        self.scale = Attention("layers.0.attention", c, StackSpecs(), causal=True).scale
         names = ("query", "key", "value")
         out_std = STD / (2 * c.layers) ** 0.5
         more = {"dim": "heads", "projections": names, "std": STD, "out_std": out_std}
@@ -92,7 +88,7 @@ class Heads(Branched):
 
         def inside(ops, q, k, v):
             q, k, v = (ops.relayout(f"core.{n}", t, query, core) for n, t in (("q", q), ("k", k), ("v", v)))
-            a = ops.attention("attention", q, k, v, core, core, scale=self.attention.scale, causal=True)
+            a = ops.attention("attention", q, k, v, core, core, scale=self.scale, causal=True)
             return ops.relayout("core.context", a, core, query)
 
         return self.branches(ops, x, inside)
@@ -106,11 +102,11 @@ class Plain(Branched):
 
     def parameters(self):
         weights = [self.branches.query, self.branches.key, self.branches.value, self.branches.output]
-        return [self.table, *self.embedding.parameters(), *weights, *self.head.parameters()]
+        return list(dict.fromkeys([*self.embedding.parameters(), *weights, *self.head.parameters()]))
 
     def branched(self, ops, x):
         block = self.branches
-        block.enter, block.leave = (lambda ops, x: x), (lambda ops, x, y: y)
+        block.enter, block.leave = (lambda ops, x: x), (lambda ops, x, y, following: y)
         return block(ops, x)
 
 

@@ -27,7 +27,7 @@ def check_held(trainer: Trainer) -> None:
     kept = sum(flat.part.numel() * (1 if plan.storage else plan.shards) for flat in here)
     frozen = sum(w.numel() for name, w in weights.owned.items() if name in plan.frozen)
     counted = masters, kept, frozen
-    planned = plan.masters_at(at), plan.parameters_at(at), plan.frozen_at(at)
+    planned = plan.masters_at(at), plan.parameters_at(at), plan.masters_of(plan.frozen, at)
     assert counted == planned, f"rank {rank} holds (masters, copies, frozen) {counted}, planned are {planned}"
     blocks, boxes = state.blocks(), defaultdict[str, list[Box]](list)
     for name, box, _ in blocks:

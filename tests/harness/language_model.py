@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
 from platform.model.blocks import dim_sizes
-from platform.model.ends import LOGITS
+from platform.model.transformer import LOGITS
 from platform.plan.language.ops import Parameter, Spec
 
 OWN = {"topic": 4, "width": 4}  # dims that no other model has; topic x width = d_model

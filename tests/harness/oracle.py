@@ -110,7 +110,7 @@ class Tokens:
     """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
 
     validations: ClassVar = {"": ("validation", 1)}
-    special = SpecialIds()
+    special, vocabulary = SpecialIds(), None
 
     def __init__(self, c: Config):
         self.model, self.vocab, self.weighted = c.model, c.model.vocab, objective_of(c) in WEIGHTED
@@ -174,6 +174,13 @@ def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = 
     stage = communicator.coordinates["stage"]
     rows = stage_rows(schedules_of(c, c.parallel.data))[stage]
     return Trainer(c, plan, communicator, corpus or Tokens(c), rows, fresh)
+
+
+def validation_loss(trainer: Trainer) -> float:
+    """The loss that an evaluation of a run gives."""
+    c = trainer.config
+    with trainer.evaluated():
+        return trainer.mean_loss("validation", c.eval.batches * c.train.global_batch)
 
 
 def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Plan:

@@ -15,7 +15,7 @@ from torch import Tensor
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor
-from platform.checkpoint.moves.reshard import restore
+from platform.checkpoint.moves import restore
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Meta

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.asking import answer_memory
+from platform.cluster.generation import answer_memory
 from platform.cluster.run import resources
 from platform.cluster.run.phases import Phases
 from platform.composition.composer import Composer, open_composer

@@ -34,7 +34,6 @@ MAY_WAIT = {
     "train/step/step_report.py:_slower": "host memory",
     "train/worker.py:_settled": "while a generation forms",
     "train/worker.py:leave": "a worker that leaves waits for its device",
-    "train/step/trainer.py:sample": "text is read token by token, not in a step",
     "train/step/training_state.py:tell_all": "host memory",
 }
 MAY_MAKE = {
@@ -50,9 +49,6 @@ MAY_MAKE = {
     "train/generation/generator.py:write": "rows of tokens, placed later",
     "train/step/step_report.py:__init__": "host memory",
     "train/step/step_report.py:together": "host memory",
-    "train/step/inputs.py:one_document": "rows beside those, placed with them",
-    "train/step/trainer.py:sample": "text is drawn on the host",
-    "train/step/trainer.py:_row": "a row of tokens, placed later",
 }
 
 

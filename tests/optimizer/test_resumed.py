@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import MetricsLog

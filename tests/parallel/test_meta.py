@@ -17,6 +17,7 @@ from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
 from tests.harness.meta import KernelCounter, alone, per_layer
+from tests.harness.oracle import validation_loss
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 ON_GPUS = [name for name in EXPERIMENTS if "device: cuda" in (CONF / "experiment" / f"{name}.yaml").read_text()]
@@ -63,7 +64,7 @@ def test_a_whole_step_reads_its_device_once(name, rest, record_count):
             report = trainer.step(1)
             assert reads == [2], "the sums of loss and squared norm, together"
             assert report.loss > 0 and not report.skipped and counter.sections["backward"].launched > 0
-            trainer.evaluate()
+            validation_loss(trainer)
         assert reads == [2, 2]
 
 

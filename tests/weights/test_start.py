@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.storage import Local
 from platform.config.fields import Config

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from platform.cluster.asking.prompts import ends_of
-from platform.cluster.asking.trained import find_trained
+from platform.cluster.generation.prompts import ends_of
+from platform.cluster.generation.trained import find_trained
 from platform.data.tokenizer import train_tokenizer
 from platform.data.vocabulary import open_vocabulary
 from platform.generate import main as write_answers

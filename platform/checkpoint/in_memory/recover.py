@@ -12,7 +12,7 @@ from platform.checkpoint.blocks.chain import Chain
 from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, HeldTensor, Piece, Share
 from platform.checkpoint.in_memory.copies import Copy, copies
 from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.moves.passing import BUDGET, Exchange, clear_padding, exchange_alone, pass_on
+from platform.checkpoint.moves import BUDGET, Exchange, clear_padding, exchange_alone, pass_on
 
 Read = Callable[[Share, Tensor], None]
 """Copies the bytes of a part of a global tensor from this rank's home into memory, uint8 [bytes]."""

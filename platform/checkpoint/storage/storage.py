@@ -43,6 +43,9 @@ class Storage(Protocol):
         """Map the names in a directory of the storage to their sizes in bytes (any number for a subdirectory, UNKNOWN
         if it cannot be inspected); {} if there is no such directory. Lists everything in it, or raises OSError."""
 
+    def version(self, path: str) -> str:
+        """Return a word that is another one once the file has changed."""
+
     def delete(self, path: str, durable: bool = True) -> None:
         """Delete a file of the storage, or a directory with everything in it; do nothing if there is none. `durable`:
         it stays so after a loss of power."""
@@ -179,6 +182,10 @@ class Local:
             return {}
         return {name: size for name, size in found.items() if size is not None}
 
+    def version(self, path: str) -> str:
+        found = os.stat(self.root / path)
+        return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
     def delete(self, path: str, durable: bool = True) -> None:
         """Delete a file, or a directory with everything in it; a link itself, not its target."""
         target = self.root / path
@@ -284,6 +291,10 @@ class Remote:
                 return {}
         found = {str(e["name"]).rstrip("/"): _bytes(e) for e in entries}
         return {name.rpartition("/")[2]: size for name, size in found.items() if name.strip("/") != here.strip("/")}
+
+    def version(self, path: str) -> str:
+        with _translated(self.url):
+            return str(self._system.ukey(self._path(path)))
 
     def delete(self, path: str, durable: bool = True) -> None:
         with _translated(self.url), suppress(FileNotFoundError):

@@ -118,8 +118,7 @@ class Controller:
             if generation.timeline:
                 with tolerated(self._monitor.say, "the timeline"):
                     generation.timeline.write(Path(self._config.run.dir))
-        if tokens := self._config.monitor.sample:
-            self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{crew.call('sample', tokens)[0]}")
+        self._evaluations.show_sample(crew, generation.plan)
         return RunState.DONE
 
     def _train(self, crew: Crew, generation: Generation) -> None:
@@ -325,7 +324,7 @@ class Controller:
         spare for a slow worker, or with more workers, can form now without losing a step. `report`: rank 0's on the
         step just committed."""
         if proposal := self._advisor.needed_reform(crew, generation):
-            if not self._former.recruiter.count(crew):
+            if not self._former.recruiter.usable(crew):
                 self._signals.request(NOTICE)
                 self._drain(crew)
             self._hold(crew, generation)

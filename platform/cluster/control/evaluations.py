@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from math import inf
 from typing import Any
 
-from platform.cluster.asking.run_tasks import NotScored
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.crew import Crew
+from platform.cluster.generation.asked_model import Ask, AskedModel, as_prompt
+from platform.cluster.generation.run_tasks import NotScored
 from platform.monitor.records import events
+from platform.plan.core.passes import rows_at_once
 from platform.plan.core.plan import Plan
+from platform.plan.language.layout import padded
+from platform.plan.language.numbers import count_of
+from platform.train.protocol.asked import Choice
+
+PROMPT = "def "  # that the sample at the end of a run continues
+TEMPERATURE = 0.8  # of the texts that a run shows, which `platform.generate` gives too, with the run's seed
 
 
 class Evaluations:
     """Evaluates the model of a run between training steps, as the keys of eval say."""
 
     def __init__(self, run: RunContext):
-        self._config, self._journal, self._monitor = run.config.eval, run.journal, run.monitor
-        self._tasks, self._signals = run.tasks, run.signals
+        self._config, self._corpus = run.config, run.corpus
+        self._journal, self._monitor, self._tasks, self._signals = run.journal, run.monitor, run.tasks, run.signals
 
     def take(
         self, crew: Crew, plan: Plan, step: int, within: float
@@ -24,12 +35,40 @@ class Evaluations:
         """Evaluate the model of a crew that is seated under `plan`, after a training step; return its losses by source
         of the data, "" being all, and its scores by TASK/METRIC, None if there are none. `within`: seconds without
         progress, as in `Crew.call`."""
-        losses: dict[str, float] = crew.call("evaluate", within=within)[0]
-        for prompt in self._config.prompts:
-            text = crew.call("sample", self._config.prompt_tokens, prompt, within=within)[0]
+        losses, asked = self._losses(crew, within), self._config.eval
+        texts = self._texts(crew, plan, asked.prompts, asked.prompt_tokens, within)
+        for prompt, text in zip(asked.prompts, texts, strict=True):
             self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
             self._monitor.say(f"after step {step}: {text!r}")
         return losses, self._scores(crew, plan, step, within)
+
+    def _losses(self, crew: Crew, within: float) -> dict[str, float]:
+        """Return the mean loss per token of each source, with the mean of all by shares in training as ""."""
+        held, count = self._corpus.validations, self._config.eval.batches * self._config.train.global_batch
+        by_split = crew.call("evaluate", {split: count for split, _ in held.values()}, within=within)[0]
+        found = {name: by_split[split] for name, (split, _) in held.items()}
+        mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
+        return {**found, "": mean}
+
+    def show_sample(self, crew: Crew, plan: Plan) -> None:
+        """Print a text of monitor.sample tokens that the model makes, if there are to be any."""
+        if tokens := self._config.monitor.sample:
+            [text] = self._texts(crew, plan, [PROMPT], tokens)
+            self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{text}")
+
+    def _texts(self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf) -> list[str]:
+        """Return each prompt with a continuation, or an answer, of `tokens` tokens in any case."""
+        config, corpus = self._config, self._corpus
+        asked = self._asked(partial(crew.call, within=within), plan)
+        ids = [corpus.encode(prompt) for prompt in prompts]
+        read = [as_prompt(some, config.model, corpus.special) for some in ids]
+        written = dict(asked.write(read, tokens, Choice(corpus.vocab, TEMPERATURE, seed=config.seed), []))
+        return [corpus.decode([*([] if asked.pairs else some), *written[n].ids]) for n, some in enumerate(ids)]
+
+    def _asked(self, ask: Ask, plan: Plan) -> AskedModel:
+        """Return the run's model: as many texts at a time as a pass of training has sequences."""
+        batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
+        return AskedModel(ask, self._config.model, self._corpus.vocabulary, batch, self._corpus.special)
 
     def _scores(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
         """Score the model by eval.tasks. A stop of the run ends this without scores, as there may be no time for the
@@ -43,7 +82,7 @@ class Evaluations:
             return crew.call(method, *args, within=within)
 
         try:
-            return self._tasks.scores(ask, plan)
+            return self._tasks.scores(self._asked(ask, plan))
         except NotScored as missing:
             self._journal.write(events.NotScored(step=step, reason=str(missing)))
             self._monitor.say(f"after step {step}: eval.tasks gives no scores: {missing}")

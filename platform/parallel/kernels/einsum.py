@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.leaves import accumulates, add_computed
+from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
@@ -161,7 +161,7 @@ def _operand_gradients(
     for t, coming in zip(leaves, pending, strict=False):
         computed = coming.wait() if coming else None
         if t is not None and computed is not None:
-            add_computed(t, partial(_plus, computed))
+            add_gradient(t, computed)
         found.append(computed if t is None else None)
     for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
         total = partial(_sum_rows, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])
@@ -176,11 +176,6 @@ def _sum_rows(gradient: Tensor, dims: list[int], into: Tensor | None, fresh: boo
     if into is not None and fresh:
         return torch.sum(gradient, dims, out=into)
     return gradient.sum(dims) if into is None else into.add_(gradient.sum(dims))
-
-
-def _plus(gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
-    """Add a gradient to the sum `into`, if there is one."""
-    return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
 
 
 def einsums(

@@ -59,17 +59,6 @@ def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
     return out
 
 
-def keep_mask(key_: int, elements_: Tensor, rate: float) -> Tensor:
-    """Draw a dropout mask: a bool per global element number in `elements_` that is True (kept) with probability 1 -
-    `rate`, a pure function of the stream's key `key_` and the element."""
-    return _kept(elements_ * _GOLDEN + key_, rate)
-
-
-def _kept(z: Tensor, rate: float) -> Tensor:
-    """Turn SplitMix64's states z, int64, which are used up, into bools that are True with probability 1 - `rate`."""
-    return _mix_(z).bitwise_and_(0xFFFFFFFF) >= int(rate * 2**32)
-
-
 def counters(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str) -> list[Tensor]:
     """Return one int64 tensor per dim of a block, shaped to broadcast against it, whose sum plus `start` is the state
     of SplitMix64 at every element; `block` and `strides` as in `elements`. They are the same in every step."""
@@ -87,11 +76,12 @@ def start(key_: int, first: int, device: torch.device | str) -> Tensor:
 
 
 def kept(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Draw the dropout mask of a block, as `keep_mask` does of its `elements`, from `counters` and `start`."""
+    """Draw the dropout mask of a block from `counters` and `start`, by half of each element's `bits`: True (kept) with
+    probability 1 - `rate`."""
     z = start
     for states in counters:
         z = z + states
-    return _kept(z, rate)
+    return _mix_(z).bitwise_and_(0xFFFFFFFF) >= int(rate * 2**32)
 
 
 @contextmanager

@@ -98,9 +98,7 @@ class _SplitSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, position, communicator, over):
-        top = communicator.launch(
-            "all_reduce", widened(x.amax(position, keepdim=True)), over, reduce="max", owned=True
-        ).wait()
+        top = _largest(communicator, widened(x.amax(position, keepdim=True)), over)
         e = torch.exp(widened(x) - top)
         p = (e / _summed(communicator, e.sum(position, keepdim=True), over)).to(x.dtype)
         ctx.save_for_backward(p)
@@ -126,9 +124,7 @@ class _SplitMaximum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, positions, communicator, over):
         wide = widened(x)
-        top = communicator.launch(
-            "all_reduce", wide.amax(positions, keepdim=True), over, reduce="max", owned=True
-        ).wait()
+        top = _largest(communicator, wide.amax(positions, keepdim=True), over)
         share = (wide == top).to(wide.dtype)
         share /= _summed(communicator, share.sum(positions, keepdim=True), over)
         ctx.save_for_backward(share)

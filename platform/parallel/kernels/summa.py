@@ -97,7 +97,8 @@ class _Summa(torch.autograd.Function):
         assert group.panels is not None
         out: list[Tensor] = []
         for _, (xt, *ws) in _panels_in_turn(_splits(communicator, group, x, local), group.panels.count):
-            products = [_product(e)(xt, w) for e, w in zip(group.einsums, ws, strict=True)]
+            pairs = zip(group.einsums, ws, strict=True)
+            products = [local_einsum(e.x_dims, e.dims, e.out_dims)(xt, w) for e, w in pairs]
             out = [y.add_(p) for y, p in zip(out, products, strict=True)] if out else products
         return tuple(out)
 
@@ -126,10 +127,6 @@ def _enter(communicator: Communicator, einsums: Sequence[Einsum], operands: Sequ
     """Convert a SUMMA group's operands to the operation's layout, except along the contracted dim, cut into panels."""
     coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, einsums, strict=True)]
     return [c.wait() for c in coming]
-
-
-def _product(e: Einsum) -> Callable[..., Tensor]:
-    return local_einsum(e.x_dims, e.dims, e.out_dims)
 
 
 def summa(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.sharding.gradients import counts_here
+from platform.plan.core.counted import counts_at
 from platform.plan.core.factored import summed_sizes, summing_axes
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import row_dims
@@ -36,7 +36,7 @@ class Factors:
         self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
         by_name = {p.name: p for p in plan.parameters}
         self.elements = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
-        self._counted = {n for n in self._sizes if counts_here(communicator, plan.split_over(by_name[n]))}
+        self._counted = {n for n in self._sizes if counts_at(communicator.coordinates, plan.split_over(by_name[n]))}
         here = (by_name[name] for name in plan.factored if name in by_name)
         self._parts = {p.name: part for p in here if (part := self._part(p))}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 import torch
@@ -10,15 +10,9 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.buckets import SQUARED_AT_ONCE
-from platform.plan.core.counted import counts_at
 
 ROW = 256  # elements that are summed in fp32: enough to read fast, few enough to add up accurately
 LEAST = 2.0**-86  # mean square from which on squares that fp32 cannot hold (below 2**-126) do not matter
-
-
-def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
-    """Return True if this rank counts its part in a sum over all ranks of a tensor split over `axes`."""
-    return counts_at(communicator.coordinates, axes)
 
 
 @torch.no_grad()

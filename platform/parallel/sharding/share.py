@@ -1,15 +1,18 @@
-"""Tensors that several ranks of a stage replicate, kept or sent as one part per rank and gathered again."""
+"""Tensors that several ranks of a stage replicate, kept or sent as one part per rank and gathered again: equal parts of
+the flattened local block, padded with zeros."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding.convert import absent, convert
-from platform.parallel.sharding.shards import own_part, unflatten_padded
 from platform.plan.communication.rule import Step
+from platform.plan.language.layout import padded
 
 
 def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Tensor:
@@ -18,7 +21,10 @@ def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Ten
 
     Returns x itself if `axes` is empty or x is absent (empty).
     """
-    return x if not axes or absent(x) else own_part(communicator, x, axes)
+    if not axes or absent(x):
+        return x
+    parts = communicator.mesh.extent(axes)
+    return flatten_padded(x, parts).view(parts, -1)[communicator.index(axes)].clone()
 
 
 def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
@@ -27,3 +33,14 @@ def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...]
     if not axes or absent(part):
         return part
     return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)
+
+
+def flatten_padded(block: Tensor, parts: int) -> Tensor:
+    """Flatten a local block to [elements], padded with zeros to a multiple of `parts`, for equal shards."""
+    missing = padded(block.numel(), parts) - block.numel()
+    return F.pad(block.flatten(), (0, missing)) if missing else block.flatten()
+
+
+def unflatten_padded(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """Restore the block of `shape` from `flat`, a gathered `flatten_padded`: a view if `flat` is contiguous."""
+    return flat.flatten()[: prod(shape)].view(shape)

@@ -76,17 +76,16 @@ class Planner:
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
-    def contraction(self, operands: Sequence[tuple[Spec | Parameter, Layout]], out: Spec) -> Contraction:
-        """Apply the communication rule's `contract` to operands given as (tensor, the layout that it has) and to the
-        result `out` in its own layout; local shapes are filled in."""
-        c = contract([(t.dims, have, isinstance(t, Parameter)) for t, have in operands], (out.dims, self.layout(out)))
-        pairs = zip(c.inputs, operands, strict=True)
-        inputs = tuple(self.shaped(found, t, have, c.compute.restrict(t.dims)) for found, (t, have) in pairs)
+    def contraction(self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None) -> Contraction:
+        """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
+        for the `first` operand, if a layout is given; local shapes are filled in."""
+        have = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
+        given = [(t.dims, has, isinstance(t, Parameter)) for t, has in zip(operands, have, strict=True)]
+        c = contract(given, (out.dims, self.layout(out)))
+        triples = zip(c.inputs, operands, have, strict=True)
+        inputs = tuple(self.shaped(found, t, has, c.compute.restrict(t.dims)) for found, t, has in triples)
         output = self.shaped(c.output, out, c.compute.restrict(out.dims), self.layout(out))
         return replace(c, inputs=inputs, output=output)
-
-    def einsum(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
-        return self.contraction([(t, self.layout(t)) for t in (x, y)], out)
 
     def enter(
         self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
-from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, record
+from platform.plan.communication.rule import partial_axes
+from platform.plan.core.chunks import RecordableModel, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
@@ -18,15 +19,16 @@ from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
 from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute
 from platform.plan.language.scheme import Scheme
-from platform.plan.operations.legality import IllegalPlan, violations
+from platform.plan.operations.legality import IllegalPlan, illegal_operation, violations
 from platform.plan.operations.recorder import Recorder
-from platform.plan.operations.words import flops, partial_gradients, plan_operation
+from platform.plan.operations.words import flops, word_of
 
 ALIGNED = 128  # columns of logits: matrix units of GPUs are several times slower on odd sizes in 16 bits
 LARGE = 1024  # columns per rank from which they are aligned: at most 13 % more, and a small table stays as it is
 
 Reductions = dict[str, tuple[str, ...]]  # parameter -> axes
 ReducedAtUse = dict[tuple[str, str, str], tuple[str, ...]]  # operation's name and kind, parameter -> axes
+PlannedOperations = dict[tuple[str, str], PlannedOperation]  # by kind and name
 
 
 def build_plan(
@@ -55,23 +57,23 @@ def build_plan(
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO
     (Rajbhandari et al. 2020), which shards over `data`: 0 nothing, 1 master copies and optimizer state, 2 gradients
-    too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations: an
-    axis that splits two dims of an operation, a dim (but vocab) that its axes do not divide, or more chunks than units.
+    too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
     recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
-    recorded = _recorded(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
-    operations = [o for chunk in recorded for o in chunk.operations]
+    with as_model_mistakes(model):
+        recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
+    operations = [o for chunk in recorded for o in chunk.ops.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
-    if illegal := violations(planner, operations, microbatch):
-        raise IllegalPlan(illegal)
+    planned = plan_operations(planner, operations, microbatch)
     reductions, reduced_at_use = _reductions(planner, operations)
     sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
     assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=reduced_at_use)
-    chunks = tuple(_planned_chunk(planner, n, *pair) for n, pair in enumerate(zip(stage_of, recorded, strict=True)))
+    planned |= plan_operations(planner, [planned[kind, name].operation for name, kind, _ in reduced_at_use], microbatch)
+    chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
         planner=planner,
         precision=precision,
@@ -103,20 +105,6 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
     return parameters, sizes
 
 
-def _recorded(
-    model: RecordableModel, recorder: Callable[[], Recorder], chunks: int, sizes: Mapping[str, int]
-) -> list[Recorded]:
-    """Record the model as `chunks` chunks; turn the error of a model with fewer units than chunks into IllegalPlan,
-    other errors of its code into ModelMistake."""
-    try:
-        with as_model_mistakes(model):
-            return record(model, recorder, chunks, sizes)
-    except ModelMistake:
-        raise
-    except ValueError as error:
-        raise IllegalPlan([str(error)]) from None
-
-
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:
     """Return the sizes of a model's dims with vocab padded to a multiple of the ranks along all axes that split it in
     any layout of the scheme; where each of them gets LARGE columns or more, to ALIGNED columns for each."""
@@ -136,7 +124,8 @@ def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Redu
     partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.anonymous`: layers are alike
     for operation in operations:
         if (alike := operation.anonymous) not in partial_of:
-            partial_of[alike] = [planner.mesh.ordered(axes) for axes in partial_gradients(planner, operation).values()]
+            used = zip(operation.parameters, word_of(operation).computes_on(planner, operation), strict=True)
+            partial_of[alike] = [planner.mesh.ordered(partial_axes(planner.layout(p), axes)) for p, axes in used]
         for p, axes in zip(operation.parameters, partial_of[alike], strict=True):
             uses[p.name].append((operation, axes))
     reductions, at_use = {}, {}
@@ -149,12 +138,21 @@ def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Redu
     return reductions, at_use
 
 
-def _planned_chunk(planner: Planner, number: int, stage: int, recorded: Recorded) -> Chunk:
-    """Plan the operations of a recorded chunk; return the chunk with its `number` and its pipeline `stage`."""
-    operations = {(o.kind, o.name): plan_operation(planner, o) for o in recorded.operations}
-    assert len(operations) == len(recorded.operations), "operation names are unique within their kind"
-    r = recorded
-    return Chunk(number, stage, r.units, r.receives, r.sends, operations, r.kept, r.spans)
+def plan_operations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> PlannedOperations:
+    """Plan the operations of a recorded model: compute layouts, conversions of operands and results, and every
+    collective with its size. `microbatch`: sequences per microbatch and replica. Raises IllegalPlan, with all
+    violations."""
+    if illegal := violations(planner, operations, microbatch):
+        raise IllegalPlan(illegal)
+    found: PlannedOperations = {}
+    for o in operations:
+        try:
+            found[o.kind, o.name] = word_of(o).plan(planner, o)
+        except ValueError as error:
+            illegal.append(illegal_operation(o, error))
+    if illegal:
+        raise IllegalPlan(illegal)
+    return found
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.language.layout import Layout
@@ -70,45 +70,38 @@ class Chunk:
         return frozenset(name for name, n in uses.items() if n > 1)
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """Operations that a run of one model chunk under the Recorder has listed, and the activations that the chunk
-    receives and sends; not yet planned."""
+class Recorded(NamedTuple):
+    """Run of one model chunk under a recorder, and the activations that the chunk receives and sends; not yet
+    planned."""
 
-    units: tuple[str, ...]
-    operations: tuple[Operation, ...]
-    receives: FlowSpecs
-    sends: FlowSpecs
-    kept: tuple[Spec, ...]
-    spans: tuple[tuple[str, ...], ...]
+    units: Sequence[str]
+    ops: Recorder
+    receives: FlowSpecs = ()
+    sends: FlowSpecs = ()
 
-
-def spans_in(ops: Recorder) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters that each span of a recorded forward pass uses, in order of use."""
-    found: list[dict[str, None]] = [{} for _ in range(ops.span + 1)]
-    for span, operation in zip(ops.spans, ops.operations, strict=True):
-        found[span].update((p.name, None) for p in operation.parameters)
-    return tuple(tuple(names) for names in found)
+    def planned(self, number: int, stage: int, operations: Mapping[tuple[str, str], PlannedOperation]) -> Chunk:
+        """Return the chunk, whose operations are among the planned `operations`, with its number and its stage."""
+        own = {(o.kind, o.name): operations[o.kind, o.name] for o in self.ops.operations}
+        spans: list[dict[str, None]] = [{} for _ in range(self.ops.span + 1)]
+        for span, operation in zip(self.ops.spans, self.ops.operations, strict=True):
+            spans[span].update((p.name, None) for p in operation.parameters)
+        names = tuple(tuple(span) for span in spans)
+        return Chunk(number, stage, tuple(self.units), self.receives, self.sends, own, tuple(self.ops.kept), names)
 
 
 def record(
     model: RecordableModel, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]
 ) -> list[Recorded]:
     """Record a model's forward pass, without computing it, as `count` chunks of consecutive units of about equal cost,
-    for the stages of a pipeline. `recorder` makes a new Recorder; `sizes`: global sizes of the model's dims.
-
-    Raises ValueError for a model of fewer units (embedding, blocks, head) than chunks.
-    """
+    for the stages of a pipeline: at most as many as it has units (embedding, blocks, head). `recorder` makes a new
+    Recorder; `sizes`: global sizes of the model's dims."""
     inputs = {name: name for name in model.inputs}
     if count == 1:
         ops = recorder()
         model.forward(ops, inputs)
-        return [
-            Recorded(tuple(getattr(model, "units", ())), tuple(ops.operations), (), (), tuple(ops.kept), spans_in(ops))
-        ]
+        return [Recorded(getattr(model, "units", ()), ops)]
     units = getattr(model, "units", ("the model",))
-    if len(units) < count:
-        raise ValueError(f"{count} chunks are more than the {len(units)} units of the model (embeddings, blocks, head)")
+    assert count <= len(units), "platform.planning.make_plan refuses it"
 
     def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[Recorder, dict[str, Symbol]]:
         ops = recorder()
@@ -124,10 +117,9 @@ def record(
         costs.append(sum(cost(o, sizes) for o in ops.operations))
     flow, chunks = {}, []
     for where in place_layers(costs, count):
-        part, receives = tuple(units[where.start : where.stop]), specs(flow)
+        part, receives = units[where.start : where.stop], specs(flow)
         ops, flow = run(flow, part)
-        sends = specs(flow) if where.stop < len(units) else ()
-        chunks.append(Recorded(part, tuple(ops.operations), receives, sends, tuple(ops.kept), spans_in(ops)))
+        chunks.append(Recorded(part, ops, receives, specs(flow) if where.stop < len(units) else ()))
     return chunks
 
 

@@ -32,13 +32,8 @@ def factor_collectives(plan: Plan) -> list[Collective]:
     return [Collective("all_reduce", axes, n, "accumulate", "update") for n in elements]
 
 
-def factor_elements(plan: Plan, at: Mapping[str, int]) -> tuple[int, int]:
-    """Return how many elements of master copies of `Plan.factored` the worker at these mesh coordinates has, and how
-    many numbers it keeps of their rows and columns."""
-    elements = kept = 0
-    for p in plan.at(at["stage"]).parameters:
-        if p.name in plan.factored and plan.present(p, at):
-            start, stop = plan.shard_range(p, at)
-            elements += max(0, stop - start)
-            kept += sum(matrix_shape(p.role, plan.global_shape(p))) if start < stop else 0
-    return elements, kept
+def factors_at(plan: Plan, at: Mapping[str, int]) -> int:
+    """Return how many numbers the worker at mesh coordinates `at` keeps of rows and columns of `Plan.factored`."""
+    here = [p for p in plan.at(at["stage"]).parameters if p.name in plan.factored and plan.present(p, at)]
+    ranges = [(p, *plan.shard_range(p, at)) for p in here]
+    return sum(sum(matrix_shape(p.role, plan.global_shape(p))) for p, start, stop in ranges if start < stop)

@@ -13,16 +13,15 @@ from math import lcm
 from typing import Any
 
 from platform.plan.communication.planner import Planner
-from platform.plan.core.chunks import Chunk, RecordableModel, spans_in
+from platform.plan.core.build import plan_operations
+from platform.plan.core.chunks import Chunk, RecordableModel, Recorded
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes
 from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec, lengthened
 from platform.plan.language.scheme import Scheme
-from platform.plan.operations.legality import IllegalPlan, violations
 from platform.plan.operations.recorder import Recorder, Symbol
-from platform.plan.operations.words import plan_operation
 from platform.plan.schedule.table import Action, Kind
 
 HEAD = "head"  # the last unit of a model that is asked for logits
@@ -154,7 +153,8 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
             warnings=(),
         )
 
-    left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (_encodes(u) and not shape.reads)]
+    # only a pass that reads a source runs the units of an encoder
+    left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (u.startswith("encoder.") and not shape.reads)]
     told = {} if left_out == [HEAD] else {"memory": None}
     parts = [(c.number, c.stage, tuple(u for u in c.units if u not in left_out)) for c in plan.chunks]
     parts = [part for part in parts if part[2] or part[0] == last.number]  # those that the head follows
@@ -182,11 +182,6 @@ def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
     return (found | {mesh.ordered(mesh.axes)}) - {()}
 
 
-def _encodes(unit: str) -> bool:
-    """Return True for a unit of an encoder, which only a pass that reads a source runs."""
-    return unit.startswith("encoder.")
-
-
 def _chunk(
     planner: PassPlanner,
     model: RecordableModel,
@@ -205,11 +200,10 @@ def _chunk(
         found = model.part(ops, inputs, dict(flow), units)  # type: ignore[attr-defined]
     flow.clear()
     flow.update(kept | found)
-    if illegal := violations(planner, ops.operations, shape.batch // (planner.mesh.axes["data"] * planner.scheme.zero)):
-        raise IllegalPlan(illegal)
-    operations = {(o.kind, o.name): plan_operation(planner, o) for o in ops.operations}
+    microbatch = shape.batch // (planner.mesh.axes["data"] * planner.scheme.zero)
     sends = tuple((name, x.spec) for name, x in found.items() if x is not None)
-    return Chunk(number, stage, tuple(units), receives, sends, operations, (), spans_in(ops))
+    operations = plan_operations(planner, ops.operations, microbatch)
+    return Recorded(units, ops, receives, sends).planned(number, stage, operations)
 
 
 def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:

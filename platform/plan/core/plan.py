@@ -255,16 +255,8 @@ class Plan:
         """Return of how many elements a worker at `coordinates` updates master copies, with optimizer state."""
         return self._elements(coordinates, self.shards)
 
-    def frozen_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return how many of the elements of `masters_at` no update changes."""
-        return self._masters_of(self.frozen, coordinates)
-
-    def matrices_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return how many of the elements of `masters_at` are of `matrices`."""
-        return self._masters_of(self.matrices, coordinates)
-
-    def _masters_of(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
-        """Return how many elements of master copies of the parameters `names` the worker at `coordinates` has."""
+    def masters_of(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
+        """Return how many of the elements of `masters_at` are of the parameters `names`."""
         here = (p for p in self.at(coordinates["stage"]).parameters if p.name in names)
         ranges = (self.shard_range(p, coordinates) for p in here if self.present(p, coordinates))
         return sum(max(0, stop - start) for start, stop in ranges)

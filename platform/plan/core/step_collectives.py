@@ -46,8 +46,10 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
                 for c, stages in _transfer(plan, spec, before.stage, after.stage):
                     yield where, c, plan.microbatches, stages
     for stage in dict.fromkeys(c.stage for c in plan.chunks):
-        for place, c, launches in update_collectives(plan.at(stage)):
-            yield place, c, launches, (stage,)
+        for found in bucket_collectives(plan.at(stage)):
+            yield found.place, found.collective, found.launches, (stage,)
+        for c in factor_collectives(plan.at(stage)):
+            yield "factors", c, 1, (stage,)
     for name, (owner, *others) in plan.tied.items():
         bucket = plan.at(owner).bucket_of[name]
         c = Collective("send", ("stage",), bucket.elements // plan.shards, "accumulate", "reduce", bucket.only)
@@ -67,13 +69,6 @@ class BucketCollective(NamedTuple):
     launches: int
     bucket: Bucket
     parameters: Sequence[Parameter]
-
-
-def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
-    """List the collectives of one stage's parameters as (place, collective, launches per rank): `bucket_collectives`,
-    and as `factors` the sums of an update with factored second moments (`Plan.factored`)."""
-    of_buckets = [(found.place, found.collective, found.launches) for found in bucket_collectives(plan)]
-    return of_buckets + [("factors", c, 1) for c in factor_collectives(plan)]
 
 
 def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
@@ -131,10 +126,7 @@ def communication(plan: Plan) -> dict[str, int]:
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of every process group that a run of the plan creates, in the same order on all ranks: those
-    of the collectives of a training step and, for generating text, each axis that splits the logits, which are gathered
-    axis by axis, and `stage`, over which the next token is broadcast."""
+    """Return the mesh axes of every process group that training steps of the plan need, in the same order on all
+    ranks."""
     used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
-    used |= {(axis,) for axis in plan.scheme.regions["logits"].axes}
-    used |= {("stage",)} if plan.stages > 1 else set()
     return sorted(used, key=lambda axes: (len(axes), axes))

@@ -20,23 +20,9 @@ class Mesh:
     shape: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, axes: Mapping[str, int], world_size: int | None = None) -> Mesh:
-        """Build a mesh from axis sizes, outer to inner; one size may be -1 and becomes `world_size` (number of workers)
-        over the product of the others.
-
-        Raises ValueError if a size is below 1 or the -1 cannot be resolved for this world.
-        """
-        sizes = dict(axes)
-        if bad := [f"{a}={n}" for a, n in sizes.items() if n != -1 and n < 1]:
-            raise ValueError(f"mesh: axis sizes must be at least 1, got {', '.join(bad)}")
-        if free := [a for a, n in sizes.items() if n == -1]:
-            rest = prod(n for n in sizes.values() if n != -1)
-            if len(free) > 1 or world_size is None:
-                raise ValueError(f"mesh: only one axis may be -1, and only for a known world; got {', '.join(free)}")
-            if world_size % rest or world_size < rest:
-                raise ValueError(f"mesh: {world_size} workers are not a multiple of {rest}, the other axes' product")
-            sizes[free[0]] = world_size // rest
-        return cls(tuple(sizes.items()))
+    def of(cls, axes: Mapping[str, int]) -> Mesh:
+        """Build a mesh from axis sizes, outer to inner."""
+        return cls(tuple(axes.items()))
 
     def __str__(self) -> str:
         """Format the mesh for people, such as "data 2 x t 3", without axes of size 1."""

@@ -30,7 +30,7 @@ from platform.plan.operations.storages import Value
 
 class MeteredPass(Meter):
     """Runs a pass of generation on storages that only count bytes, in the same steps as
-    `platform.parallel.pass_ops.PassOps` runs it on tensors."""
+    `platform.parallel.parallel_ops.ParallelOps` runs it on tensors."""
 
     def __init__(self, plan: Plan, at: Mapping[str, int], device: str, capacity: int):
         super().__init__(settled(plan, device, 0.0), 0.0, at, device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from platform.plan.core.chunks import Chunk, RecordableModel
-from platform.plan.core.factored import factor_elements
+from platform.plan.core.factored import factors_at
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import matrix_shape
@@ -26,11 +26,11 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     stored, masters = plan.parameters_at(at), plan.masters_at(at)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     shared = compute == master and plan.sharded == plan.storage
-    factored, factors = factor_elements(plan, at)
+    less = plan.masters_of(plan.frozen, at) * moments + plan.masters_of((*plan.matrices, *plan.factored), at)
     return {
         "parameters": masters * master + (0 if shared else stored * compute),
         "gradients": (masters if plan.zero >= 2 else stored) * master,
-        "optimizer": ((masters - plan.frozen_at(at)) * moments - plan.matrices_at(at) - factored + factors) * master,
+        "optimizer": (masters * moments - less + factors_at(plan, at)) * master,
     }
 
 

@@ -36,7 +36,7 @@ class _Products(Op):
         x, regathers = operation.inputs[0], planner.scheme.gathered == "again"
         grouped: dict[tuple[Conversion, Layout], list[tuple[Einsum, Contraction]]] = {}
         for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
-            c = planner.einsum(x, operand, out)
+            c = planner.contraction((x, operand), out)
             enter_operand = c.inputs[1]
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
@@ -56,7 +56,7 @@ class _Products(Op):
 
     def computes_on(self, planner, operation):
         x, pairs = operation.inputs[0], zip(operation.inputs[1:], operation.outputs, strict=True)
-        return [planner.einsum(x, y, out).axes for y, out in pairs if isinstance(y, Parameter)]
+        return [planner.contraction((x, y), out).axes for y, out in pairs if isinstance(y, Parameter)]
 
     def flops(self, operation, sizes):
         x = extents(operation.inputs[0], sizes)

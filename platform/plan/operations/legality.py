@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from platform.plan.communication.planner import Planner
 from platform.plan.language.numbers import divisors
 from platform.plan.language.ops import Operation, Spec
-from platform.plan.operations.words import partial_gradients, plan_operation
 
 _ELSEWHERE = "on another axis, or on none"
 KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
@@ -23,12 +22,9 @@ class IllegalPlan(ValueError):
 
 
 def violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
-    """Check a model's operations under a scheme before they are planned: return one message per axis that would split
-    two dims of a tensor and per dim that its axes do not divide, with the places and the nearest legal values.
-
-    If there are none, return one message per operation whose iteration space is illegal. `microbatch`: sequences per
-    microbatch and replica.
-    """
+    """Check the tensors of a model's operations under a scheme before these are planned: return one message per axis
+    that would split two dims of a tensor and per dim that its axes do not divide, with the places and the nearest legal
+    values. `microbatch`: sequences per microbatch and replica."""
     clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
     splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
     for o in operations:
@@ -43,18 +39,13 @@ def violations(planner: Planner, operations: Sequence[Operation], microbatch: in
     for (d, size, axes), regions in splits.items():
         if line := _indivisible(planner, d, size, axes, list(regions)):
             lines.append(line)
-    if not lines:  # every tensor is legal; a clash can still arise in an operation's iteration space
-        fine = set()  # operations already planned, without names: layers are alike
-        for o in operations:
-            if (alike := o.anonymous) in fine:
-                continue
-            try:
-                partial_gradients(planner, o)
-                plan_operation(planner, o)
-                fine.add(alike)
-            except ValueError as error:
-                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
     return lines
+
+
+def illegal_operation(o: Operation, error: ValueError) -> str:
+    """Return the message that `o` cannot be planned, by the `error` of its plan: the iteration space of an operation of
+    legal tensors can still be illegal."""
+    return f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}"
 
 
 def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:

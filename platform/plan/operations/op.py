@@ -3,7 +3,7 @@
 | method | who calls it | what it says |
 |---|---|---|
 | `record` | `Recorder`, which reads a model | dims in and out, attributes and the data that is read: an `Operation` |
-| `plan` | `plan_operation`, on the driver | how it splits: compute layout, conversions, collectives with their sizes |
+| `plan` | `plan_operations` | how it splits: compute layout, conversions, collectives with their sizes |
 | `flops` | placement of layers on stages | multiplications and additions of all ranks together |
 | `run` | `ParallelOps`, on a rank | the forward pass on the rank's blocks; autograd derives the backward pass |
 | `meter` | `Meter`, which forecasts memory | bytes that are allocated, kept for the backward pass, and taken there |

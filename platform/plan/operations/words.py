@@ -1,13 +1,10 @@
-"""All operations that models are written in, and the plan of one that was recorded."""
+"""All operations that models are written in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import partial_axes
 from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
 from platform.plan.operations.attention.attention import AttentionOp
 from platform.plan.operations.attention.cached import RecallOp, RememberOp
@@ -96,24 +93,11 @@ class Ops:
         return x
 
 
-def operation_of(kind: str) -> Op:
-    """Return the operation of this kind."""
-    return getattr(Ops, kind)
-
-
-def plan_operation(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan one operation of a recorded model: its compute layout, the conversions of its operands and results, and
-    every collective with its size. Raises ValueError if its layouts do not allow computing it."""
-    return operation_of(operation.kind).plan(planner, operation)
-
-
-def partial_gradients(planner: Planner, operation: Operation) -> dict[str, tuple[str, ...]]:
-    """Map an operation's parameters to the axes over which its backward pass leaves their gradients partial."""
-    axes = operation_of(operation.kind).computes_on(planner, operation)
-    parameters = zip(operation.parameters, axes, strict=True)
-    return {p.name: partial_axes(planner.layout(p), used) for p, used in parameters}
+def word_of(operation: Operation) -> Op:
+    """Return the word of the models' language of which a recorded model has this `operation`."""
+    return getattr(Ops, operation.kind)
 
 
 def flops(operation: Operation, sizes: Mapping[str, int]) -> float:
     """Return the forward FLOPs of matrix products on all ranks together. `sizes`: global sizes of model dims."""
-    return operation_of(operation.kind).flops(operation, sizes)
+    return word_of(operation).flops(operation, sizes)

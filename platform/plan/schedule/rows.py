@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from platform.plan.schedule.lowering import lower
@@ -22,7 +22,7 @@ class StageRows:
 
     def step(self, microbatches: int) -> tuple[Action, ...]:
         """Return the row of a training step of so many microbatches; further ones in it are padding."""
-        return next(row for row in self.steps if _microbatches(row) >= microbatches)
+        return next(row for row in self.steps if any(a.microbatch + 1 >= microbatches for a in row))
 
     def plain(self) -> list[list[list[int]]]:
         """Return the rows as lists of numbers: the actions' kinds, as positions in `Kind`, microbatches, chunks, and
@@ -48,10 +48,6 @@ class StageRows:
             for columns in rows
         )
         return cls(forward, tuple(steps))
-
-
-def _microbatches(row: Iterable[Action]) -> int:
-    return 1 + max(a.microbatch for a in row)
 
 
 def stage_rows(schedules: Sequence[Schedule]) -> list[StageRows]:

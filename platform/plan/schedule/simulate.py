@@ -27,23 +27,13 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of simulating a pipeline schedule with `simulate`. `timeline` is ordered by end, then stage. By stage, the
-    largest number at any time of:
-
-    `peak_live`: forward passes whose backward pass, or weight gradient if split off, is not done. `peak_pending`: those
-    whose input gradient is done but not the weight gradient, for which alone they hold memory.
-    """
+    """Result of simulating a pipeline schedule with `simulate`. `timeline` is ordered by end, then stage. `peak_live`:
+    most forward passes of each stage at once whose backward pass, or weight gradient if split off, is not done."""
 
     timeline: tuple[TimedAction, ...]
     makespan: float  # seconds
     busy: tuple[float, ...]  # seconds that each stage computes
     peak_live: tuple[int, ...]
-    peak_pending: tuple[int, ...]
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """Return, by pipeline stage, the seconds of the simulated step in which the stage computes nothing."""
-        return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
@@ -96,13 +86,11 @@ def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
     if stuck := [(stage, row[i]) for stage, (row, i) in enumerate(zip(schedule.rows, at, strict=True)) if i < len(row)]:
         lines = [_explain(stage, action, schedule, done) for stage, action in stuck]
         raise ScheduleError(f"deadlock: {'; '.join(lines)}", schedule.rows)
-    live, pending = zip(*(_peaks(row) for row in schedule.rows), strict=True)
     return Simulation(
         timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
         makespan=max(clock),
         busy=tuple(busy),
-        peak_live=live,
-        peak_pending=pending,
+        peak_live=tuple(map(_peak_live, schedule.rows)),
     )
 
 
@@ -113,8 +101,7 @@ def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> s
     return f"stage {stage} is stuck at {action}, which waits for {wanted}"
 
 
-def _peaks(row: tuple[Action, ...]) -> tuple[int, int]:
-    """Return `peak_live` and `peak_pending` of `Simulation` for one stage's row."""
-    steps = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT: (0, 1), Kind.WEIGHT: (-1, -1)}
-    live, pending = zip(*(steps[a.kind] for a in row), strict=True) if row else ((0,), (0,))
-    return max(accumulate(live)), max(0, *accumulate(pending))
+def _peak_live(row: tuple[Action, ...]) -> int:
+    """Return `peak_live` of `Simulation` for one stage's row."""
+    steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
+    return max(accumulate(steps[a.kind] for a in row), default=0)

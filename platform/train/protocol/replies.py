@@ -216,14 +216,12 @@ _REPLIES: dict[str, Any] = {
     "build": Built,
     "step": Taken,
     "evaluate": dict[str, Real],
-    "sample": str,
     "snapshot": Copied,
     "written": FileReport | Unwritten | None,
     "restore": Unrestored | None,
     "begin": Unrestored | None,
     "continue_texts": list[Written],
     "score_texts": list[Scored],
-    "measure_loss": Real,
 }
 
 

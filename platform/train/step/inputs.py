@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,33 +17,36 @@ from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.language.layout import Layout, block
 
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
+Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the first one, and that behind the last one
 
 
-def place(
-    plan: Plan,
-    communicator: Communicator,
-    rows: Callable[[int, int], Mapping[str, Any]],
-    only: Container[str] | None = None,
-) -> Blocks:
-    """Load this rank's input blocks of a microbatch (of all replicas together), for each operation that reads a data
-    tensor: of all data tensors that the plan reads, or only of the names in `only`.
+def stretches(plan: Plan, communicator: Communicator) -> list[Stretch]:
+    """Return the stretches of a microbatch's sequences (of all replicas together) that this rank's operations read."""
+    layouts = dict.fromkeys(layout for readers in plan.readers.values() for layout in readers.values())
+    here = (layout for layout in layouts if layout.present(communicator.coordinates))
+    return list(dict.fromkeys(_stretch(plan, communicator, layout) for layout in here))
 
-    `rows(start, end)` returns every data tensor, by name, for sequences start..end of the microbatch: int64 [end -
-    start, length], weights fp64. Blocks are [length, batch], local; equal ones are read once and shared; an operation
-    that only other ranks compute gets an empty block.
+
+def _stretch(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
+    """Return the stretch of a microbatch's sequences that this rank's block of a data tensor in this layout has."""
+    ((start, n),) = block(("batch",), plan.sizes, layout, plan.mesh, communicator.coordinates)
+    return start, start + n
+
+
+def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping[str, Any]]) -> Blocks:
+    """Cut this rank's input blocks of a microbatch out of its `stretches`, for each operation that reads a data tensor.
+
+    `rows`: stretch -> every data tensor, by name: int64 [sequences, length], weights fp64. Blocks are [length, batch],
+    local; equal ones are shared; an operation that only other ranks compute gets an empty block.
     """
-    dims = ("batch", "length")
-    read: dict[tuple[int, int], Mapping[str, Any]] = {}
 
-    def load(name: str, layout: Layout) -> Tensor:
-        """Load this rank's block of the data tensor `name` in this layout: int64 [length, batch], local."""
+    def cut(name: str, layout: Layout) -> Tensor:
+        """Return this rank's block of the data tensor `name` in this layout: [length, batch], local."""
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
-        ((start, n),) = block(dims[:1], plan.sizes, layout, plan.mesh, communicator.coordinates)
-        if (start, n) not in read:
-            read[start, n] = rows(start, start + n)
-        whole = torch.as_tensor(read[start, n][name])
-        ((offset, extent),) = block(dims[1:], {"length": whole.shape[1]}, layout, plan.mesh, communicator.coordinates)
+        whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
+        sizes = {"length": whole.shape[1]}
+        ((offset, extent),) = block(("length",), sizes, layout, plan.mesh, communicator.coordinates)
         mine = whole[:, offset : offset + extent].t().contiguous()
         if communicator.device.type == "cuda":
             mine = mine.pin_memory()  # from pageable memory the copy would hold the host
@@ -51,9 +54,7 @@ def place(
 
     out: Blocks = {}
     for name, readers in plan.readers.items():
-        if only is not None and name not in only:
-            continue
-        blocks = {layout: load(name, layout) for layout in dict.fromkeys(readers.values())}
+        blocks = {layout: cut(name, layout) for layout in dict.fromkeys(readers.values())}
         out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
     return out
 
@@ -75,8 +76,3 @@ def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
     the weights for no reason, and report a loss of 0."""
     where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_of('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
-
-
-def one_document(length: int) -> dict[str, Tensor]:
-    """Return the data tensors `begins` and `positions`, int64 [1, length], of a sequence that is one document."""
-    return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.batch_ramp import samples_of
@@ -19,8 +18,6 @@ from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.model import build_model
 from platform.model.blocks import Activations
-from platform.model.encoder import Encoder
-from platform.model.ends import LOGITS
 from platform.model.losses import losses_of
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.muon import Muon
@@ -28,7 +25,6 @@ from platform.optimizer.optimizers import OPTIMIZERS, make_optimizer
 from platform.optimizer.parameter_groups import group_parameters
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock, ClockReading
-from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
@@ -37,14 +33,14 @@ from platform.parallel.sharding.factors import Factors
 from platform.parallel.sharding.matrices import Matrices
 from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
-from platform.plan.core.counted import counted_stretches
+from platform.plan.core.counted import counted_stretches, counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
-from platform.train.step.inputs import Blocks, one_document, place, share_of
+from platform.train.step.inputs import Blocks, place, share_of, stretches
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import DTYPES, Weights
 
@@ -240,11 +236,6 @@ class Trainer:
         previous chunk."""
         with self.clock.section("data"):
             inputs = self.load(split, first, end, chunk)
-        return self._run(chunk, flow, inputs)
-
-    def _run(self, chunk: Chunk, flow: Activations, inputs: Blocks) -> Activations:
-        """Run a model chunk on input blocks that are loaded, and the activations `flow` from the previous chunk; return
-        its outputs."""
         residency, self.ops.label_weights = self.weights.residency, inputs.get(LABEL_WEIGHTS, {})
         self.ops.begin()
         if residency:
@@ -272,12 +263,14 @@ class Trainer:
             kept = {name: rows[: j - i - missing] for name, rows in found.items()}
             return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
 
-        return place(self._parts[chunk.number] if chunk else self.stage, self.communicator, read)
+        part = self._parts[chunk.number] if chunk else self.stage
+        rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator)}
+        return place(part, self.communicator, rows)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """Sum the loss over every token of the global batch, and `squares`, another fp64 scalar, over all ranks; return
         both sums, equal on all ranks. `loss`: fp64 scalar, summed over this rank's tokens."""
-        mine = loss if gradients.counts_here(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
+        mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
@@ -302,17 +295,6 @@ class Trainer:
         self.weights.average(self.config.train.ema)
         self.weights.refresh()
 
-    def evaluate(self) -> dict[str, float]:
-        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split of every
-        source that has one, by the source's name; and under "" the mean of all, weighed by their shares in training.
-        Equal on every rank. The weights are the trained ones, or their averages, as eval.averaged says."""
-        held = self.corpus.validations
-        end = self.config.eval.batches * self.config.train.global_batch
-        with self.evaluated():
-            found = {name: self.mean_loss(split, end) for name, (split, _) in held.items()}
-        mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
-        return {**found, "": mean}
-
     def evaluated(self) -> AbstractContextManager[None]:
         """Return a context in which the weights are the ones to be evaluated."""
         return self.weights.averaged() if self.config.eval.averaged else nullcontext()
@@ -335,52 +317,6 @@ class Trainer:
             self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))
-
-    @torch.no_grad()
-    def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
-        """Sample a text of `count` tokens from the model that continues `prompt`, or answers it if an encoder reads it;
-        equal on every rank."""
-        assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"
-        length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
-        answers = "source" in self.model.inputs
-        ids = [self.corpus.special.start] if answers else given[: length - 1]
-        source = self._row(given, self.config.model.source_length or length)
-        self.ops.position = PassPosition(training=False)
-        for i in range(count):
-            window = ids[-length:]
-            data = {**one_document(length), "source": source, "tokens": self._row(window, length)}
-            logits = self._logits(data, len(window) - 1)
-            with self.clock.waiting_for_device():
-                p = torch.softmax(logits.double() / temperature, -1).cpu()
-            draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
-            ids.append(min(int(torch.searchsorted(p.cumsum(0), draw.double())), len(p) - 1))
-        return self.corpus.decode(ids[1:] if answers else ids)
-
-    def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
-        """Compute the model's logits [vocab] at `position` of one sequence, whole and equal on every rank, for sampling
-        a token. `data`: the sequence's data tensors, name -> [1, length], repeated to fill the microbatch."""
-        found = torch.zeros(
-            self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device
-        )
-
-        def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
-            same = lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}  # noqa: E731
-            inputs = place(self._parts[chunk.number], self.communicator, same, only=data)
-            out = self._run(chunk, flow, inputs)
-            if "logits" in out:
-                found.copy_(self.ops.gathered(out["logits"], LOGITS)[position, 0])
-            return out
-
-        self._pipeline(forward).run(self.rows.forward)
-        if self.plan.stages > 1:
-            last = self.plan.chunks[-1].stage
-            return self.communicator.launch("broadcast", found, ("stage",), root=last).wait()
-        return found
-
-    @staticmethod
-    def _row(ids: list[int], length: int) -> Tensor:
-        """Return token ids as a data tensor of one sequence: int64 [1, length], the ids and then padding (-1)."""
-        return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:

@@ -19,7 +19,7 @@ from platform.checkpoint.blocks.chain import Chain, shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import HomeSnapshot
-from platform.checkpoint.moves.reshard import fill_blocks, restore
+from platform.checkpoint.moves import fill_blocks, restore
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
@@ -128,7 +128,7 @@ class State:
 
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
-        what `platform.checkpoint.moves.reshard.restore` does, and Refused; the state is then undefined."""
+        what `platform.checkpoint.moves.restore` does, and Refused; the state is then undefined."""
         self._prepare(manifest.meta.values)
         held: Sequence[HeldTensor] = self.held
         blocks: Sequence[Block] = self.blocks()

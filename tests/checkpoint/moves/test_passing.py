@@ -8,7 +8,7 @@ from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece
-from platform.checkpoint.moves.passing import exchange_alone, pass_on
+from platform.checkpoint.moves import exchange_alone, pass_on
 from platform.checkpoint.storage.manifest import Corrupt
 
 ROWS = [Box((0, 0), (2, 6)), Box((2, 0), (3, 6))]  # of a tensor [5, 6], as pieces

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from platform.checkpoint.blocks.box import Box, gaps, stretch
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor
-from platform.checkpoint.moves.reshard import read_tensor, restore
+from platform.checkpoint.moves import read_tensor, restore
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Refused, check_against

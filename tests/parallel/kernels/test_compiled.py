@@ -17,7 +17,7 @@ from platform.parallel.compiled import region, uncompiled
 from platform.parallel.kernels import random, residual
 from platform.parallel.kernels.dropout import Drawing, dropped
 from platform.planning.make_plan import make_plan
-from tests.harness.oracle import MODELS, configure, prove, trainer_of
+from tests.harness.oracle import MODELS, configure, prove, trainer_of, validation_loss
 
 LLAMA = MODELS["llama"]
 
@@ -47,7 +47,7 @@ def graphs_of(c, steps=(1,), evaluates=False) -> int:
     for step in steps:
         trainer.step(step)
     if evaluates:
-        trainer.evaluate()
+        validation_loss(trainer)
     return counters["stats"]["unique_graphs"]
 
 

@@ -20,7 +20,7 @@ def drawing(first: int = 0) -> Drawing:
 
 
 def by_elements(x: torch.Tensor, first: int = 0) -> torch.Tensor:
-    mask = random.keep_mask(KEY, random.elements(BLOCK, STRIDES) + first, RATE)
+    mask = (random.bits(KEY, random.elements(BLOCK, STRIDES) + first) & 0xFFFFFFFF) >= int(RATE * 2**32)
     return torch.where(mask, x * (1 / (1 - RATE)), 0)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.parallel.communicator.base import SingleRank
-from platform.parallel.sharding import shards
+from platform.parallel.sharding import share
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
@@ -222,9 +222,9 @@ def test_what_a_bucket_holds():
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_a_block_comes_back_from_its_chunks(shape, parts):
     block = torch.randn(shape)
-    flat = shards.flatten_padded(block, parts)
+    flat = share.flatten_padded(block, parts)
     assert flat.numel() % parts == 0 and flat.numel() - block.numel() < parts
-    assert torch.equal(shards.unflatten_padded(flat, shape), block)
+    assert torch.equal(share.unflatten_padded(flat, shape), block)
 
 
 def test_one_replica_has_nothing_to_share():

@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,24 +33,3 @@ def test_groups_of_a_small_mesh():
     assert mesh.groups(["t", "data"]) == [(0, 3, 1, 4, 2, 5)]  # the first axis is major
     assert mesh.ordered({"t", "data"}) == ("data", "t")
     assert Mesh.of({"data": 1, "t": 3}).ordered(["t", "data"]) == ("t",)
-
-
-@given(MESHES, st.integers(1, 4))
-def test_one_axis_fills_the_world(mesh, n):
-    open_mesh = {**mesh.axes, "open": -1}
-    assert Mesh.of(open_mesh, mesh.size * n).axes == {**mesh.axes, "open": n}
-
-
-@pytest.mark.parametrize(
-    ("axes", "world", "message"),
-    [
-        ({"data": -1, "t": 3}, 8, "8 workers are not a multiple of 3"),
-        ({"data": -1, "t": 4}, 2, "2 workers are not a multiple of 4"),
-        ({"data": -1}, None, "only for a known world"),
-        ({"data": -1, "t": -1}, 4, "only one axis may be -1"),
-        ({"data": 0, "t": -2}, 4, "must be at least 1, got data=0, t=-2"),
-    ],
-)
-def test_meshes_that_cannot_be(axes, world, message):
-    with pytest.raises(ValueError, match=message):
-        Mesh.of(axes, world)

@@ -13,7 +13,7 @@ from platform.parallel.communicator.base import SingleRank
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
-from tests.harness.oracle import assemble, configure, trainer_of
+from tests.harness.oracle import assemble, configure, trainer_of, validation_loss
 from tests.harness.threads import run_threads
 
 STEPS, DECAY = 3, 0.75
@@ -123,13 +123,13 @@ def test_averages_take_the_weights_place_and_leave_it_as_it_was():
         weights = trainer.weights
         master, compute = ({n: w.detach().clone() for n, w in v.items()} for v in (weights.master, weights.compute))
         c.eval.batches = 1
-        usual = trainer.evaluate()[""]
+        usual = validation_loss(trainer)
         with weights.averaged():
             assert any(not torch.equal(w, weights.master[n]) for n, w in master.items() if w.numel())
-            other = trainer.evaluate()[""]
+            other = validation_loss(trainer)
         assert all(torch.equal(w, weights.master[n]) for n, w in master.items())
         assert all(torch.equal(w, weights.compute[n]) for n, w in compute.items())
-        return usual, other, trainer.evaluate()[""]
+        return usual, other, validation_loss(trainer)
 
     for usual, other, again in run_threads(plan.mesh, on_rank):
         assert usual == again != other

@@ -14,8 +14,8 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.tiers import Tiers
 
 if TYPE_CHECKING:
-    from platform.cluster.asking.run_tasks import RunTasks
     from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.cluster.generation.run_tasks import RunTasks
     from platform.cluster.run.directory import RunDirectory
     from platform.cluster.run.resources import Places
     from platform.train.recovery.source import Formation

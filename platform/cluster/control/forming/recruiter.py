@@ -40,10 +40,6 @@ class Recruiter:
         out = self.barred | crew.leaving
         return {number: member for number, member in sorted(crew.members.items()) if number not in out}
 
-    def count(self, crew: Crew) -> int:
-        """Return how many members may get a seat: those neither barred nor about to be taken away."""
-        return len(crew.members.keys() - self.barred - crew.leaving)
-
     def best(self, members: int) -> Replanned | None:
         """Return the configuration and plan of the run for at most `members` workers, with devices of `memory` bytes;
         None if no legal plan fits. The plan of the run's start, if it has `members` workers, or fewer and the run may

@@ -47,7 +47,7 @@ class ReformAdvisor:
         crew.dismiss(crew.leaving - set(generation.seats))
         self._recruiter.refill(crew)
         slow = self._slow_ones(generation, report)
-        alive = self._recruiter.count(crew)
+        alive = len(self._recruiter.usable(crew))
         if slow and self._replace and alive > generation.size:
             rank = generation.seats.index(slow[0])
             return ReformProposal(f"rank {rank} is slow and gives its place to a spare", frozenset(slow[:1]))

@@ -12,7 +12,6 @@ from typing import Any
 from platform.config.fields import Config, SentConfig
 
 WORKER = "platform.train.worker:Worker"
-ANSWERER = "platform.train.generation.answerer:Answerer"  # that answers texts too
 # Environment of a worker on a GPU, set before torch is imported unless the user has set it: name -> value.
 CUDA_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the driver aborts: torch's watchdog would end the process meanwhile

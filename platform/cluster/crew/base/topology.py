@@ -13,14 +13,9 @@ MOST = 16
 def tiers_here(names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
     """Return the tiers of the node that this process is on, outer to inner, as NAME=VALUE: the values of its Ray
     `labels` that have one of `names`, in their order ("" for one that it lacks), then the switches or blocks above it
-    that Slurm has put into the environment."""
-    found = [f"{name}={labels.get(name, '')}" for name in names]
-    return [tier[:LONGEST] for tier in [*found, *_slurm_tiers(os.environ)]][:MOST]
-
-
-def _slurm_tiers(environment: Mapping[str, str]) -> list[str]:
-    """Return the tiers in Slurm's address of a node, such as s0.s4.node17 with the pattern switch.switch.node, without
-    the node itself: ["switch=s0", "switch=s4"]; [] if Slurm gives none."""
-    kinds = environment.get(_PATTERN, "").split(".")[:-1]
-    values = environment.get(_ADDRESS, "").split(".", len(kinds))[:-1]
-    return [f"{kind}={value}" for kind, value in zip(kinds, values, strict=False)]
+    that Slurm has put into the environment: of s0.s4.node17, with the pattern switch.switch.node, ["switch=s0",
+    "switch=s4"]."""
+    kinds = os.environ.get(_PATTERN, "").split(".")[:-1]
+    values = os.environ.get(_ADDRESS, "").split(".", len(kinds))[:-1]
+    found = [*((name, labels.get(name, "")) for name in names), *zip(kinds, values, strict=False)]
+    return [f"{name}={value}"[:LONGEST] for name, value in found][:MOST]

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 from platform.plan.operations.op import Op
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the sequences under way: this rank's blocks [length, batch, ...] by the attention that reads
+    them, with room for `capacity` tokens under causal attention. `first`: the sequence at which each block begins."""
+
+    capacity: int
+    blocks: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+
+    def reorder(self, rows: Any) -> None:
+        """Let each sequence i continue the cache of sequence `rows[i]`; both have their blocks on the same ranks."""
+        for name, first in self.first.items():
+            k, v = self.blocks[name]
+            mine = (rows[first : first + k.shape[1]] - first).to(k.device)
+            self.blocks[name] = k.index_select(1, mine), v.index_select(1, mine)
 
 
 class RememberOp(Op):
@@ -13,6 +33,18 @@ class RememberOp(Op):
     def compose(self, ops, name, k, v, kv):
         return k, v, kv
 
+    def run(self, ops, name, k, v, kv):
+        if ops.cache is None or ops.absent(k):
+            return k, v, ops.remembered(kv)
+        out, cache = ops.remembered(kv), ops.cache
+        if name not in cache.blocks:
+            shape = ops.plan.local_shape(out)
+            cache.blocks[name], cache.first[name] = (k.new_zeros(shape), v.new_zeros(shape)), _first(ops, out)
+        pair = cache.blocks[name]
+        for whole, new in zip(pair, (k, v), strict=True):
+            whole[ops.offset : ops.offset + len(new)].copy_(new)
+        return *pair, out
+
 
 class RecallOp(Op):
     """Keys and values of type `kv` of the cross-attention `name`: k and v, or where these are None, the pair of the
@@ -20,3 +52,18 @@ class RecallOp(Op):
 
     def compose(self, ops, name, k, v, kv):
         return k, v
+
+    def run(self, ops, name, k, v, kv):
+        if ops.cache is None:
+            return k, v
+        if k is not None:
+            ops.cache.blocks[name] = k, v
+            if not ops.absent(k):
+                ops.cache.first[name] = _first(ops, kv)
+        return ops.cache.blocks[name]
+
+
+def _first(ops, kv) -> int:
+    """Return the first sequence of this rank's block of keys or values."""
+    assert kv.dims[:2] == ("length", "batch")
+    return ops.blocks[kv][1][0]

@@ -20,7 +20,7 @@ class ReduceOp(BlockOp):
         """Plan an einsum of one operand. A maximum over split dims is all-reduced like a statistic, as is the number of
         elements that share it, which its gradient needs; after that every rank has the result."""
         spec, out = operation.inputs[0], operation.outputs[0]
-        c = planner.contraction([(spec, planner.layout(spec))], out)
+        c = planner.contraction((spec,), out)
         over = tuple(a for d in spec.dims if d not in out.dims for a in c.compute[d])
         leaving, found = c.output, []
         if operation["function"] == "max":

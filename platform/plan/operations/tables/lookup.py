@@ -22,7 +22,7 @@ class LookupOp(BlockOp):
         row, layout = table.dims[0], planner.layout(table)
         token_dims = tuple(d for d in out.dims if d not in table.dims)
         one_hot = Spec(out.region, (*token_dims, row), (*out.sizes, *table.sizes))
-        return planner.contraction([(one_hot, layout.restrict((row,))), (table, layout)], out)
+        return planner.contraction((one_hot, table), out, layout.restrict((row,)))
 
     def plan(self, planner, operation):
         """Plan the conversions of the table and of the result, partial over the axes that split the table's rows."""

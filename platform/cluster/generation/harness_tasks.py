@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, closest, violation
-from platform.cluster.asking.asked_model import AskedModel
+from platform.cluster.generation.asked_model import AskedModel
 from platform.data.reading.data_files import encodable
 from platform.train.protocol.asked import Choice
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from platform.cluster.generation.asked_model import Ask
 from platform.data.corpus import Corpus
 from platform.data.tokens.streams import PairStream
 
@@ -42,6 +43,17 @@ def _perplexity(nats: float, count: int) -> float | None:
         return math.exp(nats / count)
     except OverflowError:
         return None
+
+
+def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: int) -> list[Measured]:
+    """Measure the loss on a split of each source, by its name, or on `most` samples of it if that is not 0."""
+    samples = {split: min(there := corpus.samples_of(split), most or there) for split in splits.values()}
+    losses, rows = ask("evaluate", samples)[0], []
+    for name, split in splits.items():
+        tokens = corpus.predicted(split, 0, samples[split])
+        units = units_of(corpus, split, samples[split])
+        rows.append(Measured(name, losses[split] * tokens, tokens, *units, samples[split]))
+    return rows
 
 
 def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:

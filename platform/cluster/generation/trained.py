@@ -21,7 +21,7 @@ from platform.config.groups.data_group import Data
 from platform.train.recovery import urls
 from platform.weights.beside import GENERATION, beside
 from platform.weights.folder import CONFIG, SavedModel
-from platform.weights.importing import source_keys
+from platform.weights.importing import keys_of
 from platform.weights.translate import stored_model
 
 NAME = "CHECKPOINT"
@@ -81,7 +81,7 @@ def _of_folder(url: str) -> TrainedModel:
     ends = saved.config.get("eos_token_id")
     if GENERATION not in files and isinstance(ends, list):  # as older models say it
         files[GENERATION] = json.dumps({"eos_token_id": ends}).encode()
-    return TrainedModel(url, Model(**source_keys(url, NAME)), files=files)
+    return TrainedModel(url, Model(**keys_of(saved)), files=files)
 
 
 def _of_checkpoint(url: str) -> TrainedModel:

@@ -11,7 +11,6 @@ from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Model
-from platform.data.tokenizers.chat import conversation
 from platform.data.vocabulary import Vocabulary
 from platform.plan.language.numbers import count_of
 
@@ -56,83 +55,6 @@ def _object(line: str, where: str) -> dict[str, Any]:
     if len(kinds) != 1:
         raise ConfigError(violation("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed"))
     return found
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Reads prompts as a model does. `vocabulary`: None for one without a tokenizer, which reads ids alone. `chat`: a
-    text is the message of a user. `bare`: nothing is put in front of a text, else the token that begins a document."""
-
-    model: Model
-    vocabulary: Vocabulary | None
-    chat: bool = False
-    bare: bool = False
-
-    def ids(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt. Raises ConfigError for one that the model does not read."""
-        kind = next(kind for kind in KINDS if kind in prompt.given)
-        value = prompt.given[kind]
-        found = self._of_ids(value, prompt.where) if kind == "ids" else self._of_text(kind, value, prompt.where)
-        if not found:
-            raise ConfigError(violation("prompt", prompt.where, "is empty"))
-        return found
-
-    def _encoded(self, text: str, where: str) -> list[int]:
-        """Return the ids of a text, of a prompt or made of one by a template. Raises ConfigError."""
-        assert self.vocabulary
-        return self.vocabulary.encode(_whole(text, where))
-
-    def _of_ids(self, value: Any, where: str) -> list[int]:
-        """Return a prompt of token ids; raises ConfigError unless all are of the vocabulary."""
-        most = self.model.vocab
-        if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
-            raise ConfigError(violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
-        return value
-
-    def _of_text(self, kind: str, value: Any, where: str) -> list[int]:
-        """Return the token ids of a text or of messages; raises ConfigError if they cannot be tokenised."""
-        vocabulary = self.vocabulary
-        if vocabulary is None:
-            reason = "there is none beside the model, and a text needs one"
-            raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "a prompt of ids"]))
-        if kind == "prompt" and not isinstance(value, str):
-            raise ConfigError(violation("prompt", where, "is no text"))
-        messages = value if kind == "messages" else [{"role": "user", "content": value}] if self.chat else None
-        if messages is None:
-            return [*self._front(vocabulary), *self._encoded(value, where), *self._behind(vocabulary)]
-        if (talk := conversation(messages)) is None:
-            raise ConfigError(violation("prompt", where, "messages are a list of objects with a role"))
-        for text in _texts(talk):
-            _whole(text, where)
-        found: list[int] = []
-        for text, special in vocabulary.chat.prompt_parts(talk):
-            number = vocabulary.tokenizer.token_to_id(text) if special else None
-            found += self._encoded(text, where) if number is None else [number]
-        return [*found, *self._behind(vocabulary)]
-
-    def _front(self, vocabulary: Vocabulary) -> list[int]:
-        """Return the ids in front of a text: the token that begins a document, for a decoder, unless `bare`."""
-        return [] if self.bare or self.model.kind == "encoder_decoder" else [vocabulary.special.begin]
-
-    def _behind(self, vocabulary: Vocabulary) -> list[int]:
-        """Return the ids behind a text: the token that ends it, for an encoder, unless `bare`."""
-        return [] if self.bare or self.model.kind != "encoder_decoder" else [vocabulary.special.end]
-
-
-def _whole(text: str, where: str) -> str:
-    """Return a text of a prompt. Raises ConfigError for one that no tokenizer reads."""
-    if half := documents.half_character(text):
-        raise ConfigError(violation("prompt", where, f"is no text: it has {half}"))
-    return text
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-        yield from (text for part in parts for text in _texts(part))
 
 
 def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, violation
-from platform.cluster.asking.asked_model import AskedModel
+from platform.cluster.generation.asked_model import AskedModel
 from platform.data.corpus import Corpus
 from platform.data.tokens.streams import PairStream
 from platform.train.protocol.asked import Choice

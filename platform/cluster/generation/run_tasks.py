@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, violation
-from platform.cluster.asking.asked_model import Ask, AskedModel
 from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.generation.asked_model import AskedModel
 from platform.config.fields import Config
 from platform.data.vocabulary import Vocabulary
-from platform.plan.core.passes import rows_at_once
-from platform.plan.core.plan import Plan
-from platform.plan.language.layout import padded
 
 if TYPE_CHECKING:
-    from platform.cluster.asking.harness_tasks import HarnessTasks
+    from platform.cluster.generation.harness_tasks import HarnessTasks
 
 KEY = "eval.tasks"
 
@@ -37,38 +34,30 @@ def missing_for_tasks(config: Config) -> Iterator[str]:
 
 
 def open_tasks(config: Config) -> RunTasks | None:
-    """Read the tasks of a run, None if it has none. Raises ConfigError for tasks that are unknown or cannot be read,
-    and for a model that does not answer texts."""
+    """Read the tasks of a run, None if it has none. Raises ConfigError for tasks that are unknown or cannot be read."""
     if not config.eval.tasks:
         return None
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's progress bars would run into the console's lines
-    from platform.cluster.asking.harness_tasks import HarnessTasks
-    from platform.train.generation.rank_pass import check_can_generate
+    from platform.cluster.generation.harness_tasks import HarnessTasks
 
-    check_can_generate(config)
     return RunTasks(config, HarnessTasks(config.eval.tasks, config.eval.task_folder, key=KEY))
 
 
 class RunTasks:
-    """Tasks that a run scores its model by. `check` is called once its data is open, before `scores`."""
+    """Tasks that a run scores its model by."""
 
     def __init__(self, config: Config, tasks: HarnessTasks):
-        self._model, self._limit, self._tasks = config.model, config.eval.task_samples, tasks
-        self._named = config.eval.tasks[0]
-        self._vocabulary: Vocabulary | None = None
+        self._limit, self._tasks, self._named = config.eval.task_samples, tasks, config.eval.tasks[0]
 
     def check(self, vocabulary: Vocabulary | None) -> None:
-        """Take the vocabulary of the run's data. Raises ConfigError if there is none."""
+        """Raise ConfigError if the run's data has no vocabulary."""
         if vocabulary is None:
             raise ConfigError(violation(KEY, self._named, "tasks are texts, and the data has no tokenizer", [[]]))
-        self._vocabulary = vocabulary
 
-    def scores(self, ask: Ask, plan: Plan) -> dict[str, float]:
-        """Return the scores of the model whose workers `ask` reaches under `plan`, TASK/METRIC -> value: as many texts
-        at a time as a pass of training has sequences. Raises any error of `ask`; NotScored if a task fails."""
-        batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
+    def scores(self, asked: AskedModel) -> dict[str, float]:
+        """Return the scores of a model, TASK/METRIC -> value. Raises WorkerFailed; NotScored if a task fails."""
         try:
-            found = self._tasks.results(AskedModel(ask, self._model, self._vocabulary, batch), self._limit)
+            found = self._tasks.results(asked, self._limit)
         except (WorkerFailed, NotScored):
             raise
         except Exception as error:  # of a task's own code: no reason to end a run of weeks
