@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import JsonLines, MetricsLog

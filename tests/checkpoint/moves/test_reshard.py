@@ -24,7 +24,7 @@ SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    for name in ("blocks.chain", "storage.read", "moves.reshard"):
+    for name in ("blocks.chain", "storage.read", "moves"):
         monkeypatch.setattr(f"platform.checkpoint.{name}.LARGEST_BLOCK", 64)
     monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
 
