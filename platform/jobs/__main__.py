@@ -14,19 +14,15 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 
-from platform.boundary.command_line import CommandLine
-from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.command_line import DONE, CommandLine, command_line, refusing, run_command
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import print_line, print_refusals, print_while_read
+from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
-from platform.launch import DONE, REFUSED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.jobs`; return its exit status."""
-    parser = CommandLine(
-        prog="python -m platform.jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("jobs", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (("kubernetes", "a manifest, for `kubectl apply`"), ("slurm", "a script, for `sbatch`")):
         command = commands.add_parser(name, help=f"print {what}")
@@ -74,19 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("name", nargs="?", default="", help="part of a log's name: worker-3, driver, node")
     command.add_argument("--lines", type=int, default=20, help="of each log (default: 20)")
     command.set_defaults(run=_logs)
-    given = parser.parse_args(arguments)
-    register_url_secrets(list(sys.argv))
-    with shielded(sys.stdout, sys.stderr):
-        return print_while_read(lambda: _answer(lambda: given.run(given)))
-
-
-def _answer(command: Callable[[], int]) -> int:
-    """Run a command; return its exit status, or print its refusal and return REFUSED."""
-    try:
-        return command()
-    except ConfigError as error:
-        print_refusals("config", error.violations)
-        return REFUSED
+    return run_command(parser, lambda given: given.run(given), arguments, subject="config")
 
 
 def _seconds(text: str) -> float:
@@ -173,7 +157,7 @@ def _supervise(given: argparse.Namespace) -> int:
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
     told = Supervision(given.launch, given.retries, given.time_limit, notice=given.notice)
-    status = _answer(Supervisor(told).run)
+    status = refusing(Supervisor(told).run, "config")
     end_ray_job(status)
     return status
 

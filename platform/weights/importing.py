@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from platform.boundary.files.file_storage import Storage
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.blocks.placement import Piece
 from platform.checkpoint.interchange import store_pieces
 from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import Model
 from platform.weights.folder import Place, SavedModel
 from platform.weights.names import Stored, matched, stored_tensors

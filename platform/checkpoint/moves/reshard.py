@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from platform.boundary.files.file_storage import Storage
+from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK, Block, HeldTensor, Piece, S
+from platform.checkpoint.blocks.placement import ITEMSIZE, Block, HeldTensor, Piece, S
 from platform.checkpoint.moves.passing import (
     BUDGET,
     Exchange,
@@ -28,7 +30,6 @@ from platform.checkpoint.moves.passing import (
 )
 from platform.checkpoint.storage.manifest import Manifest, StoredBlock, check_against
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
-from platform.checkpoint.storage.storage import Storage
 
 
 def restore(

@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 
 from platform.boundary import documents
+from platform.boundary.files.local_files import replace_text
+from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import redact
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
-from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.run import traces
 from platform.config.fields import Config, Eval
 from platform.config.identity import identity, violations_of_identity
@@ -94,7 +95,7 @@ class RunDirectory:
             there = self.check(config)  # again: another driver may have written since the first check
             with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
                 try:
-                    _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
+                    replace_text(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
                 except OSError as error:
                     raise self.unusable(error) from None
@@ -122,7 +123,7 @@ class RunDirectory:
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Write `plan.json`, the newest generation's plan summary; the journal's `forming` events have each mesh."""
-        _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
+        replace_text(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
         """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
@@ -166,17 +167,5 @@ def _as_they_were(*files: Path) -> Iterator[None]:
                 if text is None:
                     file.unlink(missing_ok=True)
                 else:
-                    _replace(file, text.decode(errors="surrogateescape"))
-        raise
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a text file in one step, so that a reader finds the old or the new text, never half of one."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
-        draft.replace(path)
-    except OSError:
-        with suppress(OSError):
-            draft.unlink()
+                    replace_text(file, text.decode(errors="surrogateescape"))
         raise
