@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import CommandLine
-from platform.boundary.redaction import forget_secrets, known_secrets, register_url_secrets, shielded
+from platform.boundary.command_line import command_line, run_command
+from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
+from platform.boundary.redaction import known_secrets
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import print_line, print_refusals, print_while_read, visible
-from platform.boundary.undo import missing_directories, remove_empty, remove_files
+from platform.boundary.terminal import print_line, visible
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.config.fields import Config
-from platform.launch import REFUSED, compose, prepare
+from platform.launch import compose, prepare
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import count_of
 
@@ -37,17 +37,11 @@ _FOLDER = "doctor"  # in the run directory, with the workers' logs; they stay if
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.doctor` (default: this process's own); return its exit status."""
-    parser = CommandLine(
-        prog="python -m platform.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("doctor", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    given = parser.parse_intermixed_args(argv)
-    forget_secrets()
-    register_url_secrets(given.overrides)
-    with shielded(sys.stdout, sys.stderr):
-        return print_while_read(lambda: _answer(given))
+    return run_command(parser, _answer, argv, subject="config")
 
 
 def _answer(given: argparse.Namespace) -> int:
@@ -67,9 +61,6 @@ def _answer(given: argparse.Namespace) -> int:
         finally:
             if torchrun.present():
                 torchrun.dismiss()
-    except ConfigError as error:
-        print_refusals("config", error.violations)
-        return REFUSED
     except WorkerFailed as error:
         print_line(f"doctor: {error}; its log: {error.culprit.log}", sys.stderr)
         return BAD

@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.command_line import CommandLine
+from platform.boundary.command_line import CommandLine, command_line
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import flush_streams, print_line
+from platform.boundary.terminal import print_line
 from platform.config.fields import Config
 from platform.config.groups.data_group import Data
 from platform.data.tokenizers.tokenizer_files import JSON
@@ -39,14 +39,12 @@ SPLITS = ("validation", "train")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.evaluate`; return its exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    return answered("evaluate", _parser(), _evaluate, arguments)
+    return answered(_parser(), _evaluate, arguments)
 
 
 def _parser() -> CommandLine:
     """Return the parser of the command line."""
-    parser = CommandLine(
-        prog="python -m platform.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("evaluate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument(
         "words", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; data=... is what is read"
@@ -187,6 +185,4 @@ def _splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    status = main()
-    flush_streams()
-    sys.exit(status)
+    sys.exit(main())

@@ -20,11 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.command_line import CommandLine
-from platform.boundary.interrupts import run_interruptible
-from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
+from platform.boundary.command_line import CommandLine, command_line, run_command
 from platform.boundary.refusals import NEAREST, ConfigError, in_words, violation
-from platform.boundary.terminal import flush_streams, print_line, print_refusals, printable, write_text
+from platform.boundary.terminal import print_line, printable, write_text
 from platform.config.fields import Config, Model
 from platform.config.groups.data_group import Data
 
@@ -40,14 +38,12 @@ OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+)([./][\w./-]+)*(@[\w.]+)?=.*", re.DOTA
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.generate`; return its exit status."""
-    return answered("generate", _parser(), _generate, arguments)
+    return answered(_parser(), _generate, arguments)
 
 
 def _parser() -> CommandLine:
     """Return the parser of the command line."""
-    parser = CommandLine(
-        prog="python -m platform.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("generate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("words", nargs="*", metavar="PROMPT | KEY=VALUE")
     parser.add_argument("--prompts", metavar="FILE", help="a prompt per line; .jsonl: one of prompt, messages and ids")
@@ -70,28 +66,11 @@ def _parser() -> CommandLine:
     return parser
 
 
-def answered(
-    name: str,
-    parser: CommandLine,
-    run: Callable[[argparse.Namespace], int],
-    arguments: Sequence[str] | None,
-) -> int:
-    """Parse the arguments of a command that asks a trained model (None: this process's), and run it; return its exit
-    status, or print its refusal or a worker's failure, each line with the command's `name`."""
+def answered(parser: CommandLine, run: Callable[[argparse.Namespace], int], arguments: Sequence[str] | None) -> int:
+    """Run a command that asks a trained model; return its exit status."""
     from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    forget_secrets()
-    register_url_secrets(given)
-    with shielded(sys.stdout, sys.stderr):
-        try:
-            return run_interruptible(lambda: run(parser.parse_intermixed_args(given)))
-        except ConfigError as error:
-            print_refusals(name, error.violations)
-            return 2
-        except (WorkerFailed, NoPlaces, OSError) as error:
-            print_refusals(name, [error])
-            return 1
+    return run_command(parser, run, arguments, failures=(WorkerFailed, NoPlaces, OSError))
 
 
 def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -272,6 +251,4 @@ def note(line: str) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    flush_streams()
-    sys.exit(status)
+    sys.exit(main())

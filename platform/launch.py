@@ -13,17 +13,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusing
 from platform.boundary.own_code import passes
-from platform.boundary.redaction import (
-    forget_secrets,
-    known_secrets,
-    own_secrets,
-    redact,
-    register_url_secrets,
-    shielded,
-)
+from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, closest, violation
-from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_refusals, print_while_read
+from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
@@ -49,7 +43,6 @@ if TYPE_CHECKING:
 from platform.planning.make_plan import Plan
 from platform.weights import FROM_HF
 
-DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
 # Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
 # further mistakes.
@@ -60,32 +53,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's own) and return its exit status (listed in docs/run-directory.md)."""
     from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
-    own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
-    forget_secrets()
-    register_url_secrets(argv)
-    if own:
-        sys.argv[1:] = redact(argv)  # libraries such as W&B record sys.argv
     parser = get_args_parser()
     parser.error = _misread  # type: ignore[method-assign]
-    with shielded(sys.stdout, sys.stderr):
-        return _answer(argv, parser, Phases(command_start() if own else None))
+    with given_arguments(argv) as given:
+        if argv is None:
+            sys.argv[1:] = redact(given)  # libraries such as W&B record sys.argv
+        phases = Phases(command_start() if argv is None else None)
+        return refusing(lambda: _answer(given, parser, phases), "config")
 
 
 def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
-    """Parse a command line, do what it asks for, and return the exit status; a user's mistakes are printed. `phases`:
-    begins with the command."""
-    try:
-        args = parser.parse_intermixed_args(argv)
-        for flag in ("config_path", "config_name", "experimental_rerun"):
-            if getattr(args, flag) is not None:
-                raise ConfigError(f"--{flag.replace('_', '-')}: not supported; own files go by --config-dir DIRECTORY")
-        if args.cfg == "job":
-            return print_while_read(lambda: _show(args))
-        if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
-            return print_while_read(lambda: _inform(argv, args))
-        return _run(args, phases)
-    except ConfigError as error:
-        return _refuse(error)
+    """Parse a command line, do what it asks for, and return the exit status. `phases`: begins with the command. Raises
+    ConfigError."""
+    args = parser.parse_intermixed_args(argv)
+    for flag in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')}: not supported; own files go by --config-dir DIRECTORY")
+    if args.cfg == "job":
+        return print_while_read(lambda: _show(args))
+    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        return print_while_read(lambda: _inform(argv, args))
+    return _run(args, phases)
 
 
 def _misread(message: str) -> NoReturn:
@@ -321,9 +309,7 @@ def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
     from platform.cluster import driver
 
     try:
-        return driver.run(config, plan, command=command, phases=phases)
-    except ConfigError as error:
-        return _refuse(error)
+        return refusing(lambda: driver.run(config, plan, command=command, phases=phases), "config")
     except BaseException as error:  # a bug of ours, or of the user's code; the next job of a sweep may still succeed
         if passes(error):
             raise
@@ -345,12 +331,6 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
             return 0
 
     return Command(arguments, config_dir, workers)
-
-
-def _refuse(error: ConfigError) -> int:
-    """Print the lines of a refusal to stderr; return the exit status REFUSED."""
-    print_refusals("config", error.violations)
-    return REFUSED
 
 
 def _show(args: Namespace) -> int:

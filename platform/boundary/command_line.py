@@ -1,21 +1,90 @@
-"""Command lines of the platform's commands: what they take, and the refusal of what they do not."""
+"""Command lines of the platform's commands: what every command does before and after its own part.
+
+It knows the secrets in its arguments and prints none; a mistake or a failure is one line, and each has its exit status.
+"""
 
 from __future__ import annotations
 
 import argparse
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
-from platform.boundary.terminal import print_refusals
+from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
+from platform.boundary.refusals import ConfigError
+from platform.boundary.terminal import print_refusals, print_while_read
 
-REFUSED = 2  # exit status
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
 
 
 class CommandLine(argparse.ArgumentParser):
     """Parser of the arguments of a command, and of each of its subcommands, that refuses a mistake as all of our
     commands do: in one line, with status 2."""
 
+    @property
+    def command(self) -> str:
+        """Return the name of the command, without that of a subcommand."""
+        return self.prog.removeprefix("python -m platform.").partition(" ")[0]
+
     def error(self, message: str) -> NoReturn:
         """Print in one line why the arguments are refused, and end the process."""
-        module, _, _ = self.prog.removeprefix("python -m platform.").partition(" ")
-        print_refusals(module, [f"{message}; {self.prog} --help says what it takes"])
+        print_refusals(self.command, [f"{message}; {self.prog} --help says what it takes"])
         raise SystemExit(REFUSED)
+
+
+def command_line(name: str, description: str | None) -> CommandLine:
+    """Return a parser without arguments yet of `python -m platform.NAME`."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return CommandLine(prog=f"python -m platform.{name}", description=description, formatter_class=formatter)
+
+
+@contextmanager
+def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
+    """Give the arguments of a command (None: this process's). Within the context the secrets in their URLs are known,
+    no older ones are, and nothing prints one."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    forget_secrets()
+    register_url_secrets(given)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name may hold characters that the terminal cannot show
+    with shielded(sys.stdout, sys.stderr):
+        yield given
+
+
+def refusing(run: Callable[[], int], subject: str) -> int:
+    """Run a part of a command and return its exit status: REFUSED for a ConfigError, which is printed in lines that
+    begin with `subject`."""
+    try:
+        return run()
+    except ConfigError as error:
+        print_refusals(subject, error.violations)
+        return REFUSED
+
+
+def run_command(
+    parser: CommandLine,
+    run: Callable[[argparse.Namespace], int],
+    arguments: Sequence[str] | None,
+    *,
+    subject: str = "",
+    failures: tuple[type[Exception], ...] = (),
+) -> int:
+    """Run a command with its parsed arguments and return its exit status, also when it ends early: by a signal, a
+    reader that leaves, a ConfigError (REFUSED), or one of `failures` (FAILED), printed in lines that begin with the
+    command's name. `subject`: begins the lines of a ConfigError instead."""
+
+    def answer() -> int:
+        try:
+            parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
+            return refusing(lambda: run(parse(given)), subject or parser.command)
+        except BrokenPipeError:
+            raise
+        except failures as error:
+            print_refusals(parser.command, [error])
+            return FAILED
+
+    with given_arguments(arguments) as given:
+        return print_while_read(answer)

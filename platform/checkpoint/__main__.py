@@ -7,31 +7,28 @@ Exit status: 0 done; 1 a checkpoint is refused, with the reason; 2 the command l
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from dataclasses import replace
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.command_line import CommandLine
-from platform.boundary.redaction import bare_url, shielded
+from platform.boundary.command_line import command_line, run_command
+from platform.boundary.files.file_storage import Storage, open_storage
+from platform.boundary.files.local_files import writing_to
+from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, closest, violation
-from platform.boundary.terminal import one_refusal, print_refusals, print_while_read, visible
+from platform.boundary.terminal import one_refusal, visible
 from platform.checkpoint.interchange import EXPORT, IMPORT, store_tensors
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
 from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
-from platform.checkpoint.storage.storage import Storage, open_storage
-from platform.config.surroundings import writing_to
 from platform.plan.language.numbers import count_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `python -m platform.checkpoint`; return its exit status."""
-    parser = CommandLine(
-        prog="python -m platform.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("verify", help="read every byte; of a storage, of every checkpoint in it")
     command.set_defaults(run=_verify)
@@ -51,23 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("source", help="what export writes. A dcp directory can run code: only from who you trust")
     command.add_argument("url")
     command.add_argument("--format", choices=IMPORT, default="safetensors")
-    given = parser.parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name may hold characters that the terminal cannot show
-    with shielded(sys.stdout, sys.stderr):
-        return print_while_read(lambda: _answer(given))
-
-
-def _answer(given: argparse.Namespace) -> int:
-    """Run the chosen command and return its exit status, 1 or 2 after printing why it was refused."""
-    try:
-        return given.run(given)
-    except BrokenPipeError:
-        raise
-    except (Refused, ConfigError, OSError) as error:
-        print_refusals("checkpoint", error.violations if isinstance(error, ConfigError) else [error])
-        return 2 if isinstance(error, ConfigError) else 1
+    return run_command(parser, lambda given: given.run(given), arguments, failures=(Refused, OSError))
 
 
 def _open(url: str) -> tuple[Storage, list[str]]:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from platform.boundary import documents, schema
+from platform.boundary.files.file_storage import Storage, all_or_nothing, open_storage
+from platform.boundary.files.local_files import Local
 from platform.boundary.refusals import behind
 from platform.boundary.schema import Malformed, Many, Span
 from platform.checkpoint.blocks.box import Box
@@ -28,7 +30,6 @@ from platform.checkpoint.storage.catalogue import begin, commit, discard
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
 from platform.checkpoint.storage.report import BlockReport, FileReport
-from platform.checkpoint.storage.storage import Local, Storage, all_or_nothing, open_storage
 
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from platform.boundary.files.file_storage import Storage
+from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK, Block, HeldTensor, Piece, S
+from platform.checkpoint.blocks.placement import ITEMSIZE, Block, HeldTensor, Piece, S
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused, StoredBlock, check_against
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
-from platform.checkpoint.storage.storage import Storage
 
 BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met

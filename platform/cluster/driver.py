@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.undo import missing_directories, remove_empty
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals

@@ -1,22 +1,17 @@
-"""Checks of what a configuration needs on this machine: directories, storages, environment variables; read-only. And a
-name for the disk that fills up later."""
+"""Checks of what a configuration needs on this machine: directories, storages, environment variables; read-only."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 
+from platform.boundary.files.protocols import violation_of_protocol
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import violation
 from platform.config.fields import Config
 from platform.config.groups.execution_group import RESUME
 
-# fsspec protocols under which a file appears only when it is committed, as checkpoints need.
-WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
 Variable = tuple[str, str, tuple[str, ...]]  # (pattern of its value, constraint in words, examples)
 _NUMBER: Variable = (r"\d{1,9}", "must be an integer", ("0",))
 _SIZE: Variable = (r"[1-9]\d{0,8}", "must be an integer of at least 1", ("1",))
@@ -76,47 +71,6 @@ def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
             yield violation(name, environment.get(name, ""), f"(environment) {words}", legal)
 
 
-def violation_of_protocol(url: str, writing: bool = True) -> str:
-    """Return why checkpoints cannot be saved at a path or URL, judging by its protocol alone; "" if they can.
-
-    With `writing` False, returns why a checkpoint there cannot be read, to resume from it.
-    """
-    protocol, separator, rest = url.partition("://")
-    if not separator:
-        return ""
-    if not rest.strip("/"):
-        return "cannot be used: names no place in the storage"
-    if special := _special_file(url):
-        return f"cannot be used: {special} is a pipe or a device, and a regular file or a folder is needed"
-    if "::" in url:
-        return "cannot be used: nothing can be saved through a chain of storages" if writing else ""
-    if protocol in WRITABLE:
-        return ""
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    if protocol in known_implementations:
-        return f"cannot be used: nothing can be saved through {protocol}" if writing else ""
-    if protocol not in fsspec.registry:  # a module in `extend` may have registered one
-        return f"cannot be used: no storage is known by {protocol}"
-    return ""
-
-
-def _special_file(url: str) -> str:
-    """Return the path of a pipe, socket or device of this machine that a URL, or a part of its chain, names; "" if none
-    does."""
-    from fsspec.implementations.local import LocalFileSystem
-
-    for part in url.split("::"):
-        if part.partition("://")[0] in ("file", "local") or "://" not in part:
-            path = LocalFileSystem._strip_protocol(part)
-            with suppress(OSError, ValueError):  # who reads it says what is wrong
-                mode = os.stat(path).st_mode
-                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                    return path
-    return ""
-
-
 def _unusable(path: str) -> str:
     """Return why `path`, of a run directory, cache or checkpoints, is no writable directory and cannot become one; ""
     if it is or can."""
@@ -154,19 +108,3 @@ def expanded(key: str, path: str) -> tuple[str, list[str]]:
     if there != path or not user.startswith("~") or os.path.lexists(user):
         return os.path.abspath(there), []
     return os.path.abspath(there), [violation(key, path, f"there is no user {user[1:]}", [f"./{path}"])]
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
-
-
-@contextmanager
-def writing_to(key: str, place: object) -> Iterator[None]:
-    """Raise ConfigError, which names the key of the folder or file `place`, for a disk within the context that takes
-    nothing, or no more; other errors are raised as they are."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL and not (error.errno is None and "requested and" in str(error)):  # as NumPy says it
-            raise
-        why = error.strerror or os.strerror(errno.ENOSPC)
-        raise ConfigError(violation(key, place, f"cannot be written: {why}", ["another place"])) from None

@@ -13,27 +13,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from platform.boundary.command_line import CommandLine
-from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.command_line import DONE, CommandLine, command_line, run_command
+from platform.boundary.files.local_files import writing_to
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import print_line, print_refusals, print_while_read
+from platform.boundary.terminal import print_line
 from platform.config.batch_ramp import samples_before
 from platform.config.fields import Config
-from platform.config.surroundings import writing_to
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON
 from platform.data.tokens.streamed import StreamedTokens
 from platform.data.tokens.streams import PairStream, documents
-from platform.launch import DONE, FAILED, REFUSED, compose
+from platform.launch import compose
 from platform.plan.language.numbers import count_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.data`; return its exit status."""
-    parser = CommandLine(
-        prog="python -m platform.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("data", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("prepare", help="tokenise data into data.cache, and tell what is in it")
     command.set_defaults(run=_prepare)
@@ -43,11 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("prefix", type=Path, help="the files are PREFIX-train.bin, PREFIX-validation.bin, ...")
     command.set_defaults(run=_convert)
     _overrides(command)
-    given = parser.parse_args(arguments)
-    register_url_secrets(list(sys.argv))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    with shielded(sys.stdout, sys.stderr):
-        return print_while_read(lambda: _answer(given))
+    return run_command(parser, _answer, arguments, subject="config", failures=(OSError,))
 
 
 def _overrides(command: CommandLine) -> None:
@@ -56,18 +50,9 @@ def _overrides(command: CommandLine) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    """Run a command; return its exit status, or print its refusal."""
-    try:
-        config = compose(given.overrides, given.config_dir)
-        given.run(given, config, corpus_of(config))
-    except BrokenPipeError:
-        raise
-    except ConfigError as error:
-        print_refusals("config", error.violations)
-        return REFUSED
-    except OSError as error:
-        print_refusals("data", [error])
-        return FAILED
+    """Run a command on the corpus that its arguments mean; return its exit status."""
+    config = compose(given.overrides, given.config_dir)
+    given.run(given, config, corpus_of(config))
     return DONE
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from platform.boundary.files.protocols import violation_of_protocol
 from platform.boundary.refusals import ConfigError, violation
 from platform.config.fields import Data
-from platform.config.surroundings import violation_of_protocol
 from platform.data import tokenizer
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
 from platform.data.objectives import Objective

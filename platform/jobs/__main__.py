@@ -15,38 +15,22 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import CommandLine
-from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.command_line import DONE, command_line, refusing, run_command
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import print_line, print_refusals, print_while_read
+from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
-from platform.launch import DONE, REFUSED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.jobs`; return its exit status."""
-    parser = CommandLine(
-        prog="python -m platform.jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("jobs", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (run, purpose, names) in _COMMANDS.items():
         command = commands.add_parser(name, help=purpose)
         for argument in names.split():
             command.add_argument(argument, **_ARGUMENTS[argument])
         command.set_defaults(run=run)
-    given = parser.parse_args(arguments)
-    register_url_secrets(list(sys.argv))
-    with shielded(sys.stdout, sys.stderr):
-        return print_while_read(lambda: _answer(lambda: given.run(given)))
-
-
-def _answer(command: Callable[[], int]) -> int:
-    """Run a command; return its exit status, or print its refusal and return REFUSED."""
-    try:
-        return command()
-    except ConfigError as error:
-        print_refusals("config", error.violations)
-        return REFUSED
+    return run_command(parser, lambda given: given.run(given), arguments, subject="config")
 
 
 def _seconds(text: str) -> float:
@@ -135,7 +119,7 @@ def _supervise(given: argparse.Namespace) -> int:
     """Supervise the drivers of a run, and stop its Ray job, if it is in one; return the exit status."""
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
-    status = _answer(Supervisor(_options(Supervision, given)).run)
+    status = refusing(Supervisor(_options(Supervision, given)).run, "config")
     end_ray_job(status)
     return status
 

@@ -27,12 +27,12 @@ from pathlib import Path
 from socket import gethostname
 
 from platform.boundary import documents
+from platform.boundary.files.local_files import replace_text
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.launchers import leftovers
 from platform.cluster.crew.launchers.leftovers import deaf_to_term
-from platform.cluster.run.directory import replace_text
 from platform.cluster.wire.interface import interface_of
 from platform.jobs.allocation import answers, cpus_here, endpoint, free_port, gpus_here, own_address
 from platform.jobs.look.logs import keep_ray_logs, tail

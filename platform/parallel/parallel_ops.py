@@ -259,7 +259,7 @@ def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int |
     with torch.no_grad():
         if p.init == "normal":
             where, shape = plan.block(p, communicator.coordinates), plan.global_shape(p)
-            if p.turned:  # the same numbers as ever: a run that began with the last dim first goes on
+            if p.turned:  # the same initial weights as ever
                 out, where, shape = out.movedim(-1, 0), [*where[-1:], *where[:-1]], shape[-1:] + shape[:-1]
             random.fill_normal_(out, random.key(seed, "init", p.name), p.std, where, shape)
         else:

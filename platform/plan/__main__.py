@@ -11,13 +11,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from platform.boundary.command_line import CommandLine
-from platform.boundary.redaction import redact, register_url_secrets, shielded
-from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import print_refusals, print_while_read, visible
+from platform.boundary.command_line import command_line, run_command
+from platform.boundary.redaction import redact
+from platform.boundary.terminal import visible
 from platform.config.extending.own_settings import shown_settings
 from platform.config.fields import Config
-from platform.launch import REFUSED, compose
+from platform.launch import compose
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.step_collectives import communication
@@ -31,7 +30,7 @@ from platform.planning.replan import shrinking
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.plan`; return its exit status."""
-    parser = CommandLine(prog="python -m platform.plan", description=__doc__)
+    parser = command_line("plan", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--workers", type=int, help="how many there are, where parallel.data=-1")
@@ -42,10 +41,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
     parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.parse_intermixed_args(given)
-    register_url_secrets(arguments.overrides)
-    with shielded(sys.stdout, sys.stderr):
-        return print_while_read(lambda: _answer(arguments))
+    return run_command(parser, _answer, given, subject="config")
 
 
 def _tiers(text: str) -> dict[str, int]:
@@ -62,13 +58,9 @@ def _tiers(text: str) -> dict[str, int]:
 def _answer(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for, as text or JSON, or with `--shrink` its plans for fewer and
     fewer workers; return the exit status of `python -m platform.plan`."""
-    try:
-        config = compose(arguments.overrides, arguments.config_dir)
-        plan = make_plan(config, arguments.workers)
-        config.parallel.data = plan.replicas
-    except ConfigError as error:
-        print_refusals("config", error.violations)
-        return REFUSED
+    config = compose(arguments.overrides, arguments.config_dir)
+    plan = make_plan(config, arguments.workers)
+    config.parallel.data = plan.replicas
     if arguments.shrink:
         for line in _shrink(config, arguments.memory * 1e9, arguments.json):
             print(visible(line), flush=True)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from platform.boundary import schema
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.report import FileReport
-from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports

@@ -12,15 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import CommandLine
-from platform.boundary.redaction import bare_url, shielded
+from platform.boundary.command_line import command_line, run_command
+from platform.boundary.files.file_storage import open_storage
+from platform.boundary.files.local_files import writing_to
+from platform.boundary.files.undo import missing_directories, remove_empty
+from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import print_refusals, print_while_read, visible
-from platform.boundary.undo import missing_directories, remove_empty
+from platform.boundary.terminal import visible
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Refused
-from platform.checkpoint.storage.storage import open_storage
-from platform.config.surroundings import writing_to
 from platform.data.tokenizers.tokenizer_files import has_tokenizer
 from platform.weights.averages import with_averages
 from platform.weights.beside import beside, to_export, vocabulary_in
@@ -35,9 +35,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `python -m platform.weights`; return its exit status."""
-    parser = CommandLine(
-        prog="python -m platform.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("weights", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("import", help="make a checkpoint of a model that transformers saved")
     command.set_defaults(run=_import)
@@ -62,23 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--tokenizer", default="", metavar="PATH", help="a file or folder; default: that of the checkpoint"
     )
-    given = parser.parse_args(arguments)
-    with shielded(sys.stdout, sys.stderr):
-        return print_while_read(lambda: _answer(given))
-
-
-def _answer(given: argparse.Namespace) -> int:
-    """Run the chosen command and return its exit status, 1 or 2 after printing why it was refused."""
-    try:
-        return given.run(given)
-    except BrokenPipeError:
-        raise
-    except ConfigError as error:
-        print_refusals("weights", error.violations)
-        return 2
-    except (Refused, OSError) as error:
-        print_refusals("weights", [error])
-        return 1
+    return run_command(parser, lambda given: given.run(given), arguments, failures=(Refused, OSError))
 
 
 def _import(given: argparse.Namespace) -> int:

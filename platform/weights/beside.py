@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from platform.boundary.files.file_storage import Storage
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
 from platform.checkpoint.storage.manifest import Manifest, Refused
-from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import Data, Model
 from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer
 from platform.data.tokenizers.tokenizer_files import (

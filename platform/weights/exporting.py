@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from platform.boundary.files.file_storage import Storage, all_or_nothing
 from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.interchange import write_safetensors
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage.manifest import Manifest
-from platform.checkpoint.storage.storage import Storage, all_or_nothing
 from platform.config.fields import Model
 from platform.data.vocabulary import Vocabulary
 from platform.weights.beside import token_ids
@@ -61,8 +61,6 @@ class Exportable:
         parts = []
         for part in stored.parts:
             whole = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}")
-            if part.turned and self.manifest.meta.format == 1:
-                whole = whole.movedim(0, -1)
             parts.append(whole.reshape(part.rows, part.columns))
         matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
         matrix = matrix.t() if stored.turned else matrix
@@ -122,14 +120,12 @@ def _is_free(family: Family, key: str) -> bool:
 
 def _lacking(found: Exportable) -> Iterator[str]:
     """Yield a line for the parameters that a checkpoint lacks, and one for parameters of another shape."""
-    turned = found.manifest.meta.format == 1
     there, lacks, other = found.manifest.tensors, [], []
-    for name, (p, shape) in parameters_of(found.model).items():
-        stored = shape[-1:] + shape[:-1] if turned and p.turned else shape
+    for name, (_, shape) in parameters_of(found.model).items():
         if f"model.{name}" not in there:
             lacks.append(name)
-        elif there[f"model.{name}"].shape != stored:
-            other.append(f"{name} is {list(there[f'model.{name}'].shape)}, not {list(stored)}")
+        elif there[f"model.{name}"].shape != shape:
+            other.append(f"{name} is {list(there[f'model.{name}'].shape)}, not {list(shape)}")
     if lacks:
         yield f"{found.directory}: lacks {', '.join(lacks)}"
     if other:

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from platform.boundary import documents, schema
+from platform.boundary.files.file_storage import Storage, open_storage
+from platform.boundary.files.sealed import LARGEST_BLOCK, THREADS
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed, OpenMap, Text
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, THREADS, HeldTensor, Piece
+from platform.checkpoint.blocks.placement import HeldTensor, Piece
 from platform.checkpoint.interchange import ForeignTensor, read_header, split_file
 from platform.checkpoint.storage.manifest import Name, Refused
-from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.weights.names import MatrixPart, Stored
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from platform.boundary.files.file_storage import Storage
 from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.placement import Piece
 from platform.checkpoint.interchange import store_pieces
 from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import Config, Model
 from platform.data.tokenizers.tokenizer_files import has_tokenizer
 from platform.weights import FROM_HF

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from platform.boundary.files.file_storage import open_storage
+from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK, Piece
+from platform.checkpoint.blocks.placement import ITEMSIZE, Piece
 from platform.checkpoint.moves import Fetch, stored_fetch
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.read import stored_pieces
-from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, Model
 from platform.weights.averages import with_averages
 from platform.weights.folder import CONFIG
@@ -35,13 +36,12 @@ KEY = "train.init"
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights at `url`: the pieces that tile every parameter (`model.NAME`), and what fetches them. `format`: of the
-    checkpoint, 1 where weights are turned; `notes`: lines on what the model here does otherwise.
+    """Weights at `url`: the pieces that tile every parameter (`model.NAME`), and what fetches them. `notes`: lines
+    on what the model here does otherwise.
 
     Where the model here has a larger vocabulary, its new rows are made of the existing ones (`_grown`)."""
 
     url: str
-    format: int
     pieces: Sequence[Piece[Any]]
     fetch: Fetch[Any]
     notes: Sequence[str]
@@ -60,7 +60,7 @@ def initial_weights(config: Config) -> InitialWeights:
         found = importable(url, KEY, _as_large(config.model, there))
         pieces = [piece for some in found.pieces for piece in some]
         notes = _differences(there, config.model)
-        return _grown(InitialWeights(bare_url(url), 2, pieces, found.saved.fetch, notes), config.model, there)
+        return _grown(InitialWeights(bare_url(url), pieces, found.saved.fetch, notes), config.model, there)
     return _of_checkpoint(url, config.model, config.train.init_averaged)
 
 
@@ -87,10 +87,8 @@ def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
     with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
         source = stored_model(manifest.meta.identity)
         notes = _differences(source, model)
-    turned = manifest.meta.format == 1
-    wanted = parameters_of(model if turned else _as_large(model, source))
     there = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
-    shapes = {n: shape[-1:] + shape[:-1] if turned and p.turned else shape for n, (p, shape) in wanted.items()}
+    shapes = {n: shape for n, (_, shape) in parameters_of(_as_large(model, source)).items()}
     wrong = {
         "names: missing": [n for n in shapes if n not in there],
         "names: no part of this model": [n for n in there if n not in shapes],
@@ -101,8 +99,8 @@ def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
     if lines := [violation(KEY, bare_url(url), f"{what}: {', '.join(sorted(n))}") for what, n in wrong.items() if n]:
         raise ConfigError(lines)
     pieces, where = stored_pieces(manifest, [f"model.{n}" for n in shapes]), bare_url(f"{storage.url}/{name}")
-    found = InitialWeights(where, manifest.meta.format, pieces, stored_fetch(storage, name), notes)
-    return found if turned else _grown(found, model, source)
+    found = InitialWeights(where, pieces, stored_fetch(storage, name), notes)
+    return _grown(found, model, source)
 
 
 class _NewRows(NamedTuple):

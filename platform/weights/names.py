@@ -17,13 +17,12 @@ from platform.weights.families.family import Family, TensorRow
 @dataclass(frozen=True)
 class MatrixPart:
     """Parameter of ours, and the matrix that transformers sees in it: `rows` are what its product adds, `columns` what
-    it contracts. A vector has one column. `turned`: checkpoints of format 1 have its last dim first."""
+    it contracts. A vector has one column."""
 
     name: str
     shape: tuple[int, ...]
     rows: int
     columns: int
-    turned: bool
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,9 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
 def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
     """Describe parameter `p` as a matrix [rows, columns]; a vector has one column."""
     if vector or len(shape) == 1:
-        return MatrixPart(p.name, shape, prod(shape), 1, p.turned)
+        return MatrixPart(p.name, shape, prod(shape), 1)
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
-    return MatrixPart(p.name, shape, rows, prod(shape) // rows, p.turned)
+    return MatrixPart(p.name, shape, rows, prod(shape) // rows)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor
@@ -35,7 +36,6 @@ from platform.checkpoint.moves import restore  # noqa: E402
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest  # noqa: E402
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, Model  # noqa: E402
 from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.plan.schedule.rows import stage_rows  # noqa: E402

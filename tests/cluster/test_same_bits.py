@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage.catalogue import find
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.driver import run
 from platform.config.fields import Config
 from platform.monitor import JsonLines, MetricsLog

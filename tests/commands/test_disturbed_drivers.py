@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.storage.catalogue import attempts, find, load_manifest, verify
 from platform.checkpoint.storage.manifest import Refused
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.wire import secret
 from platform.monitor import JsonLines, MetricsLog
 from tests.fuzz import listener

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import JsonLines, MetricsLog
 from platform.weights.averages import with_averages
 from tests.harness.commands import QUICK, SMALL, in_this_process, refused, warm_command

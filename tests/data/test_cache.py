@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.sources.source_kind import SourceKind
 from platform.data.tokens import cache
@@ -56,6 +57,19 @@ def test_the_second_time_nothing_is_built(data, writing):
     assert np.array_equal(
         open_corpus(data, **SIZES).batch("train", 0, 9)["labels"], first.batch("train", 0, 9)["labels"]
     )
+
+
+KEPT = Path(__file__).parent / "kept_cache"
+
+
+def test_a_kept_cache_is_used(tmp_path, writing):
+    """Never write this entry again: later versions must read what an earlier one wrote."""
+    shutil.copytree(KEPT, tmp_path / "kept")
+    writing(None)
+    data = Data(kind="text", path=str(KEPT / "texts"), validation=0.1, cache=str(tmp_path / "kept" / "cache"))
+    kept = open_corpus(data, length=32, vocab=270, seed=0)
+    assert kept.digest == "a084e2067827"
+    assert kept.batch("train", 0, 1)["labels"][0][:8].tolist() == [12, 257, 17, 221, 269, 259, 199, 264]
 
 
 @pytest.mark.parametrize("file", ["tokens.bin", "tokenizer.json", "blocks.bin", "meta.json"])
@@ -119,7 +133,7 @@ def reseal(entry: Path, **files: bytes | None) -> None:
         file.unlink() if raw is None else file.write_bytes(raw)
         content["files"].pop(file.name)
         if raw is not None:
-            content["files"][file.name] = {"bytes": len(raw), "sha256": cache.sha256(file)}
+            content["files"][file.name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     meta.write_text(json.dumps({"content": content, "sha256": cache._hash(content)}))
 
 
@@ -214,8 +228,7 @@ def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch, 
     first = open_corpus(data, **SIZES, shared=tmp_path / "run")
     assert first.entry.parent == tmp_path / "run"
     assert os.path.samefile(first.entry / "tokens.bin", tmp_path / "cache" / first.entry.name / "tokens.bin")
-    monkeypatch.setattr(cache, "sha256", None)
-    monkeypatch.setattr(cache, "_Block", None)
+    monkeypatch.setattr(cache, "hashes_of", None)
     writing(None)
     elsewhere = replace(data, path=str(tmp_path / "no such text"), cache=str(tmp_path / "no such cache"))
     there = open_corpus(elsewhere, **SIZES, entry=first.entry)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from platform.boundary.files.protocols import violation_of_protocol
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.config.surroundings import violation_of_protocol
 from platform.data.data_checks import violations_of_sources
 from platform.data.reading import listing
 from platform.data.reading.listing import find_files

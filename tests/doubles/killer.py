@@ -19,10 +19,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from platform.boundary.files import local_files
+from platform.boundary.files.local_files import Local
 from platform.checkpoint.in_memory import snapshots
-from platform.checkpoint.storage import storage
 from platform.checkpoint.storage.image import Image
-from platform.checkpoint.storage.storage import Local
 from platform.train.generation.generator import RankPass
 from platform.train.worker import Worker
 
@@ -59,7 +59,7 @@ def moment(name: str, last_words: Callable[[], Any] = lambda: None) -> None:
 
 
 class _Os:
-    """Stands for the module `os` in `platform.checkpoint.storage.storage`: every operation is a moment."""
+    """Stands for the module `os` in `platform.boundary.files.local_files`: every operation is a moment."""
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -106,7 +106,7 @@ def _around(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 if FOLDER in os.environ:
-    storage.os = _Os()  # type: ignore[attr-defined]
+    local_files.os = _Os()  # type: ignore[attr-defined]
     Local.write, Local.delete = _told(Local.write, "write"), _told(Local.delete, "delete")  # type: ignore[method-assign]
     Image.fill = _around(Image.fill, "snapshot")  # type: ignore[method-assign]
     snapshots._transfer = _around(snapshots._transfer, "copies")

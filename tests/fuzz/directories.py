@@ -12,12 +12,12 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.catalogue import find, verify
 from platform.checkpoint.storage.lease import Lease
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run import traces
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config

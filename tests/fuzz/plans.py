@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from platform.boundary.files.file_storage import Storage, open_storage
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.batch_ramp import batch_of, samples_of
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config

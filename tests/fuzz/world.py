@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.interchange import export_safetensors
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.catalogue import verify
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, Data
 from platform.data.corpus import open_corpus

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from platform.checkpoint.storage import storage as storage_module
+from platform.boundary.files import local_files as storage_module
 from platform.checkpoint.storage.catalogue import find
 from tests.doubles.faulty_os import FaultyOs
 from tests.harness.storage_job import Job, values

@@ -69,7 +69,7 @@ def test_roles_decay_and_initial_values(model):
             assert p.dims[-1] == "d_model"
         elif matrix and not {"vocab", "positions", "segments"} & {*p.dims} and not relative:
             assert p.dims.index("d_model") == (0 if p.role == "out" else len(p.dims) - 1), p
-            assert p.turned == (p.role == "in" and p.name != "head_transform"), p  # which format 1 never had
+            assert p.turned == (p.role == "in" and p.name != "head_transform"), p
 
 
 def names(**model) -> set[str]:

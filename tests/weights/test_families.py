@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from platform.boundary.files.local_files import Local
 from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.storage import Local
 from platform.config.fields import Config
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.parallel_ops import PassPosition

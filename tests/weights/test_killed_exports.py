@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.files import local_files
 from platform.checkpoint.__main__ import main as checkpoint
-from platform.checkpoint.storage import storage
 from platform.launch import main as launch
 from platform.weights.__main__ import main as weights
 from platform.weights.folder import SavedModel, is_saved
@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
 
 
 class Mortal:
-    """Stands for the module `os` in `platform.checkpoint.storage.storage`: the `number`-th operation is the last, and
+    """Stands for the module `os` in `platform.boundary.files.local_files`: the `number`-th operation is the last, and
     a write that is gets half of its bytes out."""
 
     def __init__(self, number: int):
@@ -72,7 +72,7 @@ def killed(command, line: str, number: int) -> bool:
         status = 70
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            storage.os = Mortal(number)
+            local_files.os = Mortal(number)
             status = command(line.split())
         finally:
             os._exit(status)
@@ -102,11 +102,11 @@ def dies_at_any_change(place: Path, how: str, some: int | None) -> None:
     command, line = EXPORTS[how]
     target = place / line.split()[2]
     before = seen(target)
-    storage.os = counted = Mortal(1 << 30)
+    local_files.os = counted = Mortal(1 << 30)
     try:
         assert command(line.split()) == 0
     finally:
-        storage.os = os
+        local_files.os = os
     whole, most = seen(target), (1 << 30) - counted.left
     assert len(whole) > len(before) and most > 2
     moments = range(1, most + 1) if some is None else {1, *range(2, most, max(1, most // some)), most - 1, most}
@@ -162,7 +162,7 @@ def test_a_failed_export_leaves_a_folder_as_it_was(place, capsys, monkeypatch, n
             return getattr(os, name)
 
     before = seen(place / "there")
-    monkeypatch.setattr(storage, "os", Failing())
+    monkeypatch.setattr(local_files, "os", Failing())
     assert weights("export run/checkpoints there".split()) == 1
-    assert storage.os.count == number
+    assert local_files.os.count == number
     assert os.listdir(place / "there") == [*before] and seen(place / "there") == before

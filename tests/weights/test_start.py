@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from platform.boundary.files.local_files import Local
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.storage import Local
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator
 from platform.planning.make_plan import make_plan

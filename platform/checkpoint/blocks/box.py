@@ -51,10 +51,6 @@ class Box(NamedTuple):
         spans = zip(self.offset, outer.offset, self.extent, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in spans)
 
-    def turned(self) -> Box:
-        """Return the same elements where the tensor's last dim comes first."""
-        return Box(self.offset[-1:] + self.offset[:-1], self.extent[-1:] + self.extent[:-1])
-
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.extent, strict=True)) + "]"
 

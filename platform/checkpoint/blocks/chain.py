@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 
+from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.checkpoint.blocks.box import stretch
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, HeldTensor, Share
+from platform.checkpoint.blocks.placement import HeldTensor, Share
 
 LARGEST_ROW = 64 << 10  # bytes: blocks are cut at the start of rows no larger than this
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 ITEMSIZE = {  # element type, as torch names it -> bytes of an element
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
 }  # fmt: skip
-LARGEST_BLOCK = 16 << 20  # bytes: the largest stored block, which one thread hashes and one worker reads
-THREADS = min(4, os.cpu_count() or 1)  # for hashing blocks, and for reading them
 
 S = TypeVar("S")
 

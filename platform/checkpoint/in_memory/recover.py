@@ -8,8 +8,9 @@ from math import prod
 
 from torch import Tensor
 
+from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.checkpoint.blocks.chain import Chain
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, HeldTensor, Piece, Share
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece, Share
 from platform.checkpoint.in_memory.copies import Copy, copies
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.moves import BUDGET, Exchange, clear_padding, exchange_alone, pass_on

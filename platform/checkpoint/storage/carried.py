@@ -11,9 +11,9 @@ from hashlib import sha256
 from typing import Annotated
 
 from platform.boundary import schema
+from platform.boundary.files.file_storage import Storage
 from platform.boundary.schema import Malformed, Many, Text
 from platform.checkpoint.storage.manifest import Manifest, Refused
-from platform.checkpoint.storage.storage import Storage
 
 VALUE = "files"  # of `Meta.values`: name of a file -> its SHA-256
 _LARGEST = 1 << 30  # bytes of a file that is read

@@ -9,12 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from platform.boundary.files.file_storage import Storage, open_storage, read_note, write_note
+from platform.boundary.files.local_files import UNKNOWN
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Newer, Refused
-from platform.checkpoint.storage.read import stored_pieces, verify_pieces
+from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, OtherFormat, Refused
+from platform.checkpoint.storage.read import read_pieces, stored_pieces
 from platform.checkpoint.storage.report import FileReport
-from platform.checkpoint.storage.storage import UNKNOWN, Storage, open_storage, read_note, write_note
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _LOOKS = 5  # times that a storage is listed if it changes while it is read
@@ -129,7 +130,7 @@ def load_manifest(storage: Storage, directory: str) -> Manifest:
 def verify(storage: Storage, directory: str) -> Manifest:
     """Verify every byte of the checkpoint in `directory`, after the checks of `load_manifest`; return its manifest."""
     manifest = load_manifest(storage, directory)
-    verify_pieces(storage, directory, stored_pieces(manifest))
+    read_pieces(storage, directory, stored_pieces(manifest))
     return manifest
 
 
@@ -156,7 +157,7 @@ def quarantine(storage: Storage, directory: str, reason: str) -> None:
 class Selection:
     """Newest checkpoint that can be trusted, or None; and the newer ones that were refused: (directory, reason).
 
-    `sound`: the refused directories that may be undamaged: they are of a newer format, or the storage failed.
+    `sound`: the refused directories that may be undamaged: they are of another format, or the storage failed.
     """
 
     directory: str | None
@@ -169,7 +170,7 @@ def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection
     """Find the newest intact checkpoint; quarantine newer ones that are corrupt.
 
     `deep`: read and verify every byte now; else that is left to `restore`, which verifies what it reads. `mark`:
-    quarantine, which only the driver with the lease may do. Checkpoints that are incomplete, of a newer format or
+    quarantine, which only the driver with the lease may do. Checkpoints that are incomplete, of another format or
     unreadable today are skipped and not marked. Raises OSError if the storage cannot be listed.
     """
     for _ in range(_LOOKS):
@@ -197,7 +198,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
                     quarantine(storage, directory, str(error))
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
-            sound += [directory] if isinstance(error, Newer | OSError) else []
+            sound += [directory] if isinstance(error, OtherFormat | OSError) else []
     return Selection(None, None, tuple(refused), tuple(sound))
 
 

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from platform.boundary.files.file_storage import Storage
+from platform.boundary.files.sealed import LARGEST_BLOCK, THREADS
 from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, THREADS, Block, Share
+from platform.checkpoint.blocks.placement import Block, Share
 from platform.checkpoint.storage.report import BlockReport, FileReport
-from platform.checkpoint.storage.storage import Storage
 
 
 class Image:

@@ -12,7 +12,7 @@ import re
 import secrets
 from contextlib import suppress
 
-from platform.checkpoint.storage.storage import Storage, read_note, write_note
+from platform.boundary.files.file_storage import Storage, read_note, write_note
 
 _NAME = r"lease-([0-9]{6,18})-([0-9a-f]{8})"
 

@@ -10,16 +10,14 @@ from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import documents, schema
+from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.checkpoint.blocks.box import Box, gaps
-from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK
+from platform.checkpoint.blocks.placement import ITEMSIZE
 from platform.checkpoint.storage.report import FileReport
 
 KIND = "elastic-platform checkpoint"
-# Every version reads all earlier formats: tests/checkpoint/format_1 and format_1_weights are in the first. There,
-# weights that are `turned` (`platform.plan.language.ops.Parameter`) have their last dim first; in format 2 all are as
-# declared.
-FORMAT = 2
+FORMAT = 2  # the one that is written and read: tests/checkpoint/format_2 is in it, and stays readable
 NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about two million blocks, 30 TB
 VALUES = 1 << 25  # JSON values in a manifest
@@ -40,8 +38,8 @@ class Corrupt(Refused):
     """Signals a damaged checkpoint, which can never be used: its bytes are not the written ones."""
 
 
-class Newer(Refused):
-    """Signals a checkpoint in a newer format, which only a later version of the platform can use."""
+class OtherFormat(Refused):
+    """Signals a checkpoint in a newer or older format, which only another version of the platform can use."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,15 @@ class Meta:
     plan: Annotated[dict[str, Any], PLAN]  # its mesh, scheme and digest
     values: dict[str, Any] = field(default_factory=dict)  # state that is not a tensor: loss scale, counters
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
-    format: Annotated[int, Span(1, FORMAT)] = FORMAT  # of the checkpoint that the tensors were first written to
+    format: int = FORMAT  # of the checkpoint that the tensors were first written to
 
     @classmethod
     def read(cls, found: Any) -> Meta:
-        """Read metadata from plain JSON data, which says nothing of its format if that is 1. Raises Malformed."""
-        meta: Meta = schema.read(cls, {"format": 1} | found if type(found) is dict else found)
+        """Read metadata from plain JSON data. Raises OtherFormat, also if it names no format, as before the second, or
+        Malformed."""
+        if type(found) is dict:
+            _check_format(found.get("format", 1))
+        meta: Meta = schema.read(cls, found)
         return meta
 
 
@@ -156,7 +157,7 @@ class Manifest:
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
         """Parse the bytes of `manifest.json`. Raises Corrupt if they are damaged: they do not have the SHA-256 in their
-        last line, or a field is malformed; Newer if their format is newer than FORMAT; else Refused if another program
+        last line, or a field is malformed; OtherFormat if their format is not FORMAT; else Refused if another program
         wrote them."""
         body = raw[: raw.rfind(b'"sha256": ')]
         if raw != body + _seal(body):
@@ -165,8 +166,7 @@ class Manifest:
             found = documents.from_json(raw, LARGEST, VALUES)
             if type(found) is not dict or found.get("kind") != KIND:
                 raise Refused(f"{NAME} is not of this platform")
-            if type(there := found.get("format")) is int and there > FORMAT:
-                raise Newer(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
+            _check_format(found.get("format"))
             meta = Meta.read(found.pop("meta", None))
             document: _Document = schema.read(_Document, found)
             tensors = {t.name: t for t in document.tensors}
@@ -175,6 +175,14 @@ class Manifest:
             return cls(meta, document.files, tensors)
         except Malformed as error:
             raise Corrupt(f"{NAME} is malformed: {error}") from None
+
+
+def _check_format(there: Any) -> None:
+    """Raise OtherFormat for a format that an earlier version wrote or a later one may write."""
+    if type(there) is int and there > FORMAT:
+        raise OtherFormat(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
+    if type(there) is int and 0 < there < FORMAT:
+        raise OtherFormat(f"format {there} is older than {FORMAT}, the oldest that this version reads")
 
 
 def _json(value: Any) -> str:
@@ -191,7 +199,7 @@ class _Document:
     """JSON document without its metadata."""
 
     kind: str
-    format: Annotated[int, Span(1, FORMAT)]
+    format: Annotated[int, Span(FORMAT, FORMAT)]
     files: dict[File, Bytes]
     tensors: list[StoredTensor]
     sha256: str

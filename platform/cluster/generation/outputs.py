@@ -4,14 +4,14 @@ half a line."""
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import mkstemp
+from tempfile import TemporaryFile
 from types import TracebackType
 
 from platform.boundary.documents import one_line
+from platform.boundary.files.local_files import replace_text
 from platform.boundary.refusals import ConfigError, violation
 
 
@@ -49,43 +49,40 @@ class WholeFile:
     it, the old contents stay. Raises ConfigError if it cannot be written."""
 
     def __init__(self, path: str, flag: str):
-        self._path, self._flag, self._beside = path, flag, ""
+        self._path, self._flag, self._target = Path(path), flag, Path(os.path.realpath(path))
         with _named(flag, path):
-            if os.path.isdir(path):
+            if self._path.is_dir():
                 raise IsADirectoryError("Is a directory")
-            if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # a device or a pipe: nothing is replaced
+            if self._special:
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
                 return
-            target = os.path.realpath(path)
             with suppress(FileNotFoundError):  # a name that is too long
-                os.lstat(target)
-            file, self._beside = mkstemp(dir=os.path.dirname(target), prefix=".")
-            os.close(file)
+                os.lstat(self._target)
+            with TemporaryFile(dir=self._target.parent):
+                pass
+
+    @property
+    def _special(self) -> bool:
+        """Return True for a device or a pipe, which is written to, as nothing can take its place."""
+        return self._path.exists() and not self._path.is_file()
 
     def write(self, text: str) -> None:
         """Write the text, all of it or nothing. Raises ConfigError."""
         with _named(self._flag, self._path):
-            if not self._beside:
-                Path(self._path).write_text(text)
-                return
-            Path(self._beside).write_text(text)
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(self._beside, 0o666 & ~umask)
-            os.replace(self._beside, os.path.realpath(self._path))
-            self._beside = ""
+            if self._special:
+                self._path.write_text(text)
+            else:
+                replace_text(self._target, text)
 
     def __enter__(self) -> WholeFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._beside:
-            with suppress(OSError):
-                os.unlink(self._beside)
+        pass
 
 
 @contextmanager
-def _named(flag: str, path: str) -> Iterator[None]:
+def _named(flag: str, path: str | Path) -> Iterator[None]:
     """Raise ConfigError, which names an option, for an OSError within the context."""
     try:
         yield

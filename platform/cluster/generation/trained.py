@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
 from platform.checkpoint.storage.manifest import Refused
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run import traces
 from platform.config.fields import Config, Model
 from platform.config.groups.data_group import Data

@@ -8,17 +8,17 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from platform.boundary import documents
+from platform.boundary.files.local_files import replace_text
+from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import redact
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
-from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.run import traces
 from platform.config.fields import Config, Eval
 from platform.config.identity import identity, violations_of_identity
@@ -169,19 +169,4 @@ def _as_they_were(*files: Path) -> Iterator[None]:
                     file.unlink(missing_ok=True)
                 else:
                     replace_text(file, text.decode(errors="surrogateescape"))
-        raise
-
-
-def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file in one step, so that a reader finds the old or the new text, never half of one. `mode`:
-    permissions of the file, less this process's umask."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        own = partial(os.open, mode=mode)
-        with open(draft, "w", encoding="utf-8", errors="surrogateescape", opener=own) as file:
-            file.write(text)
-        draft.replace(path)
-    except OSError:
-        with suppress(OSError):
-            draft.unlink()
         raise

@@ -8,13 +8,14 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from platform.boundary.files.file_storage import Storage, open_storage
+from platform.boundary.files.local_files import Local
+from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
-from platform.boundary.undo import missing_directories, remove_empty
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Manifest, Refused
-from platform.checkpoint.storage.storage import Local, Storage, open_storage
 from platform.cluster.run import traces
 from platform.config.fields import Config
 from platform.config.groups.execution_group import RESUME

@@ -5,13 +5,12 @@ import hashlib
 import io
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from platform.boundary.documents import one_line, open_regular
-from platform.boundary.redaction import bare_url
+from platform.boundary.files.file_storage import RemoteFile, open_remote
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 
@@ -21,22 +20,6 @@ UNPACKED, RATIO = 64 << 20, 300  # gzip and zstd shrink text 3 to 30 times
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _HASHED = 4 << 20  # bytes hashed at once
 _SAMPLES, _SAMPLE = 16, 64 << 10  # stretches of a file that stand for it, and the bytes of each
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """File at an fsspec URL, as it was found: its size in bytes, and what its storage says of its version."""
-
-    url: str
-    size: int
-    version: str
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.url).name
-
-    def __str__(self) -> str:
-        return bare_url(self.url)
 
 
 DataFile = Path | RemoteFile
@@ -58,15 +41,12 @@ def ending(file: DataFile) -> str:
 @contextmanager
 def open_raw(file: DataFile) -> Iterator[BinaryIO]:
     """Open a file of data as a buffered byte stream that can seek, as it is stored."""
-    with ExitStack() as opened:
-        if isinstance(file, RemoteFile):
-            from fsspec.core import url_to_fs
-
-            storage, path = url_to_fs(file.url)
-            yield cast(BinaryIO, opened.enter_context(storage.open(path, "rb")))
-        else:
-            raw = opened.enter_context(open_regular(file))
-            yield cast(BinaryIO, opened.enter_context(io.BufferedReader(raw)))
+    if isinstance(file, RemoteFile):
+        with open_remote(file.url) as remote:
+            yield remote
+    else:
+        with io.BufferedReader(open_regular(file)) as local:
+            yield cast(BinaryIO, local)
 
 
 class Bounded:

@@ -10,10 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 from platform.boundary.documents import json_file
-from platform.boundary.redaction import bare_url, register_url_secrets
+from platform.boundary.files.file_storage import find_remote, remedy
+from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.data.reading.data_files import DataFile, RemoteFile, ending, reason_of
+from platform.data.reading.data_files import DataFile, ending, reason_of
 
 # A folder is searched for these endings; a file or glob that the user names may have any.
 ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl .parquet .arrow".split()
@@ -110,32 +111,14 @@ def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
 def _remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]:
     """Find the files at a URL, which names a file, a glob or a folder of a storage. Raises ConfigError, naming the key,
     if there is none or the storage refuses."""
-    register_url_secrets(url)
-    shown = bare_url(url)
     try:
-        from fsspec.core import url_to_fs
-
-        storage, path = url_to_fs(url)
-        if "*" in path:
-            found = storage.glob(path, detail=True)
-        elif storage.isdir(path):
-            every = storage.find(path, detail=True)
-            found = {name: info for name, info in every.items() if ending(Path(name)) in endings}
-        else:
-            found = {path: storage.info(path)}
-        files = [
-            RemoteFile(storage.unstrip_protocol(name), int(info["size"]), str(storage.ukey(name)))
-            for name, info in sorted(found.items())
-            if info.get("type") == "file"
-        ]
-    except ImportError as error:
-        extra = " (pip install 'elastic-platform[s3]')" if url.startswith("s3") else ""
-        raise ConfigError(f"{key}={shown}: cannot be read: {error}{extra}") from None
+        files = find_remote(url, lambda name: ending(Path(name)) in endings)
+    except FileNotFoundError:
+        raise ConfigError(f"{key}={bare_url(url)}: no such file") from None
     except Exception as error:  # a client library may raise anything
-        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {reason_of(error)}"
-        raise ConfigError(f"{key}={shown}: {reason}") from None
+        raise ConfigError(f"{key}={bare_url(url)}: cannot be read: {reason_of(error)}{remedy(url, error)}") from None
     if not files:
-        raise ConfigError(f"{key}={shown}: no file there, or none ends with any of {' '.join(endings)}")
+        raise ConfigError(f"{key}={bare_url(url)}: no file there, or none ends with any of {' '.join(endings)}")
     return list(files)
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from platform.boundary import documents
+from platform.boundary.files.protocols import violation_of_protocol
 from platform.boundary.redaction import bare_url, register_url_secrets
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed, shown
-from platform.config.surroundings import violation_of_protocol
 from platform.data.tokenizers import sentencepiece_model, tiktoken_ranks
 from platform.data.tokenizers.confined_tokenizer import make_json
 

@@ -13,8 +13,8 @@ from time import monotonic
 from typing import Annotated, TypeVar
 
 from platform.boundary import documents, schema
+from platform.boundary.files.local_files import replace_text
 from platform.boundary.schema import Malformed, Span
-from platform.cluster.run.directory import replace_text
 
 _LIFE, _END = "life.json", "end.json"
 _PORTS = (1 << 16) - 1

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from platform.cluster.run.directory import replace_text
+from platform.boundary.files.local_files import replace_text
 
 PID, STATUS = "driver.pid", "driver.status"
 

@@ -46,7 +46,7 @@ class Parameter:
 
     `role` selects the scheme's layout: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
     of d_model. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies. `sizes` as in Spec.
-    `turned`: checkpoints of format 1 have its last dim first.
+    `turned`: its initial values are drawn with its last dim first.
     """
 
     name: str

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from platform.checkpoint.storage.storage import open_storage
+from platform.boundary.files.file_storage import open_storage
 from platform.config.fields import Config
 from platform.plan.memory.hardware import dense_bf16_peak
 from platform.train.health.gpu_state import GpuQuery

@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import platform as package
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.manifest import NAME
-from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config
 from platform.train.protocol.replies import Proof
 from platform.train.recovery import urls

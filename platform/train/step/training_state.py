@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from platform.boundary import schema
+from platform.boundary.files.file_storage import Storage
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, OpenMap
 from platform.checkpoint.blocks.box import Box
@@ -22,7 +23,6 @@ from platform.checkpoint.in_memory.snapshots import HomeSnapshot
 from platform.checkpoint.moves import fill_blocks, restore
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
-from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import short_hash
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, state_of
 from platform.parallel.communicator.base import Communicator
@@ -130,11 +130,7 @@ class State:
         """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
         what `platform.checkpoint.moves.restore` does, and Refused; the state is then undefined."""
         self._prepare(manifest.meta.values)
-        held: Sequence[HeldTensor] = self.held
-        blocks: Sequence[Block] = self.blocks()
-        if manifest.meta.format == 1:
-            held, blocks = _in_format_1(self._plan, held, blocks)
-        restore(storage, directory, manifest, held, blocks, **self._world)
+        restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
     def begin(self) -> None:
@@ -142,10 +138,8 @@ class State:
         they are at the start. All ranks call it together. Raises Refused, Corrupt or OSError; the weights are then
         undefined."""
         found = self._agreed_start()
-        held: Sequence[HeldTensor] = [h for h in self.held if h.name.startswith("model.")]
-        blocks: Sequence[Block] = [b for b in self.blocks() if b.name.startswith("model.")]
-        if found.format == 1:
-            held, blocks = _in_format_1(self._plan, held, blocks)
+        held = [h for h in self.held if h.name.startswith("model.")]
+        blocks = [b for b in self.blocks() if b.name.startswith("model.")]
         fill_blocks(found.pieces, found.fetch, held, blocks, **self._world)
         self._trainer.weights.refresh()
         if AVERAGE in self.moments:
@@ -220,27 +214,6 @@ class State:
     def _of(self, w: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of the master weight `w`, by name."""
         return self._trainer.optimizer.state[w]
-
-
-def _in_format_1(
-    plan: Plan, held: Sequence[HeldTensor], blocks: Sequence[Block]
-) -> tuple[list[HeldTensor], list[Block]]:
-    """Return the tensors of a training state and this rank's blocks of them as a checkpoint of format 1 has them: last
-    dim first if turned since, as views of the same memory."""
-    turned = {p.name for p in plan.parameters if p.turned}
-
-    def is_turned(name: str) -> bool:
-        return name.partition(".")[2] in turned
-
-    def turn(h: HeldTensor) -> HeldTensor:
-        return replace(
-            h, shape=h.shape[-1:] + h.shape[:-1], holders={b.turned(): ranks for b, ranks in h.holders.items()}
-        )
-
-    return (
-        [turn(h) if is_turned(h.name) else h for h in held],
-        [Block(n, box.turned(), t.movedim(-1, 0)) if is_turned(n) else Block(n, box, t) for n, box, t in blocks],
-    )
 
 
 def tried(fill: Callable[[], None]) -> Unrestored | None:

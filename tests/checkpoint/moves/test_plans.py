@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from platform.boundary.files.file_storage import Storage, open_storage
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import local_blocks, planned_tensors
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Manifest
-from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import Config
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.blocks.box import Box, gaps, stretch
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor
@@ -13,7 +14,6 @@ from platform.checkpoint.moves import read_tensor, restore
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Refused, check_against
-from platform.checkpoint.storage.storage import open_storage
 from platform.plan.language.layout import Layout, block
 from platform.plan.language.mesh import Mesh
 from tests.harness.storage_job import Counting, Job, values
@@ -24,8 +24,8 @@ SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    for name in ("blocks.chain", "storage.read", "moves"):
-        monkeypatch.setattr(f"platform.checkpoint.{name}.LARGEST_BLOCK", 64)
+    for name in ("checkpoint.blocks.chain", "boundary.files.sealed", "checkpoint.moves"):
+        monkeypatch.setattr(f"platform.{name}.LARGEST_BLOCK", 64)
     monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
 
 

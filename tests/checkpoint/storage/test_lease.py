@@ -4,10 +4,11 @@ import threading
 
 import pytest
 
+from platform.boundary.files.file_storage import open_storage
+from platform.boundary.files.local_files import Local
 from platform.checkpoint.storage.catalogue import attempts, find
 from platform.checkpoint.storage.lease import Lease, Superseded
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import Local, open_storage
 from tests.harness.storage_job import Job, meta, values
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.forming import preflight
 from platform.cluster.crew.open import open_crew
 from platform.config.fields import Config, Train

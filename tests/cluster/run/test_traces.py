@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.origin import origin

@@ -187,7 +187,7 @@ def test_a_stop_in_the_last_step_is_the_end_of_the_run(config, drive, stop):
 
 
 def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
-    from platform.checkpoint.storage.storage import Local
+    from platform.boundary.files.local_files import Local
 
     def full(self, path, chunks):
         raise OSError(28, "No space left on device")

@@ -7,9 +7,9 @@ from math import prod
 import pytest
 import torch
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import open_storage
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.reports.describe import describe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
-from platform.checkpoint.storage.manifest import Meta, Refused
-from platform.checkpoint.storage.storage import open_storage
+from platform.checkpoint.storage.manifest import Meta
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
@@ -217,28 +217,3 @@ def test_the_rest_go_on_bit_by_bit(runs, name):
 @pytest.mark.parametrize(("writer", "reader"), REST, ids=map(" -> ".join, REST))
 def test_the_rest_of_the_pairs(runs, writer, reader):
     other(runs, writer, reader)
-
-
-FORMAT_1 = Path(__file__).parents[2] / "checkpoint" / "format_1_weights"
-FORMAT_1_MODEL = {"kv_heads": 2, "vocab": 11, "layers": 1, "d_model": 8, "heads": 4, "d_ff": 12, "length": 8}
-FORMAT_1_STEP = (2.3987539812080687, 0.8020869263738424)  # loss and gradient norm of the step after it
-
-
-@pytest.mark.parametrize("name", ["serial", "data 3, zero 1", "3d"])
-def test_weights_of_format_1_are_turned(name):
-    """Never write this checkpoint again: it was written when the last dim of Q, K, V, up and gate came first."""
-    c = configure(**FORMAT_1_MODEL, activation="swiglu", bias=True, global_batch=4, microbatch=2, **PLANS[name])
-    storage = open_storage(str(FORMAT_1))
-    (directory,) = storage.list("")
-    manifest = load_manifest(storage, directory)
-    assert manifest.meta.format == 1
-
-    def work(state: State, part: Part, trainer) -> None:
-        state.restore(storage, directory, manifest)
-        report = trainer.step(2)
-        part.numbers.append((report.loss, report.grad_norm))
-        with pytest.raises(Refused, match="is .* there, .* here"):
-            state.restore(storage, directory, replace(manifest, meta=replace(manifest.meta, format=2)))
-
-    for part in ranks(c, work):
-        assert part.numbers == [pytest.approx(FORMAT_1_STEP, rel=1e-12)]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from platform.boundary import schema
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Malformed
 from platform.checkpoint.blocks.chain import chains_of
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta, Refused
-from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, LossScaling
 from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan

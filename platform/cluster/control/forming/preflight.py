@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from platform.boundary.files.file_storage import Storage, open_storage
 from platform.boundary.redaction import redact
 from platform.boundary.refusals import ConfigError, violation
-from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.cluster.crew.base.crew import Crew
 from platform.config.bounds import flat_values
 from platform.config.fields import Config

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from time import monotonic, perf_counter
 from typing import Any
 
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.redaction import redact
 from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.storage.carried import CarriedFiles
@@ -19,7 +20,6 @@ from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta, Refused
 from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp

@@ -7,8 +7,8 @@ from shutil import copytree
 
 import pytest
 
-from platform.checkpoint.storage import storage as storage_module
-from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.boundary.files import local_files as storage_module
+from platform.boundary.files.file_storage import Storage, open_storage
 from tests.doubles.faulty_os import FaultyOs
 from tests.harness.small_storage import job
 

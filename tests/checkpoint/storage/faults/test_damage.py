@@ -109,6 +109,8 @@ def test_a_sealed_manifest_is_still_checked(storage, what):
 
 OTHERS = {
     "newer": (sealed(lambda b: b.replace(b'"format": 2', b'"format": 3', 1)), "format 3 is newer than 2"),
+    "older": (sealed(lambda b: b.replace(b'"format": 2', b'"format": 1', 1)), "format 1 is older than 2"),
+    "imported": (sealed(lambda b: b.replace(b', "format": 2', b"", 1)), "format 1 is older than 2"),
     "foreign": (sealed(lambda b: b.replace(b"elastic-platform", b"another-program!")), "not of this platform"),
 }
 

@@ -11,8 +11,8 @@ from threading import BrokenBarrierError
 
 import pytest
 
+from platform.boundary.files import local_files as storage_module
 from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage import storage as storage_module
 from platform.checkpoint.storage.catalogue import find, load_manifest, verify
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.saver import Saver
