@@ -1,8 +1,9 @@
 """`python -m platform.doctor +experiment=NAME [key=value ...]` examines the workers that a run would have.
 
 It starts them as the run would, measures each alone and with partners, and compares: products, memory, all-gather,
-checkpoint storage, clocks, versions, GPUs. It prints a line per worker, and names what is bad. Exit status: 0 all are
-sound; 1 some are not; 2 the configuration is wrong. `cluster.doctor=quick` measures what forming a mesh would.
+checkpoint storage, clocks, versions, GPUs. It prints a line per worker, and names bad ones with the reason. Exit
+status: 0 all are sound; 1 some are not; 2 the configuration is wrong. `cluster.doctor=quick` measures what forming a
+mesh would.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class CommandLine(argparse.ArgumentParser):
 
     @property
     def command(self) -> str:
-        """Return the name of the command, without that of a subcommand."""
+        """Return the name of the command, without its subcommand."""
         return self.prog.removeprefix("python -m platform.").partition(" ")[0]
 
     def error(self, message: str) -> NoReturn:

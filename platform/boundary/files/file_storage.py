@@ -103,8 +103,8 @@ class RemoteFile:
 
 
 def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteFile]:
-    """Find the files at a URL, which names a file, a glob or a folder of a storage: of a folder those that are `wanted`
-    by their path. Raises FileNotFoundError, and anything that a client library may raise."""
+    """Find the files at a URL, which names a file, a glob or a folder of a storage; a folder's files are filtered by
+    `wanted`, which sees their path. Raises FileNotFoundError, and anything that a client library may raise."""
     register_url_secrets(url)
     system, path = fsspec.core.url_to_fs(url)
     if "*" in path:

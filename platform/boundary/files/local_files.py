@@ -18,7 +18,7 @@ UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no p
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666, durable: bool = False) -> None:
+def write_whole(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666, durable: bool = False) -> None:
     """Write a file by a draft beside it that takes its place in one step; `durable`: it survives a loss of power.
     Raises OSError, having removed the draft."""
     made = draft = path.with_name(_draft_name())
@@ -44,8 +44,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o6
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file in one step (`write_file`)."""
-    write_file(path, [text.encode(errors="surrogateescape")], mode)
+    """Write a text file in one step (`write_whole`)."""
+    write_whole(path, [text.encode(errors="surrogateescape")], mode)
 
 
 @contextmanager
@@ -104,7 +104,7 @@ class Local:
     def write(self, path: str, chunks: Iterable[bytes | memoryview], durable: bool = True) -> None:
         """Write a file by a draft beside it."""
         _make_directory((self.root / path).parent)
-        write_file(self.root / path, chunks, 0o644, durable)
+        write_whole(self.root / path, chunks, 0o644, durable)
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         """Return bytes [start, end) of a regular file."""

@@ -15,7 +15,7 @@ from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.base.job import usable_cores
 from platform.cluster.crew.launchers import torchrun
-from platform.cluster.wire.files import lack_of_files
+from platform.cluster.wire.descriptors import lack_of_files
 from platform.config.groups.execution_group import Cluster
 from platform.plan.language.numbers import count_of
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from platform.cluster.wire import secret
 from platform.cluster.wire.channel import LIMIT, READ_BYTES, Garbled, Unframer, encode, read, tune
-from platform.cluster.wire.files import OWN, PER_MEMBER, allow_many_files
+from platform.cluster.wire.descriptors import OWN, PER_MEMBER, allow_many_files
 from platform.cluster.wire.messages import Challenge, Greeting, Hello, Said, Welcome
 
 Heard = tuple[int, Hello | Said | None]  # member number, and its message or None when its connection closed

@@ -134,7 +134,7 @@ def test_many_connections_from_one_process(board):
     script = """
 import sys
 from platform.cluster.wire.channel import dial, encode
-from platform.cluster.wire.files import allow_many_files
+from platform.cluster.wire.descriptors import allow_many_files
 allow_many_files()
 port, tokens = int(sys.argv[1]), sys.stdin.read().split()
 lines = [dial(("127.0.0.1", port), token, number) for number, token in enumerate(tokens)]

@@ -16,7 +16,7 @@ import pytest
 from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.wire import channel, switchboard
 from platform.cluster.wire.channel import dial, encode
-from platform.cluster.wire.files import OWN, PER_MEMBER
+from platform.cluster.wire.descriptors import OWN, PER_MEMBER
 from platform.cluster.wire.messages import Answer
 from platform.cluster.wire.switchboard import Switchboard
 from tests.harness.dialled import dialled, frame, greeting, knocked
