@@ -16,10 +16,10 @@ from platform.model.blocks import StackSpecs, TransformerBlock, dim_sizes
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.parallel.parallel_ops import ParallelOps, initialise
-from platform.parallel.sharding.gradients import counts_here
+from platform.plan.core.counted import counts_at
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.reports.describe import describe
-from platform.train.step.inputs import place
+from platform.train.step.inputs import place, stretches
 
 SCHEME = ["tensor=2d", "tensor.axes.r=2", "tensor.axes.c=2"]  # or tensor=3d, tensor=1d_sp tensor.axes.t=4, ...
 SIZES = ["model.d_model=32", "model.heads=4", "model.length=8", "train.global_batch=4", "train.microbatch=4"]
@@ -54,14 +54,15 @@ def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[fl
     for p in made.parameters:
         initialise(made, communicator, p, 0, weights[p.name])  # by global element: alike under every plan
         weights[p.name].requires_grad_()
-    inputs = place(made, communicator, lambda start, end: {"ids": IDS[start:end]})  # the blocks that this rank reads
+    rows = {(start, end): {"ids": IDS[start:end]} for start, end in stretches(made, communicator)}  # that it reads
+    inputs = place(made, communicator, rows)
     loss = OneBlock(config.model).forward(ParallelOps(made, communicator, weights), inputs)
     loss.backward()
     gradients = {name: w.grad for name, w in weights.items()}
     for name, axes in made.reductions.items():  # over which a parameter's gradient is left to be summed
         if axes:
             gradients[name] = communicator.launch("all_reduce", gradients[name], axes).wait()
-    total = loss.detach() if counts_here(communicator, made.loss_layout.axes) else torch.zeros_like(loss)
+    total = loss.detach() if counts_at(communicator.coordinates, made.loss_layout.axes) else torch.zeros_like(loss)
     if everywhere := made.mesh.ordered(made.mesh.axes):
         total = communicator.launch("all_reduce", total, everywhere).wait()
     return total.item(), gradients

@@ -200,6 +200,7 @@ plan eval.prompts=[the] eval.every=0
 plan eval.prompts=[the] model.kind=encoder
 plan eval.tasks=[piqa] eval.every=0
 plan eval.tasks=[piqa] model.kind=encoder
+plan eval.task_samples=4
 plan eval.least_gain=0.1
 plan eval.averaged=true
 plan model.within_documents=true

@@ -42,10 +42,9 @@ def measure(trainer: Trainer, seed: int) -> int:
         return x
 
     trainer.ops.position = PassPosition(seed, 1, 0)
-    inputs = trainer.load("train", 0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         (chunk,) = trainer.stage.chunks
-        trainer._run(chunk, {}, inputs)
+        trainer._part(chunk, {}, "train", 0, trainer.config.train.global_batch)
     return sum(x.untyped_storage().nbytes() // x.itemsize for p, x in found.items() if p not in own)
 
 

@@ -58,10 +58,9 @@ def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent
     """Return the events of each driver of a run, in order, from its start on."""
     drivers: list[list[events.JournalEvent]] = []
     for event in found:
-        if isinstance(event, events.Starting):
+        if isinstance(event, events.Starting) or not drivers:
             drivers.append([])
-        if drivers:
-            drivers[-1].append(event)
+        drivers[-1].append(event)
     return drivers
 
 

@@ -136,16 +136,16 @@ def test_negative_control_mean_over_replicas(monkeypatch):
     c = configure(data=3, zero=3, microbatch=4, global_batch=BATCH, layers=1)
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    run_part = Trainer._run
+    run_part = Trainer._part
 
     counts = {0: 8, 1: 4, 2: 4}  # sequences that each replica gets: 4 + 4, 4, 4
 
-    def weighted(self, chunk, flow, inputs):
-        out = run_part(self, chunk, flow, inputs)
+    def weighted(self, *given):
+        out = run_part(self, *given)
         own = BATCH / (3 * counts[self.communicator.coordinates["data"]])
         return {name: x * own if name == "loss" else x for name, x in out.items()}
 
-    monkeypatch.setattr(Trainer, "_run", weighted)
+    monkeypatch.setattr(Trainer, "_part", weighted)
     with pytest.raises(AssertionError, match="gradient of"):
         compare(c, *run(c), serial(c))
 
