@@ -26,8 +26,9 @@ class Finding(NamedTuple):
 def proofs_of_cluster(
     journal: Sequence[JournalEvent], rows: Sequence[Mapping[str, Any]], verified: str
 ) -> list[Finding]:
-    """Judge what the run has proven of its cluster. `rows`: rows of its metrics; `verified`: why its newest checkpoint
-    could not be read back, "" if it could."""
+    """Judge from the records of a finished run what it has proven of its cluster (cluster.check): a Finding per proof.
+    `journal`: its events; `rows`: its rows of metrics; `verified`: why its newest checkpoint could not be read back, ""
+    if it could."""
     wanted = max((e.world_size for e in journal if isinstance(e, events.Starting)), default=0)
     formed = [e.workers for e in journal if isinstance(e, events.Formed)]
     largest = max(formed, key=len, default=[])
@@ -42,7 +43,7 @@ def proofs_of_cluster(
 
 
 def _nodes(workers: Sequence[Mapping[str, Any]], wanted: int) -> Finding:
-    """Return whether all wanted workers joined, and on which nodes."""
+    """Return the finding of a cluster check that all `wanted` workers joined, with their number on each node."""
     nodes = Counter(str(worker.get("node", "?")).partition("/")[0] for worker in workers)
     each = ", ".join(f"{node} {count}" for node, count in sorted(nodes.items()))
     text = f"{len(workers)} of {count_of(wanted, 'worker')}, on {count_of(len(nodes), 'node')}: {each}"
@@ -50,14 +51,14 @@ def _nodes(workers: Sequence[Mapping[str, Any]], wanted: int) -> Finding:
 
 
 def _storage(journal: Sequence[JournalEvent]) -> Finding:
-    """Judge the check before a mesh forms: every worker reads a file that the driver has just written."""
+    """Return the finding of a cluster check on shared storage: every worker has read a file that the driver wrote."""
     reasons = [reason for e in journal if isinstance(e, events.Barred | events.NotProven) for reason in e.reasons]
     text = reasons[0] if reasons else "each worker read what the driver wrote to run directory and checkpoint storage"
     return Finding("shared storage", not reasons, text)
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]], workers: int) -> Finding:
-    """Return whether collectives ran, with the bytes moved by each kind."""
+    """Return the finding of a cluster check that collectives ran, with the bytes by kind; `rows`: its metrics."""
     moved: Counter[str] = Counter()
     for row in rows:
         moved.update(row.get("comm_bytes") or {})
@@ -67,7 +68,8 @@ def _collectives(rows: Sequence[Mapping[str, Any]], workers: int) -> Finding:
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> Finding:
-    """Judge that the run learned, which it does only if every gradient arrived."""
+    """Return the finding of a cluster check that the run learned, as it does only if every gradient arrives: the median
+    of its last losses is below 0.9 times the first. `rows`: its rows of metrics."""
     few = max(1, len(rows) // 20)
     losses = [row["loss"] for row in rows]
     if len(losses) < 2:
@@ -79,7 +81,8 @@ def _text(rows: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def _checkpoints(journal: Sequence[JournalEvent], verified: str) -> Finding:
-    """Return whether checkpoints were saved and read back, with the rate of the last."""
+    """Return the finding of a cluster check that checkpoints were saved and the newest was read back, with the bytes
+    per second of the last save. `verified`: why it could not be read back, "" if it could."""
     saved = [e for e in journal if isinstance(e, events.Checkpoint)]
     if not saved or verified:
         return Finding("checkpoints", False, verified or "none was saved")
@@ -90,13 +93,13 @@ def _checkpoints(journal: Sequence[JournalEvent], verified: str) -> Finding:
 
 
 def _failures(journal: Sequence[JournalEvent]) -> Finding:
-    """Judge that nothing failed: a run survives failures, but a check reports them."""
+    """Return the finding of a cluster check that no worker failed, even if the run survived: it lists the failures."""
     found = [f"rank {e.rank} {e.kind} on {e.node}" for e in journal if isinstance(e, events.Failure)]
     return Finding("no failures", not found, ", ".join(found) or "none")
 
 
 def cluster_report(found: Sequence[Finding]) -> str:
-    """Format the proofs as lines for people."""
+    """Format the findings of a cluster check as lines for people, and whether the cluster is ready."""
     lines = [f"  {'proven' if f.proven else 'NOT   '}  {f.what:<14}  {f.text}" for f in found]
     missing = sum(not f.proven for f in found)
     end = f"this cluster is not ready: {missing} not proven" if missing else "this cluster is ready"

@@ -49,6 +49,7 @@ class Controller:
     now; `worked`: at least one training step was committed, even if it was rolled back since."""
 
     def __init__(self, run: RunContext, former: Former):
+        """Prepare to drive a run of training steps, from forming its first mesh of workers by `former`."""
         self._config, self._steps, self._former = run.config, run.steps, former
         self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
         self._checkpoints, self._evaluations = run.checkpoints, Evaluations(run)
@@ -85,7 +86,7 @@ class Controller:
                 self.state = RunState.RELEASING
 
     def give_up_unsaved(self) -> tuple[int, float]:
-        """Return the number of steps since the newest checkpoint and their seconds; forget these, as the run ends."""
+        """Return the number of training steps since the newest checkpoint and their seconds, and forget them."""
         steps = max(0, self.done - self._checkpoints.step)
         return steps, self._pace.take_back(self.done - steps)
 
@@ -160,8 +161,8 @@ class Controller:
         self._checkpoints.finish(crew)
 
     def _end_early(self) -> None:
-        """Make the last committed step the run's last if evaluations say that it learns no more; pass the validation
-        losses on, by which the best checkpoint is kept."""
+        """Make the last committed training step the run's last if the evaluations show no more improvement
+        (eval.patience); first hand their validation losses to the checkpoints, so that the best one is kept."""
         if self._config.checkpoint.best:
             self._checkpoints.evaluated(row for row in self._monitor.rows() if row["step"] <= self.done)
         rows = self._monitor.rows() if self._config.eval.patience and self.done < self._steps else []
@@ -172,9 +173,9 @@ class Controller:
             self._monitor.say(f"ends early after step {self.done}: {least}")
 
     def _tell_traffic(self, generation: Generation) -> None:
-        """Journal what a step of a generation on several nodes sends between them and other tiers, after its first
-        step: counting that may take a second, which no recovery is to pay. Print it if it differs from the one printed
-        last."""
+        """Journal the bytes that a training step of this generation sends between nodes and other tiers of the cluster,
+        if its ranks are in several; print them if they differ from the ones printed last. Done after the first step, as
+        counting may take a second, which no recovery is to pay."""
         if len(set(generation.tiers.paths)) == 1:
             return
         rows = tier_traffic(generation.plan, generation.tiers)
@@ -246,7 +247,7 @@ class Controller:
 
     @staticmethod
     def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
-        """Describe, as the Failure of one rank, that the tensors named are not what its replicas hold."""
+        """Return the Failure of a rank whose `tensors` differ from its replicas', and so are damaged in its memory."""
         number, job = generation.seats[rank], generation.job
         more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
         cause = f"its {tensors[0]}{more} is not what its replicas hold"

@@ -26,6 +26,7 @@ class Evaluations:
     """Evaluates the model of a run between training steps, as the keys of eval say."""
 
     def __init__(self, run: RunContext):
+        """Prepare the evaluations of a run between training steps: held-out losses, texts, and scores by tasks."""
         self._config, self._corpus = run.config, run.corpus
         self._journal, self._monitor, self._tasks, self._signals = run.journal, run.monitor, run.tasks, run.signals
 
@@ -43,7 +44,7 @@ class Evaluations:
         return losses, self._scores(crew, plan, step, within)
 
     def _losses(self, crew: Crew, within: float) -> dict[str, float]:
-        """Return the mean loss per token of each source, with the mean of all by shares in training as ""."""
+        """Return source of held-out data -> mean loss per token; "" is the mean of all, by their shares in training."""
         held, count = self._corpus.validations, self._config.eval.batches * self._config.train.global_batch
         by_split = crew.call("evaluate", {split: count for split, _ in held.values()}, within=within)[0]
         found = {name: by_split[split] for name, (split, _) in held.items()}
@@ -51,13 +52,13 @@ class Evaluations:
         return {**found, "": mean}
 
     def show_sample(self, crew: Crew, plan: Plan) -> None:
-        """Print a text of monitor.sample tokens that the model makes, if there are to be any."""
+        """Print a text of monitor.sample tokens that the crew's model writes after a fixed prompt; none if it is 0."""
         if tokens := self._config.monitor.sample:
             [text] = self._texts(crew, plan, [PROMPT], tokens)
             self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{text}")
 
     def _texts(self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf) -> list[str]:
-        """Return each prompt with a continuation, or an answer, of `tokens` tokens in any case."""
+        """Return each prompt with the model's continuation of `tokens` tokens, or an encoder-decoder's answer alone."""
         config, corpus = self._config, self._corpus
         asked = self._asked(partial(crew.call, within=within), plan)
         ids = [corpus.encode(prompt) for prompt in prompts]
@@ -66,13 +67,14 @@ class Evaluations:
         return [corpus.decode([*([] if asked.pairs else some), *written[n].ids]) for n, some in enumerate(ids)]
 
     def _asked(self, ask: Ask, plan: Plan) -> AskedModel:
-        """Return the run's model: as many texts at a time as a pass of training has sequences."""
+        """Return the run's model to be asked by `ask`, a call of the crew, in batches of a training pass's size."""
         batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
         return AskedModel(ask, self._config.model, self._corpus.vocabulary, batch, self._corpus.special)
 
     def _scores(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
-        """Score the model by eval.tasks. A stop of the run ends this without scores, as there may be no time for the
-        rest."""
+        """Return the scores of the model by eval.tasks after a training step, TASK/METRIC -> value; None without tasks,
+        or if a task fails or the run is asked to stop meanwhile, as there may be no time for the rest: that is
+        journalled. `within`: seconds without progress, as in `Crew.call`."""
         if not self._tasks:
             return None
 

@@ -13,10 +13,12 @@ class Pace:
     length is their number."""
 
     def __init__(self) -> None:
+        """Initialise the durations of a run's training steps, of which none is recorded yet."""
         self._before = 0  # the step before the first one recorded
         self._seconds = array("d")
 
     def __len__(self) -> int:
+        """Return the number of training steps whose durations are recorded."""
         return len(self._seconds)
 
     def add(self, step: int, seconds: float) -> None:
@@ -27,13 +29,13 @@ class Pace:
         self._seconds.append(seconds)
 
     def take_back(self, step: int) -> float:
-        """Forget and sum up the seconds of all steps after `step`, as the run goes on from there or ends there."""
+        """Forget the training steps after `step`, where the run goes on or ends; return the sum of their seconds."""
         kept = max(0, step - self._before)
         lost = sum(self._seconds[kept:])
         del self._seconds[kept:]
         return lost
 
     def usual(self, since: int) -> float | None:
-        """Return the median seconds of the last USUAL_STEPS steps after step `since`; None if there are none."""
+        """Return the median seconds of the last USUAL_STEPS training steps after step `since`; None without any."""
         known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None

@@ -15,6 +15,7 @@ class Spikes:
     median a loss may be; 0: any."""
 
     def __init__(self, factor: float):
+        """Prepare to detect loss spikes; no loss is known. `factor`: train.spike, in medians of recent losses."""
         self._factor = factor
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
 

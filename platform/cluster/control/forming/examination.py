@@ -31,7 +31,7 @@ class Examined:
     shared: Mapping[str, str]
 
     def reason(self, number: int) -> str:
-        """Return a member's symptoms in one line for the user."""
+        """Return the symptoms that the doctor found on an unsound crew member, in one line for the user."""
         return "; ".join(f"{name}: {why}" for name, why in self.bad[number].items())
 
 
@@ -56,8 +56,9 @@ def examine(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> 
 
 
 def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Findings]:
-    """Return the findings on each seated member by itself, its clock included: the error is how much it is behind the
-    driver's clock before the call, or ahead of it after the call, however long that took."""
+    """Return the doctor's findings on each seated worker by itself, by member number. Its clock is among them: the
+    seconds that it is behind the driver's clock before the call, or ahead of it after the call, however long that took.
+    `numbers`: the members, by rank."""
     before = time.time()
     clocks = crew.call("tell_time", within=EXAMINE_SECONDS)
     after = time.time()
@@ -68,8 +69,9 @@ def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Find
 
 
 def _in_pairs(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[Findings]]:
-    """Return the findings on each member with each of its partners, one round of pairs after the other. A member that
-    hangs in one shares the error with its partner."""
+    """Return the doctor's findings on the connection of each worker with each of its partners, by member number, one
+    round of pairs after the other. A member that hangs in one shares the error with its partner. `numbers`: the
+    members."""
     members = crew.members
     nodes = [members[number].node if number in members else "" for number in numbers]
     found: dict[int, list[Findings]] = {number: [] for number in numbers}
@@ -93,7 +95,8 @@ def _in_pairs(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[Fi
 
 
 def _joined(alone: Findings, *in_pairs: Findings) -> Findings:
-    """Join the findings on a member by itself with those from its partners, of which the best counts."""
+    """Merge the doctor's findings on a worker by itself with the findings beside each partner, of which the best
+    count."""
     if not in_pairs:
         return alone
     link = in_pairs[0]
@@ -109,6 +112,7 @@ class Doctor:
     GPUs of their own or are on several nodes."""
 
     def __init__(self, run: RunContext):
+        """Prepare to examine the crew members of a run before they are seated; none is known yet."""
         self._job, self._asked = run.job, run.config.cluster.doctor
         self._journal, self._say = run.journal, run.monitor.say
         self._known: set[int] = set()  # members examined before
@@ -140,7 +144,7 @@ class Doctor:
         return bad
 
     def _examines(self, crew: Crew) -> bool:
-        """Return True if the members of a crew are to be examined."""
+        """Return True if the doctor examines this crew: by cluster.doctor, or if auto, on GPUs or several nodes."""
         if self._asked != "auto":
             return self._asked != "off"
         return self._job.device == "cuda" or len({member.node for member in crew.members.values()}) > 1

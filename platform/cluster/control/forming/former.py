@@ -40,6 +40,7 @@ class Former:
     members and plan; `ledger` lists the snapshots in the workers' memory."""
 
     def __init__(self, run: RunContext):
+        """Prepare to form the generations of a run; no mesh has formed and no snapshot in workers' memory is known."""
         self._run, self._config, self._job = run, run.config, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self._corpus = str(run.corpus.entry or "")
@@ -191,10 +192,10 @@ class Former:
 
     def _restore(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:
         """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is
-        no checkpoint; return the step. `build`: the call that builds the workers, repeated after each corrupt
-        checkpoint; its last argument says whether that gives them initial values, which `fill` says they may need.
-        Raise GaveUp if storage cannot be
-        read and a generation had formed before; ConfigError or OSError if none had."""
+        no checkpoint; return the step. `build`: the call that builds the workers' models, repeated after each corrupt
+        checkpoint; its last argument is True if it gives them initial values; `fill`: True if they need these when
+        there is no checkpoint. Raise GaveUp if storage cannot be read and a generation had formed before; ConfigError
+        or OSError if none had."""
         try:
             if self._tried:
                 self._checkpoints.look_again()

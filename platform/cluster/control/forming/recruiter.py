@@ -23,6 +23,8 @@ class Recruiter:
     unknown."""
 
     def __init__(self, run: RunContext):
+        """Prepare to choose the members and plan of each generation of a run, and to hire workers; none is barred
+        yet."""
         self._config, self._plan = run.config, run.plan
         self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
         self._most = max(run.plan.mesh.size, most_workers(run.config))

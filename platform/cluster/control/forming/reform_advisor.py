@@ -27,6 +27,7 @@ class ReformAdvisor:
     seated."""
 
     def __init__(self, run: RunContext, recruiter: Recruiter):
+        """Watch the workers of a run for reasons to re-form its mesh. `recruiter`: chooses and hires its members."""
         self._replace, self._recruiter = run.config.elastic.replace_slow, recruiter
         self._journal, self._say = run.journal, run.monitor.say
         self._slow: dict[int, int] = {}  # member -> consecutive steps in which it was slow

@@ -13,6 +13,7 @@ class SnapshotLedger:
     generation's until the next generation takes its first step."""
 
     def __init__(self) -> None:
+        """Initialise a ledger without any snapshot in workers' memory."""
         self._newest: dict[int, tuple[Generation, int]] = {}  # by number: the newest step that all its members hold
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
 
@@ -29,8 +30,9 @@ class SnapshotLedger:
         self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
     def source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:
-        """Find the newest state that these members hold as a whole, for a generation of `size` ranks, and say why newer
-        ones are not whole, as `platform.train.recovery.source.find_source` does."""
+        """Return the newest training state that the members `alive` hold whole in memory, for a generation of `size`
+        ranks, or None, and why newer states are not whole, a line each; see
+        `platform.train.recovery.source.find_source`."""
         known = self._newest.items()
         newest = {number: step for number, (_, step) in known}
         formed = {number: generation.formed for number, (generation, _) in known}

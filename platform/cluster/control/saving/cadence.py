@@ -12,6 +12,7 @@ class Cadence:
     None, once that many seconds have passed since the previous save began, or since the driver started."""
 
     def __init__(self, every: int | str):
+        """Set the interval between checkpoints from checkpoint.every, in steps or in time, which counts from now."""
         self.steps, seconds = rhythm_of(every)
         self.seconds = seconds or None
         self._since = monotonic()
@@ -23,5 +24,5 @@ class Cadence:
         return bool(self.steps) and step % self.steps == 0
 
     def saved(self) -> None:
-        """Count `seconds` from now, as a save begins; even if it fails, the next one is due at its usual time."""
+        """Note that a checkpoint save begins: a time interval counts from now, even if the save fails."""
         self._since = monotonic()

@@ -63,6 +63,9 @@ class Checkpoints:
         say: Callable[[str], None],
         files: CarriedFiles | None = None,
     ):
+        """Prepare to save and restore a run's checkpoints, and take the lease of their storage if the run saves any.
+        `found`: the checkpoint to resume from, None to start over; `say`: prints a line for the user; `files`: name ->
+        contents of the files that every checkpoint carries."""
         self._files = files or {}
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
         self._storage = open_storage(urls.home(config))

@@ -79,7 +79,7 @@ class Crew(AbstractContextManager["Crew"]):
         """Start `count` more worker processes without waiting; they appear in `members` once ready."""
 
     def dismiss(self, numbers: Set[int]) -> None:  # noqa: B027  most kinds of crew need not
-        """End members without a rank, which are `leaving`: their machines can go before they must."""
+        """End the worker processes of members without a rank, whose nodes the cluster is about to take away anyway."""
 
     @abstractmethod
     def close(self) -> None:

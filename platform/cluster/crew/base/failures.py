@@ -21,7 +21,7 @@ class Member(NamedTuple):
 
     @property
     def host(self) -> str:
-        """Return the host name of its node, which Ray's own id may follow."""
+        """Return the host name of this worker's node, without the Ray node id that may follow it."""
         return self.node.partition("/")[0]
 
 
@@ -60,11 +60,13 @@ class WorkerFailed(Exception):
     first."""
 
     def __init__(self, failures: Sequence[Failure]):
+        """Order the failures of workers in one call, the likeliest culprit first, which the message is about."""
         self.failures = sorted(failures, key=lambda failure: failure.innocence)
         super().__init__(str(self.culprit))
 
     @property
     def culprit(self) -> Failure:
+        """Return the worker's failure that most likely caused the others of the same call."""
         return self.failures[0]
 
 

@@ -43,6 +43,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks of this job's generation, without spares."""
         return len(self.coordinates)
 
     def name(self, rank: int) -> str:
@@ -79,7 +80,7 @@ class Assignment:
         os.environ.update(self.unset(os.environ))
 
     def unset(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the defaults of this assignment that `environment` has no value for."""
+        """Return this worker's default environment variables that `environment` does not set, name -> value."""
         there = (name in environment or ALSO.get(name, name) in environment for name in self.defaults)
         return {name: value for (name, value), has in zip(self.defaults.items(), there, strict=True) if not has}
 
@@ -119,9 +120,9 @@ def assign(
 
 
 def cuda_environment(deterministic: bool) -> dict[str, str]:
-    """Return CUDA_ENVIRONMENT, with DETERMINISTIC_ENVIRONMENT in a `deterministic` run, with the values that are set in
-    the environment of this process, the driver, instead of ours; a variable that is set by its older name is left out,
-    and that one is there."""
+    """Return the environment variables of worker processes on GPUs, name -> value: CUDA_ENVIRONMENT and, in a
+    `deterministic` run, DETERMINISTIC_ENVIRONMENT. A value that is set in the environment of this process, the driver,
+    replaces ours; if it is set under the variable's older name (ALSO), that name takes the variable's place."""
     found = {}
     for name, value in (CUDA_ENVIRONMENT | (DETERMINISTIC_ENVIRONMENT if deterministic else {})).items():
         chosen = name if name in os.environ or ALSO.get(name, name) not in os.environ else ALSO[name]
@@ -130,6 +131,7 @@ def cuda_environment(deterministic: bool) -> dict[str, str]:
 
 
 def usable_cores() -> int:
+    """Return the number of CPU cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -24,6 +24,7 @@ class Launcher(ABC):
     key = ""
 
     def __init__(self) -> None:
+        """Initialise a launcher of worker processes; no member has dialled in to the driver yet."""
         self.greeted: dict[int, Member] = {}
 
     @abstractmethod

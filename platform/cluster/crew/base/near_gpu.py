@@ -26,7 +26,7 @@ def cores_near(gpu: str, gpus: Path = _GPUS, devices: Path = _DEVICES) -> set[in
 
 
 def _listed(text: str) -> set[int]:
-    """Parse a list of the kernel's, such as 0-3,8."""
+    """Parse a list of CPU cores as the Linux kernel writes it, such as 0-3,8, into the set of their numbers."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 

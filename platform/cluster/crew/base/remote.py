@@ -34,6 +34,8 @@ class RemoteCrew(Crew):
     elastic = True
 
     def __init__(self, launcher: Launcher, job: Job, spares: int = 0):
+        """Start a worker process per rank of `job` and `spares` more (fewer if negative) by `launcher`, and wait until
+        all are ready; close the crew if that fails. Raises WorkerFailed."""
         self.job, self.can_hire, self._launcher = job, launcher.can_hire, launcher
         self._silence = job.config.elastic.hang_seconds
         self._roster = Roster(launcher, job)
@@ -106,7 +108,7 @@ class RemoteCrew(Crew):
         return self._gather("step", call_text("step", (step,)), within, [first])[first]
 
     def _let_go(self) -> None:
-        """Order rank 0 to end the `follow` of the others, if they are in it; their next call waits until then."""
+        """Order rank 0 to end `Worker.follow` on the other ranks, if they are in it, so that they take calls again."""
         if self._followed:
             self._roster.send([next(iter(self._ranks))], self._next_call("let_go"))
         self._oldest, self._followed = self._followed or self._call + 1, 0
@@ -221,7 +223,7 @@ class RemoteCrew(Crew):
         return values
 
     def _said(self, seconds: float) -> list[tuple[int, Said]]:
-        """Return what members have said, waiting for it as `Roster.poll` does if there is nothing yet."""
+        """Return the workers' messages, as (member number, message); wait up to `seconds` if there is none yet."""
         unread, self._unread = self._unread, []
         return unread + self._roster.poll(0.0 if unread else seconds)
 
@@ -247,7 +249,7 @@ class RemoteCrew(Crew):
 
     @contextmanager
     def _impolite(self) -> Iterator[None]:
-        """Make `close` kill members, not ask them, during the block; for good if it raises, also by a stop signal."""
+        """Let `close` kill the worker processes, not ask them to end, during the block, and ever after if it raises."""
         before, self._polite = self._polite, False
         yield
         self._polite = before

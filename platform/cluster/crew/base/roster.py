@@ -32,6 +32,7 @@ class Roster:
     """
 
     def __init__(self, launcher: Launcher, job: Job):
+        """Initialise the roster of a crew whose worker processes `launcher` starts for `job`; none is started yet."""
         self.job, self._launcher = job, launcher
         self.ready: dict[int, Member] = {}
         self.starting: set[int] = set()
@@ -132,6 +133,7 @@ class Roster:
         return self._greeted.get(number, Member(number, "", 0))
 
     def log(self, number: int) -> Path | None:
+        """Return the path of the output file of member `number`'s worker process, None if it has none."""
         return self._launcher.log(self.job, number)
 
     def close(self, polite: bool) -> None:

@@ -38,6 +38,7 @@ class StopSignals:
     being closed. A signal within _ECHO_SECONDS of the first is not a second one."""
 
     def __enter__(self) -> StopSignals:
+        """Install this process's handlers of the stop signals, until the context is left."""
         self._requested: str | None = None
         self._deferred = self._interrupting = False
         self._status: int | None = None  # exit status, once the run's end is being reported

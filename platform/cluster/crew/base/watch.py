@@ -28,6 +28,9 @@ class Watch:
     """
 
     def __init__(self, within: float, start: float, silence: float = inf):
+        """Begin to watch the members in a call of the driver that starts at time `start`, to find hung ones. `within`:
+        seconds without progress after which a blocked member hangs; `silence`: seconds without any heartbeat after
+        which one does."""
         self._within, self._deadline, self._silence = within, start + SOON * within, silence
         self._calm = max(CALM_SECONDS, LONGER * within)
         self._next = start + min(within, silence) - BEAT_SECONDS
@@ -65,8 +68,8 @@ class Watch:
         return self._due - now
 
     def _excuse(self, now: float) -> None:
-        """Shift all times by the time in which the driver did not run, if it looks again at `now`, long after it was
-        due."""
+        """Shift all times of the watch for hung members by the time in which the driver itself did not run, if it looks
+        again at `now`, long after it was due."""
         if self._due == inf:  # it has not waited yet
             return
         away, self._due = now - self._due, now  # nothing more is waited for until `patience` is asked again

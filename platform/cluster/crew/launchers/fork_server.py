@@ -48,6 +48,7 @@ def main(control: int, parent: int, module: str) -> None:
 
 
 def _import(name: str) -> None:
+    """Import a module that workers need into the fork server; ignore errors, which a worker meets and reports."""
     with suppress(Exception):  # a worker meets the same error, and reports it
         importlib.import_module(name)
 
@@ -63,6 +64,7 @@ class _Server:
     """Forks, kills and reaps workers in a loop without threads. `control`: the connection with the parent."""
 
     def __init__(self, control: socket.socket):
+        """Prepare to fork workers on the orders of the parent process, received on the connection `control`."""
         self._control, (self._woken, self._waker) = control, socket.socketpair()
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
@@ -74,11 +76,13 @@ class _Server:
         self._watch(self._woken)
 
     def _watch(self, own: socket.socket) -> None:
+        """Add a connection or listener to the ones from which `run` waits for data."""
         self._sockets[own.fileno()] = own
         self._poll.register(own, select.POLLIN)
 
     def run(self) -> None:
-        """Serve until the parent closes its connection; then kill the workers that are left."""
+        """Fork workers as the parent process orders, and reap ended ones, until the parent closes its connection; then
+        kill the remaining workers."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._control.fileno():
@@ -134,7 +138,7 @@ class _Server:
             os._exit(status)
 
     def _reap(self) -> None:
-        """Reap the workers that have ended, and send their exit codes."""
+        """Reap the forked workers that have ended, and send each exit code over the worker's connection."""
         for fd, process in list(self._workers.items()):
             ended, how = os.waitpid(process, os.WNOHANG)
             if ended:
@@ -145,7 +149,7 @@ class _Server:
                     line.sendall(str(os.waitstatus_to_exitcode(how)).encode())
 
     def _end(self) -> None:
-        """Kill all workers and reap them."""
+        """Kill all workers that this fork server has forked, and reap them."""
         for process in self._workers.values():
             os.kill(process, signal.SIGKILL)
         for process in self._workers.values():

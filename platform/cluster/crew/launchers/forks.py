@@ -30,6 +30,7 @@ class ForkServer:
     thread's end for its parent's."""
 
     def __init__(self, place: Assignment):
+        """Start the fork server, a process that imports the module of the worker that `place` describes."""
         self._control, theirs = socket.socketpair()
         with theirs:
             told = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), place.worker.partition(":")[0]]
@@ -42,6 +43,7 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
+        """Return True if the fork server's process still runs."""
         return self._process.poll() is None
 
     def fork(self, place: Assignment, address: tuple[str, int], token: str) -> Forked:
@@ -77,7 +79,7 @@ def order_worker(path: str, place: Assignment, address: tuple[str, int], token: 
 
 
 def _readable(line: socket.socket, seconds: float | None) -> bool:
-    """Wait up to `seconds` (None: for ever) for data to read; unlike `select.select` also with thousands of files."""
+    """Wait up to `seconds` (None: for ever) for data on a fork server's connection; return False if none comes."""
     poll = select.poll()
     poll.register(line, select.POLLIN)
     return bool(poll.poll(None if seconds is None else 1000 * seconds))
@@ -88,20 +90,21 @@ class Forked:
     worker dies when it is closed."""
 
     def __init__(self, line: socket.socket, place: Assignment, address: tuple[str, int], token: str):
+        """Order a worker from the fork server over `line`: send it the environment, `place`, `address` and `token`."""
         self._line, self._how = line, ""
         order = pickle.dumps((dict(os.environ), sys.path, pickle.dumps((place, address, token))))
         with suppress(OSError):  # as in `ForkServer.fork`
             line.sendall(order)
 
     def ended(self, seconds: float | None) -> str | None:
-        """Return how the process ended, as a phrase for the user; None if not within `seconds` (None: for ever)."""
+        """Return how the forked worker process ended, as a phrase; None if not within `seconds` (None: for ever)."""
         if not self._how and _readable(self._line, seconds):
             with suppress(OSError):
                 self._how = _phrase(self._line.recv(16))
         return self._how or None
 
     def kill(self) -> None:
-        """Kill the process, which may be stopped or gone, and wait until it is gone."""
+        """Kill the forked worker process, which may be stopped or gone, and wait until it is gone."""
         with suppress(OSError), self._line:
             self._line.shutdown(socket.SHUT_WR)
             self.ended(_KILL_SECONDS)

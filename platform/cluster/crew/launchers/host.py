@@ -84,6 +84,7 @@ class _Host:
     and handles heartbeat requests and aborts at once."""
 
     def __init__(self, place: Assignment, line: Line, own_process: bool):
+        """Prepare to run the worker that `place` describes by the driver's calls, which come on connection `line`."""
         self._place, self._line, self._own_process = place, line, own_process
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._worker: Any = None
@@ -96,10 +97,12 @@ class _Host:
             self._execute(call.call, call_text(call.method, call.args), lambda: self._run(call))  # noqa: B023
 
     def _make(self) -> None:
+        """Construct the worker that the assignment describes, and exempt present objects from garbage collection."""
         self._worker = self._place.construct()
         gc.freeze()  # exempts what the imports created from collection, so that `leave` collects fast
 
     def _run(self, call: Call) -> Any:
+        """Execute a call of the driver: run the worker's method of its name on arguments of the declared types."""
         method = getattr(self._worker, call.method)
         return method(*typed(method, call.args))
 
@@ -153,7 +156,7 @@ class _Host:
 
 
 def typed(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
-    """Return `args`, plain data, as values of the types that `method` declares. Raises Malformed if one misfits."""
+    """Return the arguments of a driver's call, plain data, in the types that `method` declares. Raises Malformed."""
     kinds = chain(_declared(getattr(method, "__func__", method)), repeat(object))
     return [schema.read(kind, value) for kind, value in zip(kinds, args, strict=False)]
 
@@ -191,6 +194,7 @@ class _Named(io.FileIO):
     cannot be written."""
 
     def __init__(self, number: int, name: str):
+        """Open a worker's output file by its descriptor `number`; each line written begins with `name`."""
         super().__init__(number, "w", closefd=False)
         self._prefix, self._begins = name.encode(errors="replace"), True
 

@@ -24,6 +24,7 @@ class InlineCrew(Crew):
     """Crew whose only worker is an object in this process, so that a debugger stops in it and a profiler sees it."""
 
     def __init__(self, job: Job):
+        """Construct the only worker of the crew, member 0, in this process; `job` has one rank."""
         assert job.world_size == 1
         self.job = job
         self.unstarted = []

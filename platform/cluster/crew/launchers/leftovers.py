@@ -32,9 +32,11 @@ class Marked:
     other. `directory`: only this user can read it."""
 
     def __init__(self) -> None:
+        """Initialise without a main program; nothing is started before the context is entered."""
         self._main: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        """Create the programs' directory, and start the sweeper process that cleans up once this process ends."""
         self.directory = _short_directory()
         command = [sys.executable, "-I", __file__, self.directory]
         # in its own session, so that Ctrl-C in the terminal does not reach it
@@ -46,11 +48,11 @@ class Marked:
         self._sweeper.communicate(AT_ONCE)
 
     def popen(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
-        """Start one of the programs, in a session of its own."""
+        """Start a program that must not outlive this process, in a session of its own; `how`: options of Popen."""
         return subprocess.Popen(command, env={**environment, MARK: self.directory}, start_new_session=True, **how)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
-        """Start the main program, of which there is one at a time."""
+        """Start the main program, such as a Ray, of which there is one at a time; `how`: options of Popen."""
         self._main = self.popen(command, environment, **how)
         return self._main
 
@@ -88,8 +90,8 @@ def _short_directory() -> str:
 
 
 def clear(directory: str, patience: float = 0.0, most: float = inf, spared: int = 0) -> None:
-    """Wait until no marked process of `directory` but `spared` is left, for at most `most` seconds; kill the remaining
-    ones after `patience` seconds."""
+    """Wait until no process that belongs to `directory` (see `marked`) is left but the one of id `spared`, for at most
+    `most` seconds; kill the remaining ones after `patience` seconds."""
     begin = time.monotonic()
     while left := [process for process in marked(directory) if process != spared]:
         waited = time.monotonic() - begin

@@ -19,6 +19,7 @@ class Processes(Launcher):
     hired after another died gets its slot, and so its GPU."""
 
     def __init__(self) -> None:
+        """Initialise a launcher of plain worker processes on this machine, which has forked none yet."""
         super().__init__()
         self._server: ForkServer | None = None
         self._forked: dict[int, Forked] = {}

@@ -49,6 +49,8 @@ class RayActors(Launcher):
     there is one; under placement=strict_pack on the machine of the others."""
 
     def __init__(self, *, embedded: bool):
+        """Initialise a launcher of workers as Ray actors. `embedded`: in a Ray of our own on this machine, else in the
+        cluster at RAY_ADDRESS."""
         super().__init__()
         self._embedded = embedded
         self._actors: dict[int, Any] = {}  # actors not killed yet, by member number
@@ -173,6 +175,7 @@ class _Actor:
     assigns the member a number."""
 
     def __init__(self) -> None:
+        """Initialise the Ray actor of a worker whose member number is not known yet."""
         self._name = "worker"
 
     def __repr__(self) -> str:  # shown in Ray's own messages
@@ -229,6 +232,7 @@ def _nodes(job: Job, size: int) -> list[str]:
 
 
 def _bundle(job: Job) -> Bundle:
+    """Return the Ray resources and node labels that each worker of `job` needs."""
     return bundle_of(job.device, job.config.cluster.labels)
 
 

@@ -40,12 +40,13 @@ class Hysteresis:
     readings of one clock."""
 
     def __init__(self, seconds: float):
+        """Start at 0. `seconds`: time for which a higher number of wanted workers is held up after it has fallen."""
         self._seconds = seconds
         self._last = 0
         self._before: list[tuple[int, float]] = []  # earlier numbers, and until when each was followed
 
     def follow(self, wanted: int, now: float) -> int:
-        """Return the number at time `now`, at which the one followed is `wanted`: the highest of the last `seconds`."""
+        """Return the workers to ask Ray's autoscaler for: the highest number `wanted` in the `seconds` before `now`."""
         earlier = [*self._before, (self._last, now)]
         self._last, self._before = wanted, [pair for pair in earlier if pair[1] > now - self._seconds]
         return max(wanted, *(number for number, _ in self._before))
@@ -55,14 +56,15 @@ class DemandLedger:
     """Demands of all runs: run -> how many of which bundle, and until when."""
 
     def __init__(self) -> None:
+        """Initialise a ledger without any run's demand on the autoscaler."""
         self._of: dict[str, tuple[int, Bundle, float]] = {}
 
     def book(self, run: str, count: int, bundle: Bundle, now: float) -> None:
-        """Take the demand of a run, in place of its last one; 0 ends it."""
+        """Record that a run needs `count` Ray bundles, in place of its last demand, for LEASE_SECONDS; 0 ends it."""
         self._of[run] = count, bundle, now + LEASE_SECONDS if count else now
 
     def total(self, now: float) -> list[Bundle]:
-        """Return the bundles that all runs need together, and forget the runs that have not renewed their demand."""
+        """Return the Ray bundles that all runs need together; forget runs whose demand was not renewed by `now`."""
         self._of = {run: demand for run, demand in self._of.items() if demand[2] > now}
         return [bundle for run in sorted(self._of) for count, bundle, _ in [self._of[run]] for _ in range(count)]
 
@@ -71,17 +73,18 @@ class Desk:
     """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
 
     def __init__(self) -> None:
+        """Start without demands on the autoscaler, with a thread that drops the ones that are not renewed."""
         self._ledger, self._lock, self._asked = DemandLedger(), threading.Lock(), list[Bundle]()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def book(self, run: str, count: int, bundle: Bundle) -> int:
-        """Take the demand of a run, as `DemandLedger.book` does; return the number of bundles that all runs need."""
+        """Record a run's demand for `count` workers by `DemandLedger.book`; return the number of all runs' bundles."""
         with self._lock:
             self._ledger.book(run, count, bundle, monotonic())
         return self._pass_on()
 
     def _pass_on(self) -> int:
-        """Ask the autoscaler for what all runs need now, if that has changed; return the number of bundles."""
+        """Ask Ray's autoscaler for the bundles that all runs need now, if these have changed; return their number."""
         with self._lock:
             total = self._ledger.total(monotonic())
             if total != self._asked:
@@ -90,7 +93,7 @@ class Desk:
             return len(total)
 
     def _watch(self) -> None:
-        """Drop demands that are not renewed; end this actor once no run needs anything."""
+        """Drop the demands of runs that do not renew them; end this Ray actor once no run needs any worker."""
         while True:
             sleep(_RENEW_SECONDS)
             with suppress(Exception):  # Ray does not answer: the next turn tries again
@@ -113,6 +116,7 @@ class Demand:
     wants now, called again and again by a thread, until `close`."""
 
     def __init__(self, bundle: Bundle, count: Callable[[], int]):
+        """Start the thread that keeps Ray's autoscaler informed of the workers that this run wants, by `count()`."""
         self._bundle, self._count, self._hysteresis = bundle, count, Hysteresis(HOLD_SECONDS)
         self._run = f"{socket.gethostname()}/{os.getpid()}"
         self._closed = threading.Event()
@@ -131,7 +135,8 @@ class Demand:
                 ray.get(self._desk().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
 
     def _renew(self) -> None:
-        """Send the desk the wanted number, after `Hysteresis`, every _RENEW_SECONDS until `close`."""
+        """Send the Ray actor of all demands the number of workers that this run wants, smoothed by `Hysteresis`, every
+        _RENEW_SECONDS until `close`."""
         while True:
             try:
                 count = self._hysteresis.follow(self._count(), monotonic())
@@ -143,7 +148,7 @@ class Demand:
 
     @staticmethod
     def _desk() -> Any:
-        """Return the cluster's desk, started if there is none."""
+        """Return the Ray cluster's `Desk`, the actor that takes all runs' demands, started if there is none."""
         import ray
 
         options: Mapping[str, Any] = {

@@ -50,7 +50,8 @@ class Embedded:
                 )
 
     def _start(self, size: int, gpus: bool) -> None:
-        """Start Ray with its directory and the process that cleans up after it."""
+        """Start a private Ray with room for `size` workers, its directory, and the process that cleans up after it.
+        `gpus`: offer this machine's GPUs too."""
         self._opened = ExitStack()
         # readable by this user alone; Ray's own directory is open to all
         self.directory = directory = self._opened.enter_context(leftovers.Marked()).directory
@@ -282,7 +283,7 @@ def runtime_env(own: Mapping[str, Any], job: Mapping[str, Any], *, installed: bo
 
 
 def job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what Ray says of the Ray job whose entry point has this environment; {} if there is none."""
+    """Return the configuration of the Ray job whose entry point has this environment; {} if there is none."""
     with suppress(ValueError):
         return dict(json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")))
     return {}
@@ -304,6 +305,7 @@ class Notices:
     """Watches the joined Ray cluster for draining nodes. `nodes`: their Ray ids, kept current by a thread."""
 
     def __init__(self) -> None:
+        """Start the thread that watches the joined Ray cluster for draining nodes."""
         self.nodes: frozenset[str] = frozenset()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="notices", daemon=True)
