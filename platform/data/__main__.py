@@ -45,19 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _overrides(command: CommandLine) -> None:
+    """Add arguments KEY=VALUE and --config-dir, which name the data, to a command of `platform.data`."""
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch")
     command.add_argument("--config-dir", help="the user's own configuration files")
 
 
 def _answer(given: argparse.Namespace) -> int:
-    """Run a command on the corpus that its arguments mean; return its exit status."""
+    """Run a `platform.data` command on the tokenised corpus that its KEY=VALUE arguments name; return exit status."""
     config = compose(given.overrides, given.config_dir)
     given.run(given, config, corpus_of(config))
     return DONE
 
 
 def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
-    """Print the content of a cached corpus: per source the samples of its splits, and how often a run reads it."""
+    """Print the content of a cached corpus: of each source the number of samples in its splits, and how many times the
+    training steps of `config` read it."""
     needed = samples_before(config.train, config.train.steps + 1)
     for part, share in zip(corpus.parts, corpus.shares, strict=True):
         name = f"{part.name}: " if part.name else ""
@@ -75,7 +77,9 @@ def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
 
 
 def _convert(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
-    """Write every split of every source of a corpus as .bin files, and its tokenizer if it has one of its own."""
+    """Write every split of every source of a corpus as .bin files in the format of Megatron-LM or nanoGPT
+    (`given.format`, at `given.prefix`), and its tokenizer, if it has one. Raises ConfigError for data without an end,
+    pairs or a streamed source."""
     prefix: Path = given.prefix
     if config.data.kind == "synthetic":
         raise ConfigError(violation("data", "synthetic", "its tokens have no end", ["data=stdlib"]))

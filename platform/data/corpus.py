@@ -41,7 +41,7 @@ class SourceTokens:
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
 
     def beginning(self, split: str) -> Any:
-        """Return the stream of a split; of its first block if it is read block by block."""
+        """Return the token stream of a split ("train", "validation"); the first block's of a streamed source."""
         stream = self.streams[split]
         return stream.first() if isinstance(stream, StreamedTokens) else stream
 
@@ -66,38 +66,38 @@ class Corpus:
 
     @property
     def files(self) -> TokenizerFiles:
-        """Return the files of its tokenizer, by name; {} if it has no text."""
+        """Return the files of the corpus's tokenizer, name -> bytes; {} if it has no text."""
         return self.vocabulary.files if self.vocabulary else {}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+        """Tokenize a text with the corpus's tokenizer (synthetic data: its bytes); return the token ids."""
         return self.vocabulary.encode(text) if self.vocabulary else synthetic.encode_bytes(text, self.vocab)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; those outside [0, vocab) are left out."""
+        """Return the text that the corpus's tokenizer makes of token ids; ids outside [0, vocab) are left out."""
         return self.vocabulary.decode(ids) if self.vocabulary else synthetic.show_ids(ids)
 
     @property
     def digest(self) -> str:
-        """Return a hash of documents, tokenizer, splits and shares: equal digests, equal samples."""
+        """Return a hash of the corpus's documents, tokenizer, splits and shares: equal digests, equal samples."""
         if len(self.parts) == 1:
             return self.parts[0].digest
         return short_hash([[part.digest, share] for part, share in zip(self.parts, self.shares, strict=True)])
 
     @property
     def validations(self) -> dict[str, tuple[str, int]]:
-        """Return the validation splits that have samples: the name of its source -> (split to evaluate, share)."""
+        """Return the corpus's validation splits that have samples: source name -> (split to evaluate, share)."""
         held = {p.name: share for p, share in zip(self.parts, self.shares, strict=True) if self._samples(p, VALIDATION)}
         alike = not any(held.values())  # of sources that are held out as a whole, none has a share
         return {name: (f"{VALIDATION}/{name}".rstrip("/"), share or int(alike)) for name, share in held.items()}
 
     @property
     def samples(self) -> dict[str, int]:
-        """Return the number of samples of each split of the corpus: of an epoch of its sources together."""
+        """Return the number of samples in each split ("train", "validation") of the corpus, all sources together."""
         return {s: sum(self._samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
 
     def samples_of(self, split: str) -> int:
-        """Return the number of samples in an epoch of a split to evaluate, `train` or one of `validations`."""
+        """Return how many samples a split of the corpus ("train", "validation/web") has in one epoch."""
         kind, _, name = split.partition("/")
         return sum(self._samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
 
@@ -119,12 +119,12 @@ class Corpus:
         return found
 
     def predicted(self, split: str, start: int, end: int) -> int:
-        """Count the labels that are not padding, which the loss averages over, in samples [start, end) of a split."""
+        """Count the labels that the loss averages over (not padding) in samples [start, end) of a split."""
         places = self._places(split, np.arange(start, end))
         return sum(self.objective.predicted(stream, index) for stream, _, index in places)
 
     def name_of(self, split: str, number: int) -> str:
-        """Return which sample is `number` of the split's endless global order, in words: "sample 3 of web"."""
+        """Name sample `number` of a split's endless global order for the user: "sample 3 of data.sources.web"."""
         for part in self.parts:
             for stream, _, index in self._places(split, np.array([number])):
                 if not isinstance(held := part.streams[split], StreamedTokens) and held is stream:
@@ -132,8 +132,9 @@ class Corpus:
         return f"sample {number} of the stream"
 
     def _places(self, split: str, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
-        """Yield each stream of tokens that has some of the samples `numbers` of the split's endless global order: it,
-        which of `numbers` these are, and their indices in it."""
+        """Yield (token stream, rows, index) for each stream that holds some of the samples `numbers` of the split's
+        endless global order: `rows` are the positions in `numbers` of its samples, `index` the samples' indices in the
+        stream."""
         split, _, name = split.partition("/")
         if split == TRAIN:
             source, count = turns(self.shares, numbers)
@@ -151,7 +152,7 @@ class Corpus:
             yield stream, rows, order(self.seed, epoch, samples, index) if split == TRAIN else index
 
     def _samples(self, part: SourceTokens, split: str) -> int:
-        """Return the samples of an epoch of a part; of its first block if it is streamed."""
+        """Return the samples that a source has in an epoch of a split; of a streamed source, in its first block."""
         return max(0, self.objective.samples(part.beginning(split)))
 
 
@@ -219,7 +220,7 @@ def open_corpus(
 
 @contextmanager
 def _as_found(folder: Path) -> Iterator[None]:
-    """Raise OSError in place of Malformed: a cache entry is not as another process of this run has found it."""
+    """Raise OSError in place of Malformed: the data cache entry is not as the driver of this run has found it."""
     try:
         yield
     except Malformed as error:
@@ -227,7 +228,8 @@ def _as_found(folder: Path) -> Iterator[None]:
 
 
 def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
-    """Raise ConfigError if a split of a source has no whole sample, or none with a label."""
+    """Raise ConfigError if a split of some data source has no whole sample of `length` tokens, or no sample with a
+    label."""
     violations = []
     for source, part in zip(sources, corpus.parts, strict=True):
         streams = {split: part.beginning(split) for split in part.streams}
@@ -238,7 +240,7 @@ def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> 
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
-    """Return a vocabulary's special tokens; without one, `data.separator` of tokens, or a trained tokenizer's."""
+    """Return the ids of a corpus's special tokens: the tokenizer's, or `data.separator` of ready-made tokens."""
     if vocabulary or data.kind != "tokens":
         return vocabulary.special if vocabulary else SpecialIds()
     return SpecialIds((data.separator,), data.separator)
@@ -262,9 +264,9 @@ class _Opening:
         return Corpus(vocab, self.objective, seed, (part,), (1,))
 
     def tokenised(self, shared: Path | None, given: Vocabulary | None) -> Corpus:
-        """Open a corpus of text: the entries of its sources in the cache, built by the first process that asks, or in
-        `shared` if that is given. Several sources have one tokenizer: the one `given`, or one that is trained on all
-        of them."""
+        """Open a corpus of text: tokenise each source, or take its tokens from the cache if a process has done so.
+        `shared`: a folder that other machines see, in which the cache entries are put too. Several sources have one
+        tokenizer: the one `given`, or one that is trained on all of them."""
         folder, entries = None, []
         if len(self.sources) > 1:
             folder, names = entry.open_common(self.sources, self.vocab, shared, given)
@@ -276,8 +278,8 @@ class _Opening:
         return self._of_entries(folder or entries[0][0], entries)
 
     def trusted(self, folder: Path) -> Corpus:
-        """Open the corpus of cache entries that another process of this run has verified. Raises OSError if they are
-        not there as that has found them."""
+        """Open the corpus from cache entries that another process of this run has verified, without hashing them again;
+        `folder` is the entry with the tokenizer. Raises OSError if they have changed since."""
         read = partial(entry.read_entry, vocab=self.vocab, deep=False)
         with _as_found(folder):
             several = len(self.sources) > 1
@@ -289,8 +291,8 @@ class _Opening:
             return self._of_entries(folder, entries, trusted=True)
 
     def _of_entries(self, folder: Path, entries: Sequence[tuple[Path, TokenFiles]], trusted: bool = False) -> Corpus:
-        """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: the entry that
-        they share, with the tokenizer, if there is one. `trusted`: another process of this run has found them."""
+        """Return the corpus made of the cache entries of its sources, (folder, description) each; `folder`: the entry
+        that holds their common tokenizer, if there is one. `trusted`: another process of this run has verified them."""
         vocabulary, parts = open_vocabulary(folder), []
         for source, (place, found) in zip(self.sources, entries, strict=True):
             with naming(source):
@@ -311,8 +313,9 @@ class _Opening:
         )
 
     def _streamed(self, data: Data, head: Path, vocabulary: Vocabulary | None) -> StreamedTokens:
-        """Return the training tokens of a source that is streamed, whose `head` is in the cache. Raises ConfigError if
-        its files are not there."""
+        """Return the training tokens of a streamed source, which is tokenised block by block during training; `head`:
+        the folder of its cache entry, with the tokenizer and the held-out documents. Raises ConfigError if its files
+        are missing."""
         kind, objective = kind_of(data), self.objective
 
         def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
@@ -339,9 +342,9 @@ class _Opening:
     def _rows_of(
         self, data: Data, streams: Mapping[str, Any], place: Path, vocabulary: Vocabulary | None, trusted: bool
     ) -> Mapping[str, Any]:
-        """Return the streams of a source, whose entry of the cache is `place`, as the keys of `data` say: packed into
-        rows of `length` tokens, or as they are. Raises ConfigError if documents are to be separated and nothing marks
-        their bounds."""
+        """Return the token streams of a source by split, packed into rows of `length` tokens unless data.packing=cut;
+        `place`: the folder of the source's cache entry. Raises ConfigError if documents are to be kept apart and
+        neither a token nor an index marks where they begin."""
         begin = special_of(vocabulary, data).begin  # -1: no token
         apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
         if begin < 0 and any(starts_of(stream) is None and len(stream) for stream in streams.values()):

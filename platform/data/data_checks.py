@@ -39,8 +39,9 @@ def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserv
 
 
 def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> list[str]:
-    """Return one refusal line per mistake in the keys of `data` that say which tokenizer is given, or how one is
-    trained, as `textual` data needs it."""
+    """Return one refusal line per mistake in the keys of `data` that name a tokenizer or say how one is trained.
+    `vocab`: ids of the model, of which the objective reserves `reserved`; `textual`: True if the data is text, which
+    needs a tokenizer."""
     try:
         given = given_vocabulary(data)
         added_tokens(data), template_of(data)
@@ -60,7 +61,8 @@ def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: boo
 
 
 def _violations_of_source(source: DataSource) -> list[str]:
-    """Return one refusal line per mistake in the keys of one source that shows without tokenising."""
+    """Return one refusal line per mistake in the keys of one data source, or at the beginning of its files, that shows
+    without tokenising them."""
     data, lines = source.data, []
     if not (0 <= data.validation < 1 or (source.name and data.validation == 1)):
         lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
@@ -81,8 +83,8 @@ def _violations_of_source(source: DataSource) -> list[str]:
 
 
 def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objective, length: int) -> list[str]:
-    """Return a refusal line for each split of a source, its `streams`, that does not hold one whole sample, with the
-    nearest legal settings."""
+    """Return a refusal line for each split of a data source that is too small for one sample of the objective (`length`
+    tokens), with the nearest legal settings. `streams`: split -> its tokens."""
     tokens = {split: len(stream) for split, stream in streams.items()}
     needed, total = objective.needs, sum(tokens.values())
     violations, more = [], "a larger data.block" if is_streamed(source.data) else "more text"
@@ -101,8 +103,9 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
 
 
 def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Mapping[str, int]) -> None:
-    """Make a sample by the objective `name` and check that it is what the model reads: `lengths` has the length of each
-    data tensor. Raises ConfigError if it is not, or for any error from a user's own objective."""
+    """Make a data sample by calling `batch`, as the objective `name` does, and check that the model can read it.
+    `lengths`: name of each data tensor that the model reads -> its length in tokens. Raises ConfigError for a missing
+    tensor, a wrong shape or type, or any error in a user's own objective."""
     with of_objective(name):
         found = dict(batch())
     there = ", ".join(found) or "none"
@@ -119,8 +122,9 @@ def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Map
 
 
 def teaches_nothing(source: DataSource, streams: Mapping[str, Any], objective: Objective) -> list[str]:
-    """Return a refusal line for each split of a source, its `streams`, of which no sample has a label: a run would
-    learn nothing of it, with a loss of 0. Of a long split only the beginning is looked at."""
+    """Return a refusal line for each split of a data source in which no sample has a label, so that a run would learn
+    nothing of it, with a loss of 0. `streams`: split -> its tokens, of which a long one is looked at only at its
+    beginning."""
     violations = []
     for split, stream in streams.items():
         samples = max(0, objective.samples(stream))

@@ -45,18 +45,18 @@ class DataSource:
 
     @property
     def trained(self) -> bool:
-        """Return False if all of it is held out for validation."""
+        """Return True if a data source has samples for training, False if all of it is held out for validation."""
         return self.data.validation < 1
 
     @property
     def key(self) -> str:
-        """Return the place of its keys in a configuration: "data", or "data.sources.NAME"."""
+        """Return the configuration key of a data source: "data", or "data.sources.NAME" in a mixture."""
         return f"data.sources.{self.name}" if self.name else "data"
 
 
 def sources_of(data: Data) -> list[DataSource]:
-    """Return the sources of a corpus, in the order in which they are given; one without a name, unless it is a mixture.
-    Raises ConfigError for a mixture that cannot be read so, all mistakes at once."""
+    """Return the sources of a corpus, in the order in which the configuration gives them; unless the data is a mixture,
+    one source without a name. Raises ConfigError with all mistakes in the sources of a mixture."""
     if data.kind != "mixture":
         return [DataSource("", data)]
     lines = [line for name, given in data.sources.items() for line in _violations_of_source(name, given)]
@@ -81,14 +81,14 @@ def sources_of(data: Data) -> list[DataSource]:
 
 
 def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
-    """Return one source of the mixture `data` with the keys `given` to it; the others are as for the whole."""
+    """Return source `name` of a mixture: the keys `given` to it on top of those of the mixture as a whole, `data`."""
     own = {key: value for key, value in given.items() if key in OWN}
     weighed = {key: float(given[key]) for key in ("weight", "epochs") if key in given}
     return DataSource(name, replace(data, **{"kind": "text", **own}, sources={}), **weighed)
 
 
 def _violations_of_source(name: str, given: Any) -> list[str]:
-    """Return one refusal line per mistake in the keys `given` to a source of a mixture."""
+    """Return one refusal line per mistake in `given`, the keys (path, weight, ...) of source `name` of a mixture."""
     key = f"data.sources.{name}"
     if wrong := _violations_of_name(name):
         return wrong
@@ -121,13 +121,13 @@ def _violations_of_source(name: str, given: Any) -> list[str]:
 
 
 def of_source(source: DataSource, line: str) -> str:
-    """Name the source whose keys a refusal line about keys of group data concerns."""
+    """Return a refusal line about a key of group data with the key of the mixture's source in its place."""
     return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
 
 
 @contextmanager
 def naming(source: DataSource) -> Iterator[None]:
-    """Name this source's keys, in place of the keys of group data, in a ConfigError within the context."""
+    """Replace keys "data.KEY" by the source's "data.sources.NAME.KEY" in a ConfigError raised within the context."""
     try:
         yield
     except ConfigError as error:
@@ -135,7 +135,7 @@ def naming(source: DataSource) -> Iterator[None]:
 
 
 def paths_of(data: Data) -> dict[str, str]:
-    """Return the paths and URLs of data that a configuration names, by the key that holds each; "" for none."""
+    """Return the paths and URLs in a data configuration: full key, such as "data.path" -> path, "" if unset."""
     found = {f"data.{name}": getattr(data, name) for name in PATHS}
     for source, given in data.sources.items():
         if isinstance(given, Mapping) and not _violations_of_name(source):
@@ -144,14 +144,14 @@ def paths_of(data: Data) -> dict[str, str]:
 
 
 def _violations_of_name(name: Any) -> list[str]:
-    """Return a refusal line if a name is none that a source of a mixture may have."""
+    """Return [a refusal line] if a name is no identifier, as the name of a mixture's source must be, else []."""
     if isinstance(name, str) and name.isidentifier():
         return []
     return [violation("data.sources", name, "the name of a source has letters, digits and _")]
 
 
 def set_path(config: Config, key: str, path: str) -> None:
-    """Set one of the paths that `paths_of` returned in a configuration, in place."""
+    """Set a path of data in a configuration, in place; `key` is one of the keys that `paths_of` returned."""
     place, _, name = key.rpartition(".")
     if place == "data":
         setattr(config.data, name, path)
@@ -160,8 +160,9 @@ def set_path(config: Config, key: str, path: str) -> None:
 
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
-    """Return the share of each source in a mixture, in lowest terms: its weight, or the samples that its epochs are; 0
-    for one that is held out. `samples`: one epoch of each source."""
+    """Return the share of each data source in the training samples of a mixture, integers in lowest terms: in
+    proportion to its weight or, without weights, to its number of epochs times `samples`, the samples of one epoch; 0
+    for a held-out source."""
     if total := sum(source.weight for source in sources):
         found = [max(1, round(source.weight / total * _FINEST)) for source in sources]
     else:

@@ -42,16 +42,26 @@ class Objective(Protocol):
     """Interface of a training objective: makes samples of a stream of tokens, and chooses the tokens to predict."""
 
     @property
-    def needs(self) -> int: ...  # tokens of a stream for one sample
+    def needs(self) -> int:
+        """Return how many tokens of a stream one sample takes."""
+        ...  # tokens of a stream for one sample
 
     @property
-    def reserved(self) -> int: ...  # ids at the top of the vocabulary that text does not use
+    def reserved(self) -> int:
+        """Return how many ids at the top of the vocabulary the objective takes, which text does not use."""
+        ...  # ids at the top of the vocabulary that text does not use
 
-    def samples(self, stream: Any) -> int: ...
+    def samples(self, stream: Any) -> int:
+        """Return how many samples the objective makes of a stream of tokens."""
+        ...
 
-    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]: ...
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        """Return samples `index` of a token stream as data tensors by name; `keys`: the random key of each sample."""
+        ...
 
-    def predicted(self, stream: Any, index: Ints) -> int: ...  # labels that are not padding
+    def predicted(self, stream: Any, index: Ints) -> int:
+        """Return how many labels that are not padding samples `index` of a token stream have in all."""
+        ...  # labels that are not padding
 
 
 @dataclass(frozen=True)
@@ -82,14 +92,17 @@ class Causal:
 
     @property
     def needs(self) -> int:
+        """Return how many tokens of a stream one sample takes: its length, and one more to predict."""
         return self.length + 1
 
     def samples(self, stream: Any) -> int:
+        """Return how many samples of next-token prediction a token stream has: its rows, if it is packed."""
         return len(stream.rows) - 1 if isinstance(stream, PackedStream) else (len(stream) - 1) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream as `tokens`, `labels`, `begins`, the place in the sample at which each
-        token's document begins, and `positions`, how far from there the token is; each int64 [len(index), length]."""
+        """Return samples `index` of a token stream for next-token prediction: `tokens`; `labels`, the tokens that
+        follow, -1 where none is predicted; `begins`, the place in the sample at which each token's document begins; and
+        `positions`, how far from there the token is. Each is int64 [len(index), length]."""
         place = stream.places(index, self.length) if isinstance(stream, PackedStream) else None
         if place is None:
             rows = _windows(stream, index * self.length, self.length + 1)
@@ -105,18 +118,19 @@ class Causal:
         return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
-        """Return how many labels of the samples are not padding."""
+        """Return how many labels of samples `index` of a token stream are not padding."""
         if self._counts(stream) or isinstance(stream, PackedStream):
             return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         return len(index) * self.length
 
     def _counts(self, stream: Any) -> bool:
-        """Return True if some labels of the stream may not count."""
+        """Return True if some tokens of the stream may be excluded from the loss, so that labels must be counted."""
         known = starts_of(stream) is not None or self.special.begin != self.special.end
         return learned_of(stream) is not None or (known and (self.within or isinstance(stream, PackedStream)))
 
     def _learned(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
-        """Return which labels count, of the tokens at `place` in the stream."""
+        """Return a mask, shaped as `labels`, of the labels that count in the loss; `place`: positions in the token
+        stream of the tokens before them."""
         after, learned = np.where(place < 0, PADDING, place + 1), learned_of(stream)
         found = labels >= 0
         if learned is not None:
@@ -141,23 +155,28 @@ class Masked:
 
     @property
     def reserved(self) -> int:
+        """Return 1 if the vocabulary's last id must serve as the mask token, 0 if the tokenizer has a mask token."""
         return int(self.special.mask is None)
 
     @property
     def needs(self) -> int:
+        """Return how many tokens of a stream one sample of masked-token prediction takes: its length."""
         return self.length
 
     @property
     def _count(self) -> int:
+        """Return how many tokens of each sample are predicted: 15 % of its length, at least one."""
         return max(1, round(NOISE * self.length))
 
     def samples(self, stream: Any) -> int:
+        """Return how many samples of masked-token prediction a token stream has."""
         return len(stream) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream as `tokens`, in part masked, `labels`, and, if it has any, the
-        `segments` of its tokens, by number; each int64 [len(index), length]. `keys` [len(index)] decide which tokens
-        are masked."""
+        """Return samples `index` of a token stream for masked-token prediction: `tokens`, in part replaced by the mask;
+        `labels`, the original tokens at the predicted places, else -1; and, if the model has any, `segments`, the
+        number of each token's segment. Each is int64 [len(index), length]. `keys` [len(index)]: random keys that decide
+        which tokens are masked."""
         rows = _windows(stream, index * self.length, self.length)
         place, key = np.arange(self.length), keys[:, None]
         chosen = _choice(key, self.length, self._count)
@@ -175,6 +194,7 @@ class Masked:
         return found
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        """Return how many labels of samples `index` of a token stream are not padding; the same for each sample."""
         return len(index) * self._count
 
 
@@ -194,30 +214,34 @@ class SpanDenoising:
 
     @property
     def needs(self) -> int:
-        """Return the longest stretch of a stream whose spans fit source and target."""
+        """Return how many tokens of a stream a sample takes: the most that fit source and target length."""
         fitting = [n for n in range(2, self.source_length + self.length) if self._fits(n)]
         if not fitting:
             raise ConfigError(f"model.length={self.length}: span denoising needs at least 3, and a source of 2")
         return fitting[-1]
 
     def _fits(self, n: int) -> bool:
+        """Return True if n tokens, with spans removed, fit the encoder's length, and the spans the decoder's."""
         noise, spans = _noise(n)
         return n - noise + spans <= self.source_length and noise + spans + 1 <= self.length
 
     @property
     def reserved(self) -> int:
-        """Return how many sentinels the vocabulary must reserve; raises ConfigError if the tokenizer has too few."""
+        """Return how many vocabulary ids to reserve as sentinels of missing spans; or raise ConfigError."""
         spans, there = _noise(self.needs)[1], self.special.sentinels
         if there and spans > there:
             raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {there} sentinels")
         return 0 if there else spans
 
     def samples(self, stream: Any) -> int:
+        """Return how many samples of span denoising a token stream has."""
         return len(stream) // self.needs
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream as `source` [len(index), source_length], `tokens` and `labels`
-        [len(index), length], int64; `keys` [len(index)] decide which spans are missing."""
+        """Return samples `index` of a token stream for span denoising: `source` [len(index), source_length], the text
+        with a sentinel in place of each missing span; `labels` [len(index), length], the spans, each behind its
+        sentinel; and `tokens`, the labels shifted right as the decoder reads them; int64. `keys` [len(index)]: random
+        keys that decide which spans are missing."""
         n = self.needs
         noise, spans = _noise(n)
         rows = _windows(stream, index * n, n)
@@ -237,6 +261,7 @@ class SpanDenoising:
         return {"source": _padded(source, self.source_length), **decoder}
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        """Return how many labels of samples `index` of a token stream are not padding; the same for each sample."""
         return len(index) * (sum(_noise(self.needs)) + 1)
 
 
@@ -251,15 +276,17 @@ class Pairs:
     needs, reserved = 1, 0
 
     def samples(self, stream: Any) -> int:
+        """Return how many samples a stream of text pairs has: one for each pair."""
         return len(stream.ends)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return sources and shifted targets of the pairs at `index`."""
+        """Return text pairs `index` as data tensors `source`, `labels` (target), `tokens` (shifted right labels)."""
         end, start = self.special.end, self.special.start
         source, answer = (stream.rows(side, index, n, end) for side, n in enumerate((self.source_length, self.length)))
         return {"source": source, **target(answer, start)}
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        """Return how many labels the targets of the text pairs at `index` have, with the end token, cut to `length`."""
         first, last = stream.ends[index].T
         return int(np.minimum(last - first + 1, self.length).sum())
 
@@ -301,31 +328,31 @@ def register_objective(
 
 
 def target(labels: Ints, start: int) -> dict[str, Ints]:
-    """Return the data tensors of a decoder that predicts `labels` [samples, length]: these, and as its input `tokens`
-    the same shifted right by one behind `start`; padding stays -1."""
+    """Return the data tensors of a decoder that predicts `labels` [samples, length]: `labels`, and `tokens`, its input:
+    the labels shifted right by one, behind the id `start`; padding stays -1."""
     shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 
 def _noise(n: int) -> tuple[int, int]:
-    """Return how many of the n tokens of a sample span denoising removes, and in how many spans."""
+    """Return (tokens that span denoising removes from a sample of n tokens, number of spans that they form)."""
     noise = max(1, round(NOISE * n))
     return noise, max(1, round(noise / SPAN))
 
 
 def _windows(stream: Any, starts: Ints, length: int) -> Ints:
-    """Return int64 [len(starts), length]: the tokens of the stream from each of `starts` on."""
+    """Return the `length` tokens of a token stream from each position in `starts` on, int64 [len(starts), length]."""
     return np.asarray(stream[starts[:, None] + np.arange(length)]).astype(np.int64)
 
 
 def _padded(rows: Ints, length: int) -> Ints:
-    """Pad rows of token ids with -1 at the end to `length`."""
+    """Pad rows of token ids [samples, any] with -1 at the end to [samples, length]."""
     return np.pad(rows, ((0, 0), (0, length - rows.shape[1])), constant_values=PADDING)
 
 
 def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
-    """Draw a mask [rows, n] with `count` entries of each row True, chosen uniformly; `key` [rows, 1] decides the draw
-    of its row."""
+    """Draw a random mask [rows, n] in which `count` entries of each row are True, to choose the tokens of a sample that
+    are predicted; `key` [rows, 1] decides the draw of each row."""
     chosen = np.zeros((len(key), n), bool)
     ranked = np.argsort(mix(key, 0, np.arange(n)), 1, kind="stable")
     np.put_along_axis(chosen, ranked[:, :count], True, 1)
@@ -333,8 +360,8 @@ def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
 
 
 def _parts(keys: Keys, salt: int, total: int, parts: int) -> Ints:
-    """Draw [rows, parts] positive integers, each row summing to `total`, uniformly among all such rows; `keys` [rows]
-    and `salt`, the number of the draw, decide it."""
+    """Divide `total` tokens at random into `parts` spans, uniformly among all ways: return int64 [rows, parts] of
+    positive lengths, each row summing to `total`; `keys` [rows] and `salt`, the number of the draw, decide it."""
     cuts = _choice(mix(keys, 3, salt)[:, None], total - 1, parts - 1)
     ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)

@@ -16,8 +16,8 @@ from platform.plan.language.numbers import count_of
 
 
 def make_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:
-    """Make the objective that `data.objective` names, for samples of a shape, with its settings. Raises ConfigError in
-    place of any error from a user's own, whose samples are checked."""
+    """Construct the training objective named by `data.objective` for samples of a shape. `settings`: the
+    data.objective_settings of a user's own; its samples are checked. Raises ConfigError for any error in it."""
     if name in GIVEN:
         return OBJECTIVES[name](shape)
     with of_objective(name):
@@ -37,20 +37,25 @@ class OwnObjective:
 
     @property
     def needs(self) -> int:
+        """Return how many tokens of a stream one sample of the user's objective takes, at least 1."""
         return self._said("needs", 1)
 
     @property
     def reserved(self) -> int:
+        """Return how many ids at the top of the vocabulary the user's objective takes for itself."""
         return self._said("reserved", 0)
 
     def samples(self, stream: Any) -> int:
+        """Return how many samples the user's objective makes of a stream of tokens."""
         return self._said("samples", -1, stream)
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        """Return how many labels that are not padding the user's objective counts in samples `index`."""
         return self._said("predicted", 0, stream, index)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream, as the user's objective makes them."""
+        """Return samples `index` of a token stream as data tensors by name, as the user's objective makes them, once
+        checked. Raises ConfigError for illegal samples."""
         with of_objective(self.name):
             found = dict(self.made.batch(stream, index, keys))
             for name, most in self._limits.items():
@@ -63,14 +68,14 @@ class OwnObjective:
 
     @property
     def _limits(self) -> dict[str, int]:
-        """Return of each data tensor of integers how many values there are, from 0 on; -1, padding, is legal too."""
+        """Return the bound of each integer data tensor: name -> values are legal in [0, bound), and -1 for padding."""
         ids, places = ("tokens", "labels", "source"), ("begins", "positions")
         segments = {"segments": self.shape.segments} if self.shape.segments else {}
         return dict.fromkeys(ids, self.shape.vocab) | dict.fromkeys(places, self.shape.length) | segments
 
     def _check(self, name: str, rows: Any, most: int, index: Ints) -> None:
-        """Raise ConfigError for rows of a data tensor that are none of the samples `index`, or have a value that is
-        neither padding nor below `most`."""
+        """Raise ConfigError for data tensor `name` of a user's objective if `rows` has not one row of integers for each
+        sample in `index`, or a value that is neither padding (-1) nor in [0, most)."""
         of = f"data.objective={self.name}: "
         if rows.dtype.kind not in "iu" or rows.ndim != 2 or len(rows) != len(index):
             made = f"makes {name!r} as {rows.dtype} of shape {list(rows.shape)}"
@@ -83,7 +88,8 @@ class OwnObjective:
             raise ConfigError(f"{of}{where}: legal are 0 to {most - 1}, and -1 for padding")
 
     def _check_predicted(self, stream: Any, index: Ints, labels: Ints) -> None:
-        """Raise ConfigError if the samples `index` have other numbers of labels than `predicted` says."""
+        """Raise ConfigError if `predicted` of the user's objective disagrees with `labels` [len(index)], the number of
+        labels that the samples `index` have."""
         if self.predicted(stream, index) == labels.sum():
             return
         each = [self.predicted(stream, index[i : i + 1]) for i in range(len(index))]
@@ -95,7 +101,7 @@ class OwnObjective:
         raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
     def _said(self, what: str, least: int, *given: Any) -> int:
-        """Return a number that the user's objective says. Raises ConfigError if it is no integer, or too small."""
+        """Return integer `what` of a user's objective; raise ConfigError if it is none, or less than `least`."""
         with of_objective(self.name):
             value = getattr(self.made, what)
             value = value(*given) if given else value
@@ -106,7 +112,8 @@ class OwnObjective:
 
 @contextmanager
 def of_objective(name: str) -> Iterator[None]:
-    """Raise ConfigError, naming the objective, in place of the errors that a user's own raises within the context."""
+    """Turn every error that a user's own objective raises within the context into a ConfigError that names
+    `data.objective`."""
     if name in GIVEN:
         yield
         return

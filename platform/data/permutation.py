@@ -9,8 +9,9 @@ _ROUNDS = 8  # of the Feistel network; with 4, the permutations of small ranges 
 
 
 def mix(*words: ArrayLike) -> NDArray[np.uint64]:
-    """Hash integers to 64 bits, elementwise with broadcasting, in place of a random generator with a state: the
-    finaliser of SplitMix64, once per word."""
+    """Hash integers (such as seed, epoch, sample) to 64 bits, elementwise with broadcasting: the random numbers of the
+    data order and the objectives, without a generator's state. The hash is the finaliser of SplitMix64, once per
+    word."""
     hashed: NDArray[np.uint64] = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         for word in words:

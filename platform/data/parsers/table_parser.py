@@ -16,8 +16,9 @@ _left: list[bytes] = []  # the row that no longer fitted into the last answer
 
 
 def answer_table(request: dict[str, Any], body: bytes, read: Read) -> bytes:
-    """Open a file of `size` bytes, of which the `columns` are wanted, as "parquet" or "arrow", and return the names of
-    all its columns as JSON; or return the next rows, as lines of JSON, nothing after the last."""
+    """Answer a request to this child process, which parses a data file (Parquet or Arrow's IPC): open the file of
+    `size` bytes for the wanted `columns` and return the names of all its columns as JSON, or return the next rows as
+    lines of JSON, nothing after the last. `read` fetches bytes of the file from the parent."""
     global _rows
     if request["do"] == "next":
         return _next(request["output"])
@@ -33,7 +34,8 @@ def answer_table(request: dict[str, Any], body: bytes, read: Read) -> bytes:
 
 
 def _next(most: int) -> bytes:
-    """Return the next rows, as lines of JSON of at most `most` bytes in all. Raises ValueError if one row has more."""
+    """Return the next rows of the opened table, as lines of JSON; `most`: bytes of the answer. Raises ValueError if a
+    single row has more."""
     found, size = _left[:], sum(map(len, _left))
     _left.clear()
     for row in _rows:
@@ -50,7 +52,7 @@ def _next(most: int) -> bytes:
 
 
 def _parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
-    """Open a Parquet file; return its schema, and an iterator over batches of the `wanted` columns that it has."""
+    """Open a Parquet file of data; return its schema, and an iterator over batches of the `wanted` columns it has."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(source, pre_buffer=False)
@@ -60,7 +62,8 @@ def _parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Itera
 
 
 def _arrow(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
-    """Open a file or a stream. Columns that are not wanted are not unpacked."""
+    """Open a data file in Arrow's file or stream format; return its schema, and an iterator over batches of rows with
+    the `wanted` columns only. Raises ValueError for a torn stream."""
     from pyarrow import ipc
 
     is_file = raw.read(6) == b"ARROW1"
@@ -81,7 +84,7 @@ def _arrow(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterato
 
 
 def _lines(batch: Any) -> Iterator[bytes]:
-    """Yield the rows of a batch as JSON. Raises an error of pyarrow for offsets that lead elsewhere, and the like."""
+    """Yield each row of a pyarrow table batch as JSON bytes. Raises pyarrow's error if the batch is corrupt."""
     batch.validate(full=True)
     step = 1 if "dictionary" in str(batch.schema) else AT_ONCE  # its size says nothing of that of its rows
     for start in range(0, batch.num_rows, step):
@@ -89,7 +92,8 @@ def _lines(batch: Any) -> Iterator[bytes]:
 
 
 def _of_slice(batch: Any) -> Iterator[bytes]:
-    """Yield the rows of a batch that may be too large to be made rows at once."""
+    """Yield each row of a pyarrow batch as JSON bytes, halving a batch that is too large in memory to be converted at
+    once."""
     if batch.num_rows > 1 and batch.get_total_buffer_size() > _ENOUGH and batch.nbytes > _ENOUGH:
         half = batch.num_rows // 2
         yield from _of_slice(batch.slice(0, half))
@@ -100,5 +104,5 @@ def _of_slice(batch: Any) -> Iterator[bytes]:
 
 
 def _no_json(value: Any) -> Any:
-    """Return what stands for a value that JSON has not, such as bytes or a date: no text, no number and no message."""
+    """Return a stand-in, [type name], for a table value that JSON lacks (bytes, a date): no text, no number."""
     return [type(value).__name__]

@@ -26,7 +26,7 @@ DataFile = Path | RemoteFile
 
 
 def size_of(file: DataFile) -> int:
-    """Return the size of a file of data in bytes, as it is stored. Raises OSError."""
+    """Return the size of a data file in bytes, as stored (compressed). Raises OSError."""
     return file.size if isinstance(file, RemoteFile) else file.stat().st_size
 
 
@@ -40,7 +40,7 @@ def ending(file: DataFile) -> str:
 
 @contextmanager
 def open_raw(file: DataFile) -> Iterator[BinaryIO]:
-    """Open a file of data as a buffered byte stream that can seek, as it is stored."""
+    """Open a data file, at a path or URL, as a buffered byte stream that can seek; compressed data stays so."""
     if isinstance(file, RemoteFile):
         with open_remote(file.url) as remote:
             yield remote
@@ -54,26 +54,30 @@ class Bounded:
     or has a line over LINE."""
 
     def __init__(self, stream: BinaryIO, packed: int):
+        """Bound `stream`, the unpacked bytes of a data file; `packed`: size of that file in bytes, as stored."""
         self._stream, self._place, self._most = stream, 0, max(UNPACKED, RATIO * packed)
 
     def read(self, size: int) -> bytes:
+        """Return the next bytes of the data file, at most `size`. Raises ConfigError if it unpacks to too many."""
         return self._checked(self._stream.read(size))
 
     def readline(self, size: int | None = None) -> bytes:
-        """Return the next line, of at most `size` bytes if given. Raises ConfigError if it has more than LINE bytes."""
+        """Return the next line of a data file, of at most `size` bytes. Raises ConfigError beyond LINE bytes."""
         text = self._checked(self._stream.readline(LINE + 1 if size is None else size))
         if len(text) > LINE:
             raise ConfigError(f"a line of more than {LINE >> 20} MiB; cut it")
         return text
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield the lines of the data file as bytes, each checked against the bounds."""
         return iter(self.readline, b"")
 
     def tell(self) -> int:
+        """Return how many unpacked bytes of the data file have been read."""
         return self._place
 
     def _checked(self, data: bytes) -> bytes:
-        """Count unpacked `data` and return it. Raises ConfigError if the total is beyond the bound of the file."""
+        """Count the unpacked bytes `data` and return them. Raises ConfigError if the file's total is out of bounds."""
         self._place += len(data)
         if self._place > self._most:
             raise ConfigError(f"it unpacks to more than {RATIO} times its size, which no text does; unpack it yourself")
@@ -96,7 +100,7 @@ def open_unpacked(file: DataFile) -> Iterator[Bounded]:
 
 
 def pyarrow(file: DataFile) -> Any:
-    """Return the module pyarrow, which reads this file. Raises ConfigError with what installs it if it is not there."""
+    """Return module pyarrow, which reads this table of data. Raises ConfigError, saying how to install it."""
     try:
         import pyarrow as found
     except ImportError:
@@ -122,7 +126,7 @@ def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason that an error gives, in one line."""
+    """Return, in one line, the reason for which a data file could not be read, as its error says."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return getattr(error, "strerror", None) or one_line(first.encode(errors="replace"))
 
@@ -151,5 +155,5 @@ def stamp(file: DataFile) -> list[Any]:
 
 
 def encodable(text: str) -> str:
-    """Replace lone surrogates in a text by "?": JSON may escape them, and UTF-8 cannot hold them."""
+    """Replace half surrogate pairs in a data file's text, which JSON may hold and UTF-8 cannot, by "?"."""
     return text.encode(errors="replace").decode()

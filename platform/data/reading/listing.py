@@ -50,22 +50,24 @@ class _Looking:
     """Count of the names that are looked at for one key. Raises ConfigError if they are more than MOST."""
 
     def __init__(self) -> None:
+        """Start the count of file names examined for one data path at 0."""
         self._seen = 0
 
     def see(self, names: int) -> None:
-        """Count `names` more names. Raises ConfigError if the total is more than MOST."""
+        """Count `names` more file names examined for a data path. Raises ConfigError beyond MOST in total."""
         self._seen += names
         if self._seen > MOST:
             raise ConfigError(f"more than {MOST:,} files and folders are there; name fewer, or put texts into .jsonl")
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Return the sorted paths that match a pattern, as `glob.glob(recursive=True)`. Raises ConfigError beyond MOST."""
+    """Return the sorted paths that match a glob of data files, "**" included. Raises ConfigError beyond MOST names."""
     return sorted(set(map(Path, _below(pattern.anchor, pattern.parts[bool(pattern.anchor) :], _Looking()))))
 
 
 def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str]:
-    """Yield the paths below a folder, "" for the current one, that match `parts`, each a name or a pattern."""
+    """Yield the paths of data files below a folder ("" for the current one) that match `parts`, the components of a
+    glob; `looking` counts the names examined."""
     if not parts:
         yield folder
     elif parts[0] == "**":
@@ -87,7 +89,7 @@ def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str
 
 
 def _names(folder: str) -> Iterator[str]:
-    """Yield the names in a folder; none if it is not a folder or may not be read."""
+    """Yield the names in a folder of data; none if it is not a folder or may not be read."""
     with suppress(OSError), os.scandir(folder) as entries:
         yield from (entry.name for entry in entries)
 
@@ -147,7 +149,7 @@ def _saved_dataset(folder: Path) -> list[Path]:
 
 
 def _nearest(path: Path) -> str:
-    """Name the files beside a missing `data.path` that have similar names, for its refusal; "" if there is none."""
+    """Return "; nearest: PATHS", similar file names beside a missing `data.path`, for its refusal; "" if none is."""
     beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, cutoff=0.5)
     return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""
