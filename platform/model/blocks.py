@@ -37,6 +37,7 @@ class StackSpecs:
     stack; None: the model's length."""
 
     def __init__(self, length: int | None = None):
+        """Construct the Specs of a Transformer stack's activations, with `length` tokens per sequence if given."""
         sizes = () if length is None else (("length", length),)
         self.stream = Spec.of("stream", "length batch d_model", sizes)
         self.query = Spec.of("attention", "length batch heads d_kv", sizes)
@@ -46,8 +47,8 @@ class StackSpecs:
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
-    """Return dim name -> global size, for every dim of a Transformer's tensors, from its configuration; zeros there
-    (kv_heads, d_kv, d_ff) are replaced by what they stand for."""
+    """Return dim name -> global size (such as d_model, heads, vocab) for every dim of a Transformer's tensors, from the
+    model configuration; its zeros (kv_heads, d_kv, d_ff) are replaced by the defaults that they stand for."""
     return {
         "length": c.length,
         "d_model": c.d_model,
@@ -63,7 +64,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
 
 
 def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
-    """Return how a configuration scales the angles of rotary positions; None if it does not."""
+    """Return how a model configuration scales the angles of its rotary positions; None if it does not."""
     if c.rope_scaling == "none":
         return None
     magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
@@ -75,11 +76,13 @@ class Layer:
     the order in which they were set."""
 
     def parameters(self) -> list[Parameter]:
+        """Return the Parameters of this model layer and of the layers inside it, each once, in order."""
         return list(dict.fromkeys(_parameters_in(vars(self).values())))
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
-    """Yield the parameters among attribute values, and inside layers, lists and dicts among them, in order."""
+    """Yield the model Parameters among the attribute values of a layer, and inside the layers, lists and dicts among
+    them, in order."""
     for value in values:
         if isinstance(value, Parameter):
             yield value
@@ -101,20 +104,21 @@ class Norm(Layer):
 
     @classmethod
     def of(cls, name: str, c: ModelConfig) -> Norm:
-        """Make a norm over d_model as the configuration says, whose parameters are called NAME.gain and NAME.bias."""
+        """Construct a norm over d_model as the model configuration says, with parameters NAME.gain and NAME.bias."""
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if c.norm == "layernorm" else None
         return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
     @classmethod
     def of_heads(cls, name: str, c: ModelConfig) -> Norm:
-        """Make the RMSNorm of each head's queries or keys, whose parameter is called NAME.gain."""
+        """Construct the RMSNorm over d_kv of each head's queries or keys, with the parameter NAME.gain."""
         return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", ("d_kv",), "in", "ones"), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
+        """Return the LayerNorm or RMSNorm of the activation x, whose Spec is `spec`, over the dim of the gain."""
         return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
     def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
-        """Return x plus y with dropout `name`, and the norm of this sum."""
+        """Return the residual sum x + dropout(y), whose mask is called `name`, and the norm of this sum."""
         return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias, self.eps)
 
 
@@ -123,16 +127,18 @@ class Residual(Layer):
     original Transformer (`post_norm`)."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
+        """Construct the norm of the residual layer `name` in a stack whose activations have the Specs `shapes`."""
         self.name, self.config, self.shapes = name, c, shapes
         self.norm = Norm.of(f"{name}.norm", c)
 
     def enter(self, ops: Ops, x: Any) -> Any:
-        """Return what the layer reads of the stream x: its norm, or x itself in a post-norm model."""
+        """Return the layer's input for the residual stream x: the norm of x, or x itself in a post-norm model."""
         return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
 
     def leave(self, ops: Ops, x: Any, y: Any, following: Residual | None = None) -> Any:
-        """Add the layer's output y, with dropout, to the stream x; a post-norm model then normalises the sum. Return it
-        or, with a `following` layer, a pair: the stream, and the part of it that this layer reads (see `enter`)."""
+        """Add the layer's output y, with dropout, to the residual stream x; a post-norm model then normalises the sum.
+        Return the new stream or, with a `following` layer, a pair: the new stream, and its norm as the input of that
+        layer (see `enter`)."""
         name, stream, post = f"{self.name}.residual", self.shapes.stream, self.config.post_norm
         if following and not post:
             return following.norm.of_sum(ops, name, x, y, stream)
@@ -155,6 +161,10 @@ class Attention(Residual):
         window: int = 0,
         memory: StackSpecs | None = None,
     ):
+        """Construct the query, key, value and output Parameters of an attention layer called `name`. `shapes`: the
+        Specs of its own stack's activations; `causal`: True if a token sees only earlier ones; `window`: number of
+        latest tokens that it sees, 0 for all; `memory`: the Specs of the encoder's stack for cross-attention, None for
+        self-attention."""
         super().__init__(name, c, shapes)
         self.causal, self.window, self.cross, self.memory = causal, window, memory is not None, memory or shapes
         self.scale = c.attention_scale or 1 / sqrt(c.d_kv or c.d_model // c.heads)
@@ -186,9 +196,10 @@ class Attention(Residual):
         following: Residual | None = None,
     ) -> Any:
         """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
-        (key, value) of cross-attention, from `keys_and_values`, both None if a pass before had them; None for
-        self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention`. `entered`: the result of `enter`, if it
-        is known; `following`: see `leave`."""
+        (key, value) of cross-attention, from `keys_and_values`, both None if an earlier pass of generation has cached
+        them; None for self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention` (padding, first positions
+        of documents, relative bias). `entered`: the result of `enter`, if it has been computed already; `following`:
+        the next layer, see `leave`."""
         s, m = self.shapes, self.memory
         entered = self.enter(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
@@ -231,6 +242,7 @@ class FeedForward(Residual):
     """Feed-forward layer (a Residual layer): down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
+        """Construct the up, gate (of a gated activation) and down Parameters of a feed-forward layer called `name`."""
         super().__init__(name, c, shapes)
         self.function, gated = ACTIVATIONS[c.activation]
         names = ["up", "gate"] if gated else ["up"]
@@ -242,7 +254,7 @@ class FeedForward(Residual):
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None) -> Any:
-        """Apply the layer to the stream x. `entered`: the result of `enter`, if it is known."""
+        """Apply norm, feed-forward layer and residual connection to the stream x; `entered`: see `Attention`."""
         s = self.shapes
         entered = self.enter(ops, x) if entered is None else entered
         h = ops.project(entered, s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
@@ -257,6 +269,7 @@ class TransformerBlock(Layer):
     def __init__(
         self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None, window: int = 0
     ):
+        """Construct the block `name`, with cross-attention to a stack with the Specs `memory`, if given."""
         self.name = name
         self.attention = Attention(f"{name}.attention", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
@@ -280,6 +293,9 @@ class Stack(Layer):
     def __init__(
         self, prefix: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
     ):
+        """Construct the c.layers Transformer blocks of a stack, whose parameter names start with `prefix`. `shapes`:
+        the Specs of its activations; `causal`: True if a token sees only earlier ones; `memory`: the Specs of the
+        encoder's stack that the blocks attend to, None for a stack without cross-attention."""
         self.config, self.shapes, self.causal = c, shapes, causal
         table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
         self.relative = table if c.positions == "relative" else None
@@ -319,6 +335,7 @@ class Stack(Layer):
             together = blocks[i : i + every]
 
             def run(x: Any, bias: Any, *kv: Any, together: Sequence[TransformerBlock] = together) -> Any:
+                """Run the blocks `together` on the stream x; `kv`: keys and values of their cross-attention."""
                 for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
                     x = block(ops, x, pair, mask=mask, begins=begins, bias=bias, memory_mask=memory_mask)
                     x = ops.watch(block.name, x, s.stream)
@@ -330,6 +347,6 @@ class Stack(Layer):
 
 
 def window_of(c: ModelConfig, layer: int) -> int:
-    """Return a layer's attention window by its number; 0 for none, or one that hides nothing at the model's length."""
+    """Return the attention window of Transformer layer number `layer`, in tokens; 0 if it sees the whole sequence."""
     windowed = c.window < c.length and (not c.window_layers or layer in c.window_layers)
     return c.window if windowed else 0

@@ -43,6 +43,9 @@ class Branches(Layer):
         std: float,
         out_std: float | None = None,
     ):
+        """Construct the weights of a layer of parallel branches called `name`: one Parameter per projection into all
+        branches and, where they are joined by sum, one for the join. The arguments are those that the class describes;
+        `dim`: the dim that enumerates the branches."""
         assert dim in inner.dims and join in ("sum", "concatenate") and (projections or slices)
         self.name, self.source, self.slices, self.inner, self.out = name, source, slices, inner, out
         read = slices or source
@@ -63,9 +66,10 @@ class Branches(Layer):
         self.joining = [weight("output", "out", out, inner, joined)] if join == "sum" else []
 
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
-        """Project x [source] into the branches, apply `inside`, and join them into one activation [out]. `inside(ops,
-        *projected)` computes all branches of this rank at once, with any ops on tensors that have the branch dim; for
-        branches that differ only in their pointwise function see `pointwise_per_branch`."""
+        """Project x [source] into the branches, apply the function `inside` to them, and join them into one activation
+        [out]. `inside(ops, *projected)` computes all branches of this rank at once, with any ops on tensors that have
+        the branch dim; None: the branches are joined as they are. For branches that differ only in their pointwise
+        function see `pointwise_per_branch`."""
         read = self.slices or self.source
         if self.slices:
             x = ops.reshape(f"{self.name}.slices", x, self.source, self.slices)

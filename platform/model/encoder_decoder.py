@@ -21,6 +21,7 @@ class EncoderDecoder(Transformer):
     inputs = ("source", "tokens", "labels")
 
     def __init__(self, c: ModelConfig):
+        """Construct the encoder's and the decoder's embedding and stack, and the head, from the model configuration."""
         super().__init__(c)
         source, target = StackSpecs(c.source_length or None), StackSpecs()
         self.source = Embedding("encoder.", replace(c, within_documents=False), source, self.table)

@@ -22,6 +22,9 @@ class Embedding(Layer):
     ones are rows of a table too."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
+        """Construct the token, position and segment tables of a Transformer's embedding. `prefix`: start of the
+        parameter names; `shapes`: the Specs of its stack's activations; `table`: the token embedding, which stacks may
+        share."""
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
         dims, own = ("length", "d_model"), shapes.stream.sizes
         learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
@@ -33,8 +36,9 @@ class Embedding(Layer):
         self.norm = Norm.of(f"{prefix}embedding.norm", c) if c.embedding_norm else None
 
     def __call__(self, ops: Ops, tokens: Any, segments: Any = None, positions: Any = None) -> Any:
-        """Return the stream for the data tensors `tokens`, `segments`, the rows of the second table, and `positions` of
-        tokens within their documents."""
+        """Return the embedded stream [length, batch, d_model] of the data tensors `tokens`, `segments` (rows of the
+        segment table, None without one) and `positions` of tokens within their documents (None: within the
+        sequence)."""
         x = ops.lookup(self.name, self.table, tokens, self.spec)
         if self.position:
             x = ops.shift(x, self.spec, self.position)
@@ -49,8 +53,8 @@ class Embedding(Layer):
 
 
 def restarts(c: ModelConfig) -> bool:
-    """Return True if the positions that a model adds to its tokens count from the beginning of each document. Rotary
-    and relative ones are differences, which are the same wherever a document stands."""
+    """Return True if learned or sinusoidal positions of a model count from the beginning of each document. Rotary and
+    relative positions are differences, which are the same wherever a document stands."""
     return c.positions in ("learned", "sinusoidal") and c.within_documents
 
 
@@ -59,6 +63,7 @@ class Head(Layer):
     own, and the loss against labels. `transform` (BERT): a layer with activation and norm in front of the table."""
 
     def __init__(self, c: ModelConfig, shapes: StackSpecs, embedding: Parameter):
+        """Construct the head's table over vocab (`embedding` if model.tied), and its optional bias and transform."""
         self.config, self.spec = c, shapes.stream
         self.transform = HeadTransform(c, shapes) if c.head_transform else None
         self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
@@ -74,9 +79,11 @@ class Head(Layer):
         return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
 
     def logits(self, ops: Ops, x: Any) -> Any:
+        """Return the logits [length, batch, vocab] of the Transformer's last stream x [length, batch, d_model]."""
         return ops.project(x, self.spec, (self.table,), (LOGITS,), (self.bias,) if self.bias else ())[0]
 
     def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
+        """Return the summed loss of the Transformer's last stream x against the data tensor `labels`."""
         more = labels, self.config.label_smoothing, self.bias
         return ops.linear_cross_entropy("loss", x, self.spec, self.table, LOGITS, *more)
 
@@ -86,6 +93,7 @@ class HeadTransform(Layer):
     d_ff."""
 
     def __init__(self, c: ModelConfig, shapes: StackSpecs):
+        """Construct the weight [d_model, d_model], bias and norm of the transform in front of BERT's head."""
         self.spec, width = shapes.stream, (("d_ff", c.d_model),)
         self.inside = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, *width))
         self.function, gated = ACTIVATIONS[c.activation]
@@ -96,7 +104,7 @@ class HeadTransform(Layer):
         self.norm = Norm.of("head_transform.norm", c)
 
     def __call__(self, ops: Ops, x: Any) -> Any:
-        """Apply the transform to the stream x."""
+        """Apply BERT's head transform norm(f(x w + bias)) to the stream x [length, batch, d_model]."""
         (h,) = ops.project(x, self.spec, (self.weight,), (self.inside,), (self.bias,))
         h = ops.relayout("head_transform", ops.pointwise(self.function, h), self.inside, self.spec)
         return self.norm(ops, h, self.spec)
@@ -117,15 +125,18 @@ class Transformer(Layer):
     units: tuple[str, ...]
 
     def __init__(self, c: ModelConfig):
+        """Construct what all Transformers have: the sizes of their dims and the declaration of the token embedding."""
         self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
+        """Return the summed loss of a whole forward pass over the data tensors `inputs`, by name."""
         return self.part(ops, inputs, {}, self.units)["loss"]
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run the parts of the model named in `units`, one pipeline chunk, on `flow`, the activations by name from the
-        units before; return those for the units after. The head returns the `loss` if `inputs`, the data tensors by
-        name, have labels, else `logits` [length, batch, vocab] in its region's layout."""
+        """Run the parts of the Transformer named in `units`, one pipeline chunk, on `flow`, the activations (name ->
+        tensor) that the preceding units passed on; return those that the next units need. The head returns the `loss`
+        if `inputs`, the data tensors by name, have labels, else `logits` [length, batch, vocab] in the layout of the
+        logits."""
         raise NotImplementedError
 
 
@@ -137,6 +148,7 @@ class SingleStack(Transformer):
     causal: bool
 
     def __init__(self, c: ModelConfig):
+        """Construct the embedding, the stack of blocks and the head of a Transformer from the model configuration."""
         super().__init__(c)
         more = {"begins": c.within_documents, "positions": restarts(c), "segments": bool(c.segments)}
         self.inputs = (*Transformer.inputs, *(name for name, read in more.items() if read))

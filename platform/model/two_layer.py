@@ -25,12 +25,14 @@ class TwoLayer:
     inputs = ("tokens",)
 
     def __init__(self, c: ModelConfig):
+        """Construct the two weight matrices and the bias of the example model, with the sizes of its dims."""
         self.sizes = {"length": c.length, "io": c.io, "hidden": c.hidden, "vocab": c.vocab}
         self.w = Parameter("w", ("io", "hidden"), "in", std=1 / sqrt(c.io), decay=True)
         self.bias = Parameter("bias", ("hidden",), "in", "zeros")
         self.v = Parameter("v", ("hidden", "io"), "out", std=1 / sqrt(c.hidden), decay=True)
 
     def parameters(self) -> list[Parameter]:
+        """Return the example model's Parameters: first weight w, its bias, second weight v."""
         return [self.w, self.bias, self.v]
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
