@@ -134,7 +134,7 @@ class Transformer(Layer):
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
         """Run the parts of the Transformer named in `units`, one pipeline chunk, on `flow`, the activations (name ->
-        tensor) that the preceding units passed on; return those that the next units need. The head returns the `loss`
+        tensor) that the preceding units passed on; return the ones for the next units. The head returns the `loss`
         if `inputs`, the data tensors by name, have labels, else `logits` [length, batch, vocab] in the layout of the
         logits."""
         raise NotImplementedError
