@@ -77,11 +77,10 @@ def _evaluate(given: argparse.Namespace) -> int:
         raise ConfigError(wrong)
     from platform.cluster.generation.outputs import WholeFile
 
-    with ExitStack() as opened:
-        out = opened.enter_context(WholeFile(given.json, "--json")) if given.json else None
-        found = _measured_model(given, overrides)
-        if out:
-            out.write(json.dumps(found, indent=2) + "\n")
+    out = WholeFile(given.json, "--json") if given.json else None
+    found = _measured_model(given, overrides)
+    if out:
+        out.write(json.dumps(found, indent=2) + "\n")
     return 0
 
 

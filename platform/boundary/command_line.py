@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import print_refusals, print_while_read
+from platform.boundary.terminal import print_refusals, print_while_read, reader_left
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
 
@@ -80,9 +80,9 @@ def run_command(
         try:
             parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
             return refusing(lambda: run(parse(given)), subject or parser.command)
-        except BrokenPipeError:
-            raise
         except failures as error:
+            if isinstance(error, BrokenPipeError) and reader_left():
+                raise
             print_refusals(parser.command, [error])
             return FAILED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -81,13 +82,25 @@ class QuickExit:
 
 
 def print_while_read(command: Callable[[], int]) -> int:
-    """Run a command that only prints, and return its exit status: 0 also if its reader, such as `| head`, leaves."""
+    """Run a command that only prints, and return its exit status: 0 also if its reader, such as `| head`, leaves. A
+    pipe that breaks elsewhere is an error as any other."""
     try:
         return run_interruptible(command)
     except BrokenPipeError:
+        if not reader_left():
+            raise
         return 0
     finally:
         flush_streams()
+
+
+def reader_left() -> bool:
+    """Return True if nothing reads this process's standard output or standard error any more."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # no file stands behind it
+            poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 @contextmanager

@@ -141,16 +141,14 @@ def test_a_disk_that_fills_up(tmp_path):
         assert found[0] == "first" and set(found[1:]) == {"x" * 3000}
         (disk.path / "out").unlink()
         (disk.path / "table").write_text("before")
+        table = WholeFile(str(disk.path / "table"), "--json")
         with pytest.raises(ConfigError, match="--json=.*cannot be written: No space left"):
-            with WholeFile(str(disk.path / "table"), "--json") as table:
-                table.write("x" * 100_000)
+            table.write("x" * 100_000)
         assert os.listdir(disk.path) == ["table"] and (disk.path / "table").read_text() == "before"
 
 
 def test_a_device_is_written_to(capfd):
-    with WholeFile("/dev/stdout", "--json") as file:
-        file.write("{}\n")
+    WholeFile("/dev/stdout", "--json").write("{}\n")
     with pytest.raises(ConfigError, match="--json=/dev/full: cannot be written: No space left"):
-        with WholeFile("/dev/full", "--json") as file:
-            file.write("{}")
+        WholeFile("/dev/full", "--json").write("{}")
     assert sys.stdout

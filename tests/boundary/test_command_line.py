@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shlex
 import string
@@ -9,6 +10,7 @@ import string
 import pytest
 
 from platform import doctor, evaluate, generate, launch
+from platform.boundary.command_line import command_line, run_command
 from platform.checkpoint.__main__ import main as checkpoint
 from platform.data.__main__ import main as data
 from platform.jobs.__main__ import main as jobs
@@ -52,3 +54,19 @@ def test_what_is_no_argument_is_refused_in_a_line(name, capsys, monkeypatch, tmp
         assert 1 <= len(said) <= distinct and all(line.isprintable() for line in said), (words, said)
         assert all(": " in line and "Traceback" not in line and "usage" not in line for line in said), (words, said)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_pipe_that_breaks_elsewhere_is_a_failure_and_a_reader_that_leaves_is_none(capfd, monkeypatch):
+    def broken(_) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    parser = command_line("generate", None)
+    assert run_command(parser, broken, [], failures=(OSError,)) == 1  # of a worker, say: nothing was answered
+    assert capfd.readouterr().err == "generate: [Errno 32] Broken pipe\n"
+    with pytest.raises(BrokenPipeError):
+        run_command(parser, broken, [])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody_reads:
+        monkeypatch.setattr("sys.stdout", nobody_reads)
+        assert run_command(parser, lambda _: print("answer", flush=True), [], failures=(OSError,)) == 0

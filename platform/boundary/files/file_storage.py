@@ -1,7 +1,8 @@
 """Storages that files are kept on: a local or network file system, or any that fsspec supports.
 
-All access to foreign places goes through here: URLs' secrets are registered first, and what a client library raises
-becomes one line.
+Checkpoints, weights, caches and data are reached through here alone: a URL's secrets are registered when it is opened
+or searched, and what a client library raises becomes one line. (Tokenizers' few files are read by
+`platform.data.tokenizers.tokenizer_files`, from protocols that no checkpoint may have, too.)
 """
 
 from __future__ import annotations

@@ -74,12 +74,6 @@ class WholeFile:
             else:
                 replace_text(self._target, text)
 
-    def __enter__(self) -> WholeFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
 
 @contextmanager
 def _named(flag: str, path: str | Path) -> Iterator[None]:
