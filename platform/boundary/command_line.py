@@ -25,25 +25,25 @@ class CommandLine(argparse.ArgumentParser):
 
     @property
     def command(self) -> str:
-        """Return the name of the command, without its subcommand."""
+        """Return the name NAME of the command line `python -m platform.NAME`, without its subcommand."""
         return self.prog.removeprefix("python -m platform.").partition(" ")[0]
 
     def error(self, message: str) -> NoReturn:
-        """Print in one line why the arguments are refused, and end the process."""
+        """Print in one line on stderr why the command's arguments are refused, and end the process with status 2."""
         print_refusals(self.command, [f"{message}; {self.prog} --help says what it takes"])
         raise SystemExit(REFUSED)
 
 
 def command_line(name: str, description: str | None) -> CommandLine:
-    """Return a parser without arguments yet of `python -m platform.NAME`."""
+    """Return a parser, without arguments yet, of the command line `python -m platform.NAME`."""
     formatter = argparse.RawDescriptionHelpFormatter
     return CommandLine(prog=f"python -m platform.{name}", description=description, formatter_class=formatter)
 
 
 @contextmanager
 def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
-    """Give the arguments of a command (None: this process's). Within the context the secrets in their URLs are known,
-    no older ones are, and nothing prints one."""
+    """Yield the command-line arguments: `arguments`, or those given to this process if they are None. Within the
+    context the secrets in their URLs are registered, older ones are forgotten, and stdout and stderr print none."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     forget_secrets()
     register_url_secrets(given)
@@ -55,8 +55,7 @@ def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
 
 
 def refusing(run: Callable[[], int], subject: str) -> int:
-    """Run a part of a command and return its exit status: REFUSED for a ConfigError, which is printed in lines that
-    begin with `subject`."""
+    """Run a part of a command and return its exit status: 2 for a ConfigError, printed as "SUBJECT: violation"."""
     try:
         return run()
     except ConfigError as error:
@@ -72,9 +71,10 @@ def run_command(
     subject: str = "",
     failures: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Run a command with its parsed arguments and return its exit status, also when it ends early: by a signal, a
-    reader that leaves, a ConfigError (REFUSED), or one of `failures` (FAILED), printed in lines that begin with the
-    command's name. `subject`: begins the lines of a ConfigError instead."""
+    """Run a command with its parsed command-line arguments (`arguments`; None: this process's) and return its exit
+    status, also when it ends early: by a signal, a closed pipe at its output, a ConfigError (REFUSED, 2), or one of the
+    exceptions `failures` (FAILED, 1). Errors are printed on stderr in lines that begin with the command's name.
+    `subject`: beginning of the lines of a ConfigError instead."""
 
     def answer() -> int:
         try:

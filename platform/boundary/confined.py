@@ -47,7 +47,7 @@ class Limits(NamedTuple):
 
 
 def limits(memory: int, seconds: float, output: int) -> Limits:
-    """Return the limits of an answer that needs `memory` beside the parser's own; at most half the machine's memory."""
+    """Return one answer's limits for a child that parses foreign bytes: at most half the machine's memory."""
     itself = _ITSELF + _THREAD * (os.cpu_count() or 1)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Limits(min(itself + memory, max(itself, machine // 2)), int(seconds) + 1, output)
@@ -61,6 +61,8 @@ class Parser:
     """Child process that answers requests by the function `name`, "MODULE:FUNCTION"; of one thread at a time."""
 
     def __init__(self, name: str):
+        """Start the child process that parses foreign files by the function `name`, "MODULE:FUNCTION"; it gets none of
+        the secrets in this process's environment."""
         self.name = name
         environment = {key: os.environ[key] for key in _KEPT if key in os.environ} | _OWN
         self._process = subprocess.Popen(
@@ -76,12 +78,13 @@ class Parser:
 
     @property
     def usable(self) -> bool:
-        """Return True if this process has it, and it is alive as far as is known."""
+        """Return True if this process started the parser's child process and has not closed it."""
         return self.alive and self.owner == os.getpid()
 
     def ask(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None = None) -> bytes:
-        """Return the answer to a request. `read`: gives the parser parts of the file that it parses. Raises Malformed
-        if the parser refuses, or does not survive."""
+        """Return the child process's answer to a request to parse foreign bytes: `request`, plain data, and `body`, raw
+        bytes, within the limits `bounds`. `read`: function that supplies parts of the file to parse. Raises Malformed
+        if the parser refuses the file, dies, or exceeds a limit."""
         if not self.alive:
             raise Malformed("its parser has died")
         done = False
@@ -98,7 +101,9 @@ class Parser:
         return payload
 
     def _asked(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None) -> tuple[bytes, bytes]:
-        """Send a request, serve the child's reads of the file, and return the kind and payload of its reply."""
+        """Send a request to the parser's child process, serve its reads of the file by `read`, and return the kind
+        (DONE, REFUSED) and the payload of its reply. Raises Malformed for an answer longer than `bounds` allow, _Ended
+        if the child ends or takes too long."""
         head = json.dumps({**request, "memory": bounds.memory, "seconds": bounds.seconds}).encode()
         self._write(REQUEST.pack(len(head), len(body)) + head)
         self._write(body)
@@ -115,7 +120,7 @@ class Parser:
             return kind, self._read(size, until)
 
     def _write(self, data: bytes) -> None:
-        """Write all of `data` to the child process; raises _Ended if it has ended."""
+        """Write all of `data` to the parser's child process; raises _Ended if it has ended."""
         view = memoryview(data)
         try:
             while view:
@@ -124,7 +129,8 @@ class Parser:
             raise _Ended from None
 
     def _read(self, size: int, until: float) -> bytes:
-        """Read `size` bytes of what the child writes. Raises _Ended."""
+        """Read `size` bytes that the parser's child process writes. Raises _Ended if it has ended, or does not write
+        them by `until` (monotonic clock)."""
         found = bytearray()
         while len(found) < size:
             poll = select.poll()
@@ -138,7 +144,8 @@ class Parser:
         return bytes(found)
 
     def _cause(self, bounds: Limits) -> str:
-        """Return why the child has died, in words for the user."""
+        """Return why the child process that parsed a foreign file has died, as text for the user: its processor time,
+        or the signal or status that it ended by and its memory limit."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         code = self._process.poll()
@@ -148,7 +155,7 @@ class Parser:
         return f"its parser died ({by}); it may take {bounds.memory >> 20} MiB of memory"
 
     def close(self) -> None:
-        """End the child, at once."""
+        """Kill the parser's child process, and close the pipes to it."""
         self.alive = False
         if self.owner == os.getpid():
             self._process.kill()
@@ -158,6 +165,7 @@ class Parser:
             pipe.close()
 
     def __del__(self) -> None:
+        """Kill the parser's child process if it has not been closed."""
         if getattr(self, "alive", False):
             self.close()
 
@@ -168,33 +176,33 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def living_parsers() -> list[Parser]:
-    """Return the children of this process that are alive."""
+    """Return the parsers of foreign files whose child processes this process has started and not closed."""
     return [parser for parser in _all if parser.usable]
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close all parsers of this process."""
+    """Kill all child processes that parse foreign files, when this process exits."""
     for parser in living_parsers():
         parser.close()
     _idle.clear()
 
 
 def borrow(name: str) -> Parser:
-    """Return a child that runs the parser `name`: one that waits, or a new one. `give_back` takes it."""
+    """Return a child process with the parser `name`, "MODULE:FUNCTION", idle or new; `give_back` takes it."""
     waiting = _idle.setdefault(name, [])
     return waiting.pop() if waiting else Parser(name)
 
 
 def give_back(parser: Parser) -> None:
-    """Keep a child for the next file, if it is alive."""
+    """Keep a parser's child process idle for the next foreign file, if it is alive."""
     if parser.usable:
         _idle.setdefault(parser.name, []).append(parser)
 
 
 @contextmanager
 def parser_of(name: str) -> Iterator[Parser]:
-    """Give a child that runs the parser `name`, until the context ends."""
+    """Yield a child process with the parser `name`, "MODULE:FUNCTION", idle or new; keep it for the next file."""
     found = borrow(name)
     try:
         yield found

@@ -41,7 +41,8 @@ def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
-    """Return the bytes of a regular file. Raises Malformed if there are more than `most`."""
+    """Read a regular file from an untrusted source and return its bytes. Raises Malformed if there are more than
+    `most`, OSError if it cannot be read."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise Malformed(f"more than {most} bytes")
@@ -55,8 +56,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
 
 
 def half_character(text: str) -> str:
-    """Return where a text has half a surrogate pair, which UTF-8 cannot hold: from an escape in JSON, or from an
-    argument that is no UTF-8. "" for a text without."""
+    """Return where a foreign text has half a surrogate pair, "U+D800, ..."; "" if UTF-8 can hold all of it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -71,7 +71,7 @@ def one_line(raw: bytes | bytearray, most: int = 300) -> str:
 
 
 def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
-    """Parse a JSON text of at most `most` bytes and `values` values. Raises Malformed.
+    """Parse an untrusted JSON text of at most `most` bytes and `values` values into plain data. Raises Malformed.
 
     With `strict`, NaN, infinity and a key given twice are refused too.
     """
@@ -92,7 +92,7 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
 
 
 def _too_many(raw: bytes | bytearray, values: int) -> bool:
-    """Return True if a JSON text has more than `values` values, counted before parsing by , [ { outside strings."""
+    """Return True if an untrusted JSON text has more than `values` values, by the marks , [ { outside of strings."""
     if len(raw) <= values:
         return False
     marks = b",[{"
@@ -110,25 +110,26 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(names: Iterable[str]) -> str:
-    """Return, printable, the first name that occurs a second time."""
+    """Return the first key of a JSON or YAML map that occurs a second time, escaped for an error message."""
     seen: set[str] = set()
     return shown(next(name for name in names if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
 
 
 def _finite(text: str) -> float:
-    """Convert a number's text in JSON to a float. Raises Malformed if it is not finite."""
+    """Convert the text of a number in untrusted JSON to a float. Raises Malformed if it is not finite."""
     if not isfinite(number := float(text)):
         raise Malformed(f"{shown(text)} is too large a number")
     return number
 
 
 def _no_constant(name: str) -> Any:
+    """Raise Malformed for NaN or Infinity in untrusted JSON, where they are no numbers."""
     raise Malformed(f"{name} is no number of JSON")
 
 
 def from_yaml(raw: bytes, most: int = SMALL) -> Any:
-    """Parse a YAML text of at most `most` bytes into plain data. Raises Malformed, also for an alias or a key given
-    twice."""
+    """Parse an untrusted YAML text of at most `most` bytes into plain data. Raises Malformed, also for an alias or a
+    key given twice."""
     import yaml
 
     if len(raw) > most:
@@ -161,9 +162,10 @@ def from_yaml(raw: bytes, most: int = SMALL) -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of a JSON or YAML parser's error as printable text; its type if it has no text."""
     return one_line((str(error).splitlines() or [type(error).__name__])[0].encode(errors="replace"))
 
 
 def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
-    """Parse a JSON file of at most `most` bytes and `values` values, as `from_json`. Raises Malformed, OSError."""
+    """Parse an untrusted JSON file of at most `most` bytes and `values` values. Raises Malformed, OSError."""
     return from_json(read_bytes(path, most), most, values)

@@ -25,13 +25,13 @@ class Interrupted(BaseException):
     Exception."""
 
     def __init__(self, number: int):
+        """Construct the exception for a command that the signal `number` ends (SIGINT, SIGTERM): message and status."""
         super().__init__(f"stopped by {signal.Signals(number).name}; the same command does it anew")
         self.status = STATUS[signal.Signals(number)]
 
 
 def watch_imports() -> None:
-    """Let a signal end this process from now on in one line, if it is one of our commands: while it imports, nothing is
-    there to be tidied up."""
+    """Let SIGINT and SIGTERM end a command of the platform at once, in one line on stderr, while it imports."""
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     if module and module[0].removeprefix("platform.") in COMMANDS and module[0].startswith("platform."):
@@ -41,8 +41,9 @@ def watch_imports() -> None:
 
 
 def run_interruptible(command: Callable[[], int]) -> int:
-    """Run a command and return its exit status. A signal ends it as an exception does, so that it tidies up, and is
-    said in one line; a second one ends it at once."""
+    """Run a command and return its exit status. The first SIGINT or SIGTERM raises Interrupted in it, so that it tidies
+    up, and is reported in one line on stderr; a second one ends the process at once. Only the main thread handles
+    signals."""
     if threading.current_thread() is not threading.main_thread():
         return command()
     before = _handle(_raise)
@@ -56,15 +57,16 @@ def run_interruptible(command: Callable[[], int]) -> int:
 
 
 def end_handling(before: Mapping[int, Any]) -> None:
-    """Handle signals as `before` again: number -> handler. In a process that is a command they are ignored instead: it
-    has its exit status, which a late one would replace, such as Slurm's after GraceTime (Python itself gives them back
-    to the system in its last moments, which kills)."""
+    """Restore the signal handlers `before` (number -> handler); in a command, ignore these signals instead."""
+    # A command has its exit status, which a late signal would replace, such as Slurm's after GraceTime: Python itself
+    # gives the signals back to the system in its last moments, which kills.
     for number, handler in before.items():
         signal.signal(number, signal.SIG_IGN if _is_command else handler)
 
 
 def _handle(handler: Handler) -> dict[int, Any]:
-    """Handle the signals so, unless they are ignored, as under nohup; return how each was handled before."""
+    """Handle the signals that end a command (SIGINT, SIGTERM) by `handler`, unless they are ignored, as under nohup;
+    return signal number -> handler before, of the changed ones. A forked child handles them as the system does."""
     before: dict[int, Any] = {number: signal.getsignal(number) for number in STATUS}
     mine = os.getpid()
 
@@ -82,19 +84,20 @@ def _handle(handler: Handler) -> dict[int, Any]:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    """Print the interrupting signal and exit the process at once."""
+    """Print on stderr which signal interrupts a command, and exit the process at once with its status."""
     interrupted = Interrupted(number)
     _say(str(interrupted))
     os._exit(interrupted.status)
 
 
 def _raise(number: int, _: FrameType | None) -> None:
+    """Raise Interrupted in a command for its first signal, and let a second signal exit the process at once."""
     _handle(_leave)
     raise Interrupted(number)
 
 
 def _say(line: str) -> None:
-    """Print a line to stderr, safely in a signal handler."""
+    """Print a line to stderr, safely within the handler of a signal that ends a command."""
     try:
         os.write(2, f"{line}\n".encode())  # not print(), which the signal may have interrupted
     except OSError:

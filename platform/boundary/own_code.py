@@ -28,7 +28,7 @@ class _Hangs(BaseException):
 
 
 def said(error: BaseException) -> str:
-    """Return an error of the user's own code as one line, such as "ValueError: no"; it may not even be printable."""
+    """Return an exception of the user's own code as one line, such as "ValueError: no"; its text may itself fail."""
     name = type(error).__name__
     try:
         return " ".join(f"{name}: {error}".split())
@@ -37,7 +37,7 @@ def said(error: BaseException) -> str:
 
 
 def passes(error: BaseException) -> bool:
-    """Return True if an error is none of the user's code, though raised while that ran: a stop signal."""
+    """Return True if an exception raised while the user's own code ran is a stop signal, and no error of that code."""
     if isinstance(error, KeyboardInterrupt):  # of Ctrl-C, unless another handler takes note of that
         return signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return not isinstance(error, Exception | _Hangs) and type(error).__module__.startswith("platform.")
@@ -64,8 +64,8 @@ def own_code(what: str, unchanged: tuple[type[Exception], ...] = (), limit: floa
 
 @contextmanager
 def _alarm(what: str, limit: float) -> Iterator[None]:
-    """Raise _Hangs in the main thread once the context has lasted `limit` seconds; nothing where another alarm is
-    set."""
+    """Raise _Hangs in the user's own code, called `what`, once the context has lasted `limit` seconds, after warnings
+    that it still runs; do nothing outside of the main thread, or where another handler of SIGALRM is set."""
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     if not free or limit == inf:
         yield
@@ -95,4 +95,5 @@ def _place(error: BaseException) -> str:
 
 
 def _short(frame: FrameType) -> str:
+    """Return the file name, without folders, of a stack frame, for messages on where the user's own code runs."""
     return Path(frame.f_code.co_filename).name

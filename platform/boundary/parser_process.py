@@ -31,6 +31,7 @@ class AskedFile(io.RawIOBase):
     """File of `size` bytes whose content is asked of the process that holds it."""
 
     def __init__(self, read: Read, size: int):
+        """Construct a parser process's view of a file of `size` bytes; `read`: (offset, bytes) -> bytes there."""
         super().__init__()
         self._read, self._size, self._place = read, size, 0
 
@@ -55,7 +56,8 @@ class AskedFile(io.RawIOBase):
 
 
 def answer_requests(parser: str) -> None:
-    """Answer requests by the function `parser`, "MODULE:FUNCTION", until the standard input ends."""
+    """Run the child process of a parser of foreign bytes: answer the requests on standard input by the function
+    `parser`, "MODULE:FUNCTION", until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given, taken = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
@@ -84,7 +86,7 @@ def answer_requests(parser: str) -> None:
 
 
 def _exactly(stream: BinaryIO, size: int) -> bytes:
-    """Read `size` bytes. The process ends where the stream does."""
+    """Read `size` bytes of a request to a parser's child process; exit the process if the stream ends before."""
     found = stream.read(size)
     if len(found) < size:
         raise SystemExit(0)
@@ -92,14 +94,15 @@ def _exactly(stream: BinaryIO, size: int) -> bytes:
 
 
 def _limit(memory: int, seconds: int) -> None:
-    """Set the limits of the next answer: bytes of memory in all, and seconds of processor time from now on."""
+    """Limit this parser process in its next answer: bytes of memory in all, seconds of processor time from now on."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
 
 
 def _answered(answer: Answer, request: dict[str, Any], body: bytes, read: Read) -> tuple[bytes, bytes]:
-    """Return the kind of a reply, and what it carries: an answer, or the reason that there is none."""
+    """Return kind and payload of a parser process's reply: (DONE, the answer), or (REFUSED, the reason as UTF-8) for
+    any error that a foreign file makes the parser raise."""
     try:
         return DONE, answer(request, body, read)
     except SystemExit:

@@ -41,11 +41,13 @@ def redact(value: T) -> T:
 
 
 def _redact(text: str) -> str:
+    """Replace registered secrets, and the secrets of every URL, in a text."""
     text = _with_references(text)
     return _URL.sub(lambda m: bare_url(m[0]), text) if "://" in text else text
 
 
 def _with_references(text: str) -> str:
+    """Replace the registered secrets in a text by the text shown in their place, such as ${oc.env:NAME}."""
     return _pattern(tuple(_known.items())).sub(lambda m: _known.get(m[0], m[0]), text) if _known else text
 
 
@@ -96,7 +98,7 @@ def _is_reference(text: str) -> bool:
 
 
 def _first(characters: str, text: str) -> int:
-    """Return the index of the first of `characters` in a text; its length if there is none."""
+    """Return the index of the first of `characters` in a part of a URL; the length of that part if it has none."""
     return next((i for i, c in enumerate(text) if c in characters), len(text))
 
 
@@ -177,17 +179,21 @@ class Shield:
     """Text stream that redacts secrets in the text written to it, and passes it on to `stream`."""
 
     def __init__(self, stream: TextIO):
+        """Wrap the text stream `stream`, such as stdout, to redact the secrets in all that is written to it."""
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write a text with its secrets redacted to the wrapped stream; return the length of the text before."""
         self._stream.write(redact(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
+        """Write several texts with their secrets redacted to the wrapped stream."""
         for line in lines:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream whose output is redacted."""
         return getattr(self._stream, name)
 
 

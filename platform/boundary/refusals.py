@@ -17,13 +17,14 @@ class ConfigError(ValueError):
     each: key, value, constraint and the nearest legal values."""
 
     def __init__(self, violations: Sequence[str] | str):
+        """Construct the refusal of a user's mistakes from one line or several, each made printable."""
         given = [violations] if isinstance(violations, str) else violations
         self.violations = [one_refusal(v) for v in given]
         super().__init__("\n".join(self.violations))
 
 
 def behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then the one that it was raised from or while handling, and so on."""
+    """Yield an exception, then the one that it was raised from or while handling, and so on."""
     one: BaseException | None = error
     while one:
         yield one
@@ -31,9 +32,8 @@ def behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def refusal_in(error: BaseException) -> str:
-    """Return the lines of the refusal that an error is, or was raised from. Return "" if there is none, and for one of
-    what a disk or the network did, which may go well elsewhere."""
-    if any(isinstance(one, OSError) for one in behind(error)):
+    """Return the lines of the ConfigError that an exception is or was raised from; "" if none, or with an OSError."""
+    if any(isinstance(one, OSError) for one in behind(error)):  # a disk or the network may do well elsewhere
         return ""
     return next((str(one) for one in behind(error) if isinstance(one, ConfigError)), "")
 
@@ -48,7 +48,7 @@ def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) 
 
 
 def in_words(value: Any) -> str:
-    """Return a value as a user writes it."""
+    """Return a value of the configuration as a user writes it: true and false in lower case."""
     try:
         return str(value).lower() if isinstance(value, bool) else str(value)
     except (ValueError, RecursionError):  # integers of thousands of digits
@@ -56,7 +56,7 @@ def in_words(value: Any) -> str:
 
 
 def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
-    """Return the legal values, nearest to a refused `value` first: three integers, or all names by spelling."""
+    """Return a configuration key's legal values, nearest to a refused `value` first: three integers, or all names."""
     values = list(legal)
     if all(type(v) is int for v in (value, *values)):
         return sorted(values, key=lambda v: (abs(v - value), v))[:3]

@@ -28,11 +28,12 @@ class Malformed(ValueError):
     REASON"."""
 
     def __init__(self, reason: str, place: str = ""):
+        """Construct the error of foreign data: the `reason`, and the `place` in the data, such as `layers[3].name`."""
         super().__init__(f"{place}: {reason}" if place else reason)
         self.reason, self.place = reason, place
 
     def within(self, key: str | int) -> Malformed:
-        """Return this error with its place as seen from the map or list with the wrong part at `key`, name or index."""
+        """Return this error with its place as seen from the map or list whose part at `key` or index is wrong."""
         first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
         between = "." if self.place and not self.place.startswith("[") else ""
         return Malformed(self.reason, f"{first}{between}{self.place}")
@@ -45,7 +46,7 @@ class Span(NamedTuple):
     most: float
 
     def check(self, value: Any) -> None:
-        """Raise Malformed if the number `value` is outside these bounds, as NaN always is."""
+        """Raise Malformed if the number `value` in foreign data is outside these bounds, as NaN always is."""
         if not self.least <= value <= self.most:
             raise Malformed(f"{shown(value)} is not in {self.least} to {self.most}")
 
@@ -60,7 +61,7 @@ class Text(NamedTuple):
     what: str  # what a legal string is called in messages
 
     def check(self, value: str) -> None:
-        """Raise Malformed if the string `value` does not match the pattern."""
+        """Raise Malformed if the string `value` in foreign data does not match the pattern as a whole."""
         if not re.fullmatch(self.pattern, value):
             raise Malformed(f"{shown(value)} is not {self.what}")
 
@@ -72,7 +73,7 @@ class OneOf(NamedTuple):
     what: str
 
     def check(self, value: Any) -> None:
-        """Raise Malformed if `value` is not one of the legal values."""
+        """Raise Malformed if `value` in foreign data is not one of the legal values."""
         if value not in self.values:
             raise Malformed(f"unknown {self.what} {shown(value)}")
 
@@ -84,7 +85,7 @@ class Many(NamedTuple):
     most: int
 
     def check(self, value: Any) -> None:
-        """Raise Malformed if the list or map `value` has more or fewer entries than allowed."""
+        """Raise Malformed if the list or map `value` in foreign data has more or fewer entries than allowed."""
         if not self.least <= len(value) <= self.most:
             raise Malformed(f"has {len(value)} entries, not {self.least} to {self.most}")
 
@@ -102,7 +103,7 @@ class OpenMap(NamedTuple):
     needed: tuple[str, ...] = ()
 
     def check(self, value: dict[str, Any]) -> None:
-        """Raise Malformed if the map `value` lacks a needed key, or has a value of another type at a known one."""
+        """Raise Malformed if a map in foreign data lacks a needed key, or has another type of value at a known one."""
         for key in self.needed:
             if key not in value:
                 raise Malformed(f"lacks {key}")
@@ -118,9 +119,7 @@ def read(kind: Any, value: Any) -> Any:
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """Return the map that `read` turns into this dataclass, with its values as they are, without empty (false) fields
-    whose default_factory makes an empty value too; serves `json.dumps` as `default`. Raises TypeError for any other
-    value."""
+    """Return a dataclass as the map that `read` converts back, without empty defaults; `default` of json.dumps."""
     if is_dataclass(value) and not isinstance(value, type):
         found = ((field, getattr(value, field.name)) for field in fields(value))
         return {f.name: each for f, each in found if each or f.default_factory is MISSING or f.default_factory()}
@@ -160,7 +159,7 @@ def reader(kind: Any) -> Reader:
 
 
 def _number(value: Any) -> float:
-    """Return a finite or infinite number as a float; raises Malformed for any other value."""
+    """Return a number of foreign data as a float, infinite ones too; raises Malformed for any other value."""
     if type(value) is int and abs(value) <= LARGEST or type(value) is float and not isnan(value):
         return float(value)
     raise Malformed(f"{shown(value)} is no number")
@@ -170,14 +169,14 @@ Real = Annotated[float, By(lambda value: value if type(value) is float else _num
 
 
 def _integer(value: Any) -> int:
-    """Return an integer of 64 bits; raises Malformed for any other value."""
+    """Return an integer of 64 bits of foreign data; raises Malformed for any other value."""
     if type(value) is not int or abs(value) > LARGEST:
         raise Malformed(f"{shown(value)} is no integer" + (" of 64 bits" if type(value) is int else ""))
     return value
 
 
 def _string(value: Any) -> str:
-    """Return a text of bounded length and whole characters; raises Malformed for any other value."""
+    """Return a text of foreign data, of bounded length and whole characters; raises Malformed for any other value."""
     if type(value) is not str:
         raise Malformed(f"{shown(value)} is no text")
     if len(value) > LONGEST:
@@ -188,8 +187,8 @@ def _string(value: Any) -> str:
 
 
 def _exactly(kind: type, otherwise: str) -> Reader:
-    """Return the reader of values whose type is exactly `kind`; it raises Malformed for others, which it says are
-    `otherwise`."""
+    """Return the function that accepts foreign values whose type is exactly `kind`, and raises Malformed for others.
+    `otherwise`: words for these in the message, such as "not null"."""
 
     def read_exactly(value: Any) -> Any:
         if type(value) is not kind:
@@ -200,7 +199,7 @@ def _exactly(kind: type, otherwise: str) -> Reader:
 
 
 def _at(place: Any, read_part: Reader, part: Any) -> Any:
-    """Apply `read_part` to the part of a map or list at `place` (name or index), which a Malformed from it gets."""
+    """Apply `read_part` to the part of foreign data at `place` (key or index), and add `place` to its Malformed."""
     try:
         return read_part(part)
     except Malformed as error:
@@ -208,8 +207,8 @@ def _at(place: Any, read_part: Reader, part: Any) -> Any:
 
 
 def _any(value: Any, depth: int = 0) -> Any:
-    """Check plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts, numbers,
-    booleans and null, at most DEEPEST levels of maps and lists."""
+    """Check foreign plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts,
+    numbers, booleans and null, at most DEEPEST levels of maps and lists. Return it, or raise Malformed."""
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")
@@ -240,8 +239,8 @@ _PLAIN: dict[Any, Reader] = {
 
 
 def _bounded(base: Any, *bounds: Any) -> Reader:
-    """Return the reader of Annotated[base, *bounds]: reads as `base`, then lets each bound, such as Span(1, 9), check
-    the value."""
+    """Return the function that reads foreign data declared as Annotated[base, *bounds]: it reads as `base`, then lets
+    each bound, such as Span(1, 9), check the value."""
     if isinstance(bounds[0], By):
         return bounds[0].read
     inner = reader(base)
@@ -256,8 +255,8 @@ def _bounded(base: Any, *bounds: Any) -> Reader:
 
 
 def _either(kinds: tuple[Any, ...]) -> Reader:
-    """Return the reader of a Union: gives what the first of `kinds` that accepts a value makes of it; refuses for the
-    reason of the first kind."""
+    """Return the function that reads foreign data declared as a Union: it gives what the first of `kinds` that accepts
+    a value makes of it, and raises Malformed with the reason of the first kind if none does."""
     readers = [reader(kind) for kind in kinds]
 
     def read_either(value: Any) -> Any:
@@ -273,7 +272,7 @@ def _either(kinds: tuple[Any, ...]) -> Reader:
 
 
 def _map(key: Any, item: Any) -> Reader:
-    """Return the reader of dict[key, item] from a map."""
+    """Return the function that reads foreign data declared as dict[key, item] from a map, or raises Malformed."""
     read_key, read_item = reader(key), reader(item)
 
     def read_map(value: Any) -> dict[Any, Any]:
@@ -289,7 +288,8 @@ def _map(key: Any, item: Any) -> Reader:
 
 
 def _sequence(item: Any, kind: type) -> Reader:
-    """Return the reader of list[item] or tuple[item, ...] from a list; `kind` is list or tuple."""
+    """Return the function that reads foreign data declared as list[item] or tuple[item, ...] from a list, or raises
+    Malformed. `kind`: list or tuple."""
     read_item, span = reader(item), _span_of(item)
 
     def read_sequence(value: Any) -> Any:
@@ -303,7 +303,7 @@ def _sequence(item: Any, kind: type) -> Reader:
 
 
 def _span_of(item: Any) -> Span | None:
-    """Return which integers are legal as `item`; None if that is no type of integers, or no Span says it all."""
+    """Return the bounds on integers declared as `item`, int or Annotated[int, Span(1, 9)]; None for other types."""
     base, *bounds = get_args(item) if get_origin(item) is Annotated else (item,)
     if base is not int or not all(isinstance(bound, Span) for bound in bounds):
         return None
@@ -311,8 +311,9 @@ def _span_of(item: Any) -> Span | None:
 
 
 def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
-    """Return the reader of a tuple or NamedTuple from a list of the same length. `hints`: the declared type of each
-    entry, by its name or index; `made`: the function that makes the tuple of the list of converted entries."""
+    """Return the function that reads foreign data declared as a tuple or NamedTuple from a list of the same length, or
+    raises Malformed. `hints`: the declared type of each entry, by its name or index; `made`: the function that makes
+    the tuple of the list of converted entries."""
     names, readers = list(hints), [reader(hint) for hint in hints.values()]
 
     def read_row(value: Any) -> Any:
@@ -324,8 +325,8 @@ def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
 
 
 def _record(kind: Any) -> Reader:
-    """Return the reader of the dataclass `kind` from a map of its fields; it refuses unknown keys, and missing ones
-    without a default."""
+    """Return the function that reads foreign data declared as the dataclass `kind` from a map of its fields; it raises
+    Malformed for unknown keys, and for missing ones without a default."""
     hints = get_type_hints(kind, include_extras=True)
     readers = {field.name: reader(hints[field.name]) for field in fields(kind)}
     needed = [field.name for field in fields(kind) if _needed(field)]
@@ -343,4 +344,5 @@ def _record(kind: Any) -> Reader:
 
 
 def _needed(field: Field[Any]) -> bool:
+    """Return True if a dataclass field has no default, so that foreign data must have its key."""
     return field.default is MISSING and field.default_factory is MISSING

@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _open(url: str) -> tuple[Storage, list[str]]:
-    """Open the storage that the URL names or lies in; return it, and the directories of the checkpoints meant: the one
-    in the URL, else all in the storage, newest first. Raises Refused if there is none."""
+    """Open the storage of the checkpoint or checkpoints that the URL names; return it, and the names of their
+    directories: the one in the URL, else all in the storage, newest first. Raises Refused if there is none."""
     folder, name = catalogue.split_url(url)
     storage = open_storage(folder)
     if name:
@@ -162,6 +162,7 @@ def _import(given: argparse.Namespace) -> int:
 
 
 def _bytes(n: int) -> str:
+    """Return a size of a checkpoint as text, such as "1,024 bytes"."""
     return f"{n:,} bytes"
 
 

@@ -141,12 +141,13 @@ class ForeignTensor:
 
     @property
     def type(self) -> torch.dtype:
+        """Return the torch type of this tensor's elements in the safetensors file."""
         return _FROM_SAFETENSORS[self.dtype]
 
     def placed(self, name: str, begin: int, size: int) -> ForeignTensor:
-        """Return it with its offsets in a file of `size` bytes, whose data `begin` after the header. Raises Refused if
-        checkpoints cannot hold the element type of the tensor `name`, Malformed unless its offsets span exactly its
-        bytes and end within the file."""
+        """Return this entry of a safetensors header with its offsets counted in the whole file, of `size` bytes, whose
+        data `begin` after the header. Raises Refused if checkpoints cannot hold the element type of the tensor `name`,
+        Malformed unless its offsets span exactly its bytes and end within the file."""
         if self.dtype not in _FROM_SAFETENSORS:
             raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
         start, end = self.data_offsets
@@ -157,6 +158,7 @@ class ForeignTensor:
 
 
 def _meta(raw: bytes) -> Meta:
+    """Parse the JSON text of a checkpoint's metadata (`Meta`) in an exported file; raises Malformed, OtherFormat."""
     return Meta.read(documents.from_json(raw, LARGEST, VALUES))
 
 
@@ -228,9 +230,10 @@ def store_pieces(
     meta: Meta,
     carried: CarriedFiles | None = None,
 ) -> str:
-    """Make a checkpoint on `storage` of pieces from another format, a block file for each of `files`, with one piece in
-    memory at a time; return the checkpoint's directory. `shapes`: shapes of all tensors, by name; `carried`: files that
-    it carries. Partial files are deleted after a failure."""
+    """Make a checkpoint on `storage` of pieces of tensors from another format, a block file for each of `files` (its
+    pieces in order), with one piece in memory at a time; return the checkpoint's directory. `fetch`: function that
+    reads pieces into memory; `shapes`: shapes of all tensors, by name; `carried`: files that it carries. Partial files
+    are deleted after a failure."""
     with _directory(storage, meta.step) as directory:
         reports = [
             _write_pieces(storage, directory, number, pieces, fetch, shapes) for number, pieces in enumerate(files)
@@ -243,7 +246,8 @@ def store_pieces(
 
 @contextmanager
 def _directory(storage: Storage, step: int) -> Iterator[str]:
-    """Begin a checkpoint of a step, and give its directory; delete it if the block fails."""
+    """Begin a checkpoint of a step, and yield the name of its directory on the storage; delete it if the block
+    fails."""
     directory = begin(storage, step)
     try:
         yield directory
@@ -306,7 +310,7 @@ def _new_target(target: str) -> tuple[Storage, str]:
 
 
 def split_file(url: str) -> tuple[Storage, str]:
-    """Split the path or URL of a file in another format into its folder, as a storage, and its name in that."""
+    """Split the path or URL of a file of tensors, such as safetensors, into its folder's storage and its name."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
         return open_storage(folder, "target"), name

@@ -37,7 +37,7 @@ Blocks = dict[str, list[Block]]  # tensor -> a rank's own blocks of it, in order
 
 
 def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
-    """Return `messages` as they are: the all-to-all (`Exchange`) of a job of one process."""
+    """Return `messages` as they are: the all-to-all (`Exchange`) that restores a checkpoint in a single process."""
     return messages
 
 
@@ -79,8 +79,9 @@ def fill_blocks(
     exchange: Exchange = exchange_alone,
     budget: int = BUDGET,
 ) -> None:
-    """Fill this rank's `blocks` with the pieces `wanted`, which tile the tensors of `state` and are `fetch`ed once per
-    job, each by one rank; all ranks call it together. Further as `restore`."""
+    """Fill this rank's `blocks` of training state from pieces of global tensors; all ranks call it together. `wanted`:
+    pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks whose blocks
+    it overlaps. For the other parameters see `restore`. Raises one of FAILURES on every rank alike."""
     itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in wanted}
     placed = sum(box.size * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items())
     total = sum(piece.nbytes for piece in wanted)
@@ -101,7 +102,7 @@ def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str)
 
 
 def stored_fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
-    """Return what fetches stored blocks of a checkpoint, see `platform.checkpoint.storage.read.read_pieces`."""
+    """Return the function that reads stored blocks of the checkpoint in `directory` and verifies their SHA-256."""
 
     def fetch(wanted: Sequence[Piece[StoredBlock]], into: Sequence[Tensor]) -> None:
         read_pieces(storage, directory, wanted, [memory.numpy().data for memory in into])
@@ -110,7 +111,7 @@ def stored_fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
 
 
 def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
-    """Divide `pieces`, in order, into `count` stretches of about equal bytes; some may be empty."""
+    """Divide pieces of a checkpoint's tensors, in order, into `count` lists of about equal bytes; some may be empty."""
     total, at = sum(piece.nbytes for piece in pieces), 0
     out: list[list[Piece[S]]] = [[] for _ in range(count)]
     for piece in pieces:
@@ -120,8 +121,7 @@ def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
 
 
 def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
-    """Set to 0 the blocks of this rank that reach beyond their global tensor (a padded vocab), before they are filled:
-    padding is never stored. `state`: gives every tensor's shape without padding."""
+    """Set this rank's blocks that reach beyond their tensor (a padded vocab) to 0: checkpoints hold no padding."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
         if box.overlap(Box.whole(shapes[name])) != box:
@@ -202,8 +202,9 @@ def _messages(
 def _empty_messages(
     pieces: Sequence[Piece[S]], holders: Holders, rank: int, world_size: int
 ) -> tuple[list[Tensor], list[_Region]]:
-    """Allocate one message per receiving rank, and return the places of all parts in them; this rank sends itself no
-    message. Replicas get the same message."""
+    """Allocate one message (uint8) per receiving rank, for the parts of `pieces` in its blocks that it does not have,
+    and return the messages and the places of all parts in them; this rank sends itself no message. Ranks with the same
+    parts (replicas) get the same message."""
     parts: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
     for number, piece in enumerate(pieces):
         for held, ranks in holders.get(piece.name, ()):
@@ -224,8 +225,7 @@ def _empty_messages(
 
 
 def _own_memory(piece: Piece[S], mine: Blocks) -> Tensor | None:
-    """Return the memory of this rank's blocks (`mine`) that is the piece byte by byte, uint8 [bytes], or None: it lies
-    in several, or apart, or on a GPU, or is of another type."""
+    """Return memory of this rank's blocks to read a stored piece into as it is, uint8 [bytes]; None if none suits."""
     for _, outer, tensor in mine.get(piece.name, ()):
         if piece.box.overlap(outer) == piece.box:
             place = tensor.detach()[piece.box.within(outer)]
@@ -235,11 +235,12 @@ def _own_memory(piece: Piece[S], mine: Blocks) -> Tensor | None:
 
 
 def _header(status: int) -> Tensor:
+    """Return the 8 header bytes of a message of checkpoint pieces between ranks: 0, or 1 + the index of a failure."""
     return torch.tensor([status] + [0] * (HEADER_BYTES - 1), dtype=torch.uint8)
 
 
 def _raise_failures(received: Sequence[Tensor]) -> None:
-    """Raise the failure that the first failed one of the `received` messages reports, if any does."""
+    """Raise the error that the first failed rank reports in its message of checkpoint pieces, if any does."""
     for message in received:
         if status := int(message[0]):
             raise FAILURES[status - 1](bytes(message[HEADER_BYTES:].tolist()).decode())
@@ -261,7 +262,7 @@ def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: Blocks) -> None:
 
 
 def _place(piece: Piece[S], data: Tensor, mine: Blocks) -> None:
-    """Copy the bytes of a piece that this rank has fetched, uint8 [bytes], into its blocks."""
+    """Copy a stored piece of a tensor that this rank has fetched, uint8 [bytes], into its blocks (`mine`)."""
     whole = _values(data, piece.dtype, piece.box)
     for _, outer, tensor in mine.get(piece.name, ()):
         if part := piece.box.overlap(outer):
@@ -269,7 +270,7 @@ def _place(piece: Piece[S], data: Tensor, mine: Blocks) -> None:
 
 
 def _values(data: Tensor, dtype: str, box: Box) -> Tensor:
-    """Return bytes, uint8 [bytes], as the elements of a box of a global tensor."""
+    """Return the stored bytes of a block of a global tensor, uint8 [bytes], as its elements, in the shape of `box`."""
     if data.storage_offset() % DTYPES[dtype].itemsize:
         data = data.clone()  # view() needs an offset aligned to the type
     return data.view(DTYPES[dtype]).view(box.extent)

@@ -45,7 +45,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Parse a number of times. Raises ArgumentTypeError unless it is an integer from 0 on."""
+    """Parse a number in the job command line. Raises ArgumentTypeError unless it is an integer from 0 on."""
     if not re.fullmatch("[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"must be an integer from 0 on, not {text!a}")
     return int(text)
@@ -87,7 +87,7 @@ def _write(given: argparse.Namespace) -> int:
 
 
 def _print(lines: Iterable[str]) -> int:
-    """Print lines; return the exit status."""
+    """Print the lines of a job command; return its exit status, 0."""
     for line in lines:
         print_line(line)
     return DONE

@@ -29,14 +29,14 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _counted(text: str) -> int:
-    """Return the sum of the COUNTs in [gpu:][TYPE:]COUNT[(...)], separated by commas; 1 for a type without one."""
+    """Return the GPUs in Slurm's [gpu:][TYPE:]COUNT[(...)],...: the sum of the COUNTs, 1 for a type without one."""
     parts = re.sub(r"\([^)]*\)", "", text).split(",")
     ends = [part.rpartition(":")[2] for part in parts]
     return sum(int(end) if end.isdigit() else 1 for end in ends)
 
 
 def _listed(text: str) -> int:
-    """Return how many numbers a list such as 0,1,4-7 has."""
+    """Return how many GPUs a list of Slurm's such as 0,1,4-7 has."""
     ranges = [part.rpartition(":")[2].partition("-") for part in text.split(",")]
     return sum(int(last or first) - int(first) + 1 for first, _, last in ranges if first.isdigit())
 
@@ -92,7 +92,7 @@ def free_port(address: str) -> int:
 
 
 def answers(host: str, port: int) -> bool:
-    """Return True if something takes TCP connections there."""
+    """Return True if a process accepts TCP connections at `host` and `port`, such as Ray's head on a job's node."""
     with suppress(OSError):
         socket.create_connection((host, port), timeout=2.0).close()
         return True

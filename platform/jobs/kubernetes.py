@@ -75,7 +75,7 @@ def _check_launcher(run: PlannedRun) -> None:
 
 
 def _nodes(run: PlannedRun) -> str:
-    """Return the nodes of a job and their workers in words."""
+    """Return in words how many nodes a Kubernetes job has, and how many GPUs or workers each of them."""
     size = run.size
     what = count_of(size.workers, "GPU") if size.device == "cuda" else f"{count_of(size.workers, 'worker')} on CPUs"
     less = size.least < size.most and run.options.launcher == "ray"
@@ -84,7 +84,8 @@ def _nodes(run: PlannedRun) -> str:
 
 
 def _values(run: PlannedRun) -> dict[str, str | None]:
-    """Return what the places of the templates hold, each as YAML on one line; None for what this job does not have."""
+    """Return template place -> YAML on one line for the manifest of a Kubernetes job; None for a place that this job
+    does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     grace = max(120, size.margin + 60)
     seconds = job_seconds(o.time) if o.time else None
@@ -142,12 +143,13 @@ def _pod_arguments(run: PlannedRun, limit: list[str]) -> list[str]:
 
 
 def _run_dir(run: PlannedRun) -> str:
-    """Return the run directory, as the run's own arguments name it."""
+    """Return the run directory of a Kubernetes job, as the last argument run.dir=PATH of its run names it."""
     typed = next(word.partition("=")[2] for word in reversed(run.arguments) if word.startswith("run.dir="))
     return typed.strip("'\"")
 
 
 def _dollars(word: str) -> str:
+    """Return an argument of a pod with each $ doubled, so that Kubernetes expands no variable in it."""
     return word.replace("$", "$$")
 
 
@@ -166,26 +168,27 @@ def _variable(text: str) -> dict[str, Any]:
 
 
 def _labels(pairs: Sequence[str]) -> dict[str, str]:
-    """Return the labels KEY=VALUE as a mapping."""
+    """Return the node labels of a Kubernetes job, typed as KEY=VALUE, as a mapping."""
     return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def _toleration(taint: str) -> dict[str, str]:
+    """Return the Kubernetes toleration of a node's taint, typed as KEY or KEY=VALUE."""
     key, equals, value = taint.partition("=")
     return {"key": key, **({"operator": "Equal", "value": value} if equals else {"operator": "Exists"})}
 
 
 def _flowed(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return plain values as YAML on one line, None in place of an empty one."""
+    """Return values of a Kubernetes manifest by name as YAML on one line; None in place of an empty one."""
     return {name: None if value in (None, "", [], {}) else _flow(value) for name, value in values.items()}
 
 
 def _items(values: Sequence[Any]) -> str:
-    """Return a list as YAML, each value on a line of its own."""
+    """Return a list in a Kubernetes manifest as YAML, each value on a line of its own."""
     return "\n".join(f"- {_flow(value)}" for value in values)
 
 
 def _flow(value: Any) -> str:
-    """Return a plain value as YAML on one line."""
+    """Return a plain value in a Kubernetes manifest as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")

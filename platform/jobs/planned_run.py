@@ -114,7 +114,8 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
 
 
 def within(config: Config, mount: str) -> None:
-    """Raise ConfigError for paths of the run that do not lie below `mount`, where all pods see the same files."""
+    """Raise ConfigError unless the data and checkpoint paths of a job's run lie below `mount`, the volume that all pods
+    of its Kubernetes job share. URLs are allowed anywhere."""
     lines = [
         violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
         for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()
@@ -138,12 +139,12 @@ def fill(template: str, values: Mapping[str, str | None]) -> str:
 
 
 def as_typed(typed: Sequence[str]) -> str:
-    """Quote the words typed for a job, for the comment at the top of its file."""
+    """Quote the words typed for a job, as lines of the comment at the top of its script or manifest."""
     return folded(typed, " \\\n#         ", 84)
 
 
 def folded(words: Sequence[str], between: str = "\n", width: int = 100) -> str:
-    """Quote the words of a command for a shell, and join them to lines of about `width` characters by `between`."""
+    """Quote the words of a job's command for a shell; fold them into lines of about `width`, joined by `between`."""
     lines: list[str] = []
     for word in map(shlex.quote, words):
         if lines and len(lines[-1]) + len(word) < width:

@@ -121,10 +121,11 @@ class RayNode(leftovers.Marked):
 
     @property
     def _said(self) -> Path:
+        """Return the file of this node that gets the output of the command `ray start`."""
         return Path(self.directory, "ray.out")
 
     def said(self) -> str:
-        """Return the end of what Ray's command has said on this node."""
+        """Return the last lines that the command `ray start` has printed on this node."""
         return "\n".join(tail(self._said, _SAID_LINES))
 
     def keep_logs(self, run_dir: Path | None) -> None:

@@ -58,13 +58,14 @@ class DriverEnd:
 
     @property
     def costs(self) -> bool:
-        """Return True if going on after this end costs a retry."""
+        """Return True if starting the driver again after this end costs one of the job's retries."""
         return self.lost or (self.status == STOPPED and not self.advanced)
 
 
 def verdict(end: DriverEnd, spent: int, retries: int, elsewhere: bool) -> int | None:
-    """Return the status with which a job ends after this end of its driver, None if the same command starts again
-    here. `spent`: retries, this end's included; `elsewhere`: the scheduler starts a job again that ends with 75."""
+    """Return the exit status with which a job ends after this `end` of its driver; None if the same command is started
+    again at once. `spent`: retries spent, this end's included; `retries`: retries allowed; `elsewhere`: True if the
+    scheduler starts a job again that ends with status 75."""
     if end.asked == signal.SIGTERM or end.asked == signal.SIGINT:
         return DONE if end.status == DONE else TERMINATED
     if end.lost or end.status == STOPPED:

@@ -54,7 +54,7 @@ class JobSize:
 
 
 def workers_per_node(options: JobOptions, world_size: int) -> int:
-    """Return the workers of a node of a job that has `world_size`; 0 for one whose number of nodes decides that."""
+    """Return the workers on each node of a job: job.workers or, if 0, `world_size`, at most 8 (8 if it is 0)."""
     return options.workers or min(_PER_NODE, world_size or _PER_NODE)
 
 
@@ -96,14 +96,15 @@ def _state_of_a_worker(config: Config, plan: Plan) -> int:
 
 
 def _state(config: Config, plan: Plan) -> int:
-    """Return the bytes of a checkpoint: of all master copies and optimizer state, once."""
+    """Return the bytes of a job's checkpoint: all master copies and optimizer state, once."""
     return (plan.parameter_count + state_elements(plan, kept_numbers(config))) * plan.itemsize["master"]
 
 
 def _gib(nbytes: int) -> int:
-    """Return bytes rounded up to whole GiB."""
+    """Return a number of bytes of a job's node rounded up to whole GiB."""
     return _ceil(nbytes, GIB) * GIB
 
 
 def _ceil(count: int, by: int) -> int:
+    """Return `count` divided by `by`, rounded up: such as the nodes that a job's workers need."""
     return -(-count // by)

@@ -26,8 +26,8 @@ def slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:
 
 
 def _values(run: PlannedRun) -> dict[str, str | None]:
-    """Return what the places of the template hold, each as Slurm or bash reads it; None for what this job does not
-    have."""
+    """Return template place -> text for the sbatch script of a Slurm job, quoted as Slurm or bash reads it; None for a
+    place that this job does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     count = f"{o.gpu_type}:{size.workers}" if o.gpu_type else f"{size.workers}"
     typed = dict(word.partition("=")[::2] for word in run.arguments)  # as the job's own folder resolves them

@@ -66,13 +66,13 @@ class Driver(Protocol):
     """Driver of a run that was started: a process, or what stands for one."""
 
     def poll(self) -> int | None:
-        """Return its status, None while it runs."""
+        """Return the driver's exit status, None while it runs."""
 
     def send_signal(self, number: int, /) -> None:
-        """Send it a signal."""
+        """Send the driver the signal `number`."""
 
     def wait(self) -> int:
-        """Wait for its end; return its status, negative for the number of a signal."""
+        """Wait for the driver's end; return its exit status, negative for the number of a signal."""
 
 
 def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> Driver:
@@ -93,6 +93,8 @@ class Supervisor:
         pause: float = _PAUSE,
         start: Callable[[Sequence[str], Mapping[str, str]], Driver] = start_process,
     ):
+        """Construct the supervisor of a job from its options; `pause`: seconds before another driver, per spent
+        retry."""
         self._told, self._environment, self._pause, self._start = told, environment, pause, start
         self._end = None if told.time_limit is None else time.monotonic() + told.time_limit
         self._driver: Driver | None = None
@@ -190,7 +192,7 @@ class Supervisor:
         return self._told.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
-        """Return the argument by which a driver starts over, where the last was lost before its first checkpoint."""
+        """Return ["checkpoint.resume=never"] if the last driver was lost before its first checkpoint, else []."""
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.launch)
         return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
 
@@ -212,7 +214,7 @@ class Supervisor:
 
 
 def seen(read: Callable[[Path], _Seen], run_dir: Path, otherwise: _Seen) -> _Seen:
-    """Read what a run directory shows; return `otherwise` if its files cannot be read, which the driver reports."""
+    """Return what `read` finds in a job's run directory; `otherwise` if its files cannot be read."""
     try:
         return read(run_dir)
     except (OSError, Malformed):

@@ -44,8 +44,8 @@ class Branches(Layer):
         out_std: float | None = None,
     ):
         """Construct the weights of a layer of parallel branches called `name`: one Parameter per projection into all
-        branches and, where they are joined by sum, one for the join. The class describes the arguments;
-        `dim`: the dim that enumerates the branches."""
+        branches and, where they are joined by sum, one for the join. The class describes the arguments; `dim`: name of
+        the dim that enumerates the branches."""
         assert dim in inner.dims and join in ("sum", "concatenate") and (projections or slices)
         self.name, self.source, self.slices, self.inner, self.out = name, source, slices, inner, out
         read = slices or source

@@ -43,6 +43,7 @@ class Console:
     def __init__(
         self, stream: TextIO | None, *, total_steps: int, every: int, clock: Callable[[], float] = time.monotonic
     ):
+        """Configure the console of a run: a line every `every` steps of `total_steps` on `stream` (None: nothing)."""
         self._stream, self._total, self._every, self._clock = stream, total_steps, every, clock
         self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
         self._lines = 0
@@ -86,29 +87,30 @@ class Console:
             self._write(_ERASE)
 
     def _line(self, row: MetricsRow, left: str) -> None:
-        """Print the line of a step, and the header before every so many lines."""
+        """Print a step's metrics as an aligned console line, with the header every 25 lines; `left`: time left."""
         if self._lines % _HEADER_EVERY == 0:
             self.say("".join(f"{title:>{width}}" for title, width, _ in _COLUMNS))
         self._lines += 1
         self.say("".join(f"{text(row, left):>{width}}" for _, width, text in _COLUMNS))
 
     def _left(self, step: int) -> str:
-        """Return the time for the steps after `step` at the pace of recent ones, as text; "~" if it is unknown."""
+        """Return the time that a run still takes after `step`, at the pace of recent steps, as text; "~" if unknown."""
         (first, then), (last, now) = self._pace[0], self._pace[-1]
         return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 
     def _write(self, text: str) -> None:
+        """Write a text to the run's console with its secrets redacted."""
         terminal.write_text(self._stream, redact(text))
 
 
 def _some(scores: dict[str, float]) -> str:
-    """Return the first scores of tasks as text, and how many more there are."""
+    """Return the first scores of a run's evaluation tasks as text for the console, and how many more there are."""
     shown = "".join(f"  {name} {score:.4f}" for name, score in list(scores.items())[:_SCORES])
     return shown + (f"  and {len(scores) - _SCORES} more" if len(scores) > _SCORES else "")
 
 
 def _duration(seconds: float) -> str:
-    """Format seconds as days and hours, hours and minutes, or minutes and seconds."""
+    """Format the seconds left of a run as days and hours, hours and minutes, or minutes and seconds, such as 1m43s."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -21,13 +21,13 @@ class Service(Protocol):
     """Service outside of the run that is sent its numbers, and may fail without harm to it."""
 
     def step(self, row: MetricsRow) -> None:
-        """Take a committed step's row of metrics.jsonl."""
+        """Send a committed step's row of metrics.jsonl to this outside service, such as W&B."""
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Take numbers of the whole run, by name."""
+        """Send numbers of the whole run, by name, to this outside service, such as W&B."""
 
     def close(self, status: int) -> None:
-        """End the run there, with the launcher's exit status."""
+        """End the run at this outside service, such as W&B, with the launcher's exit status."""
 
 
 class RunMonitor:
@@ -35,6 +35,7 @@ class RunMonitor:
     called with each row."""
 
     def __init__(self, metrics: MetricsLog, console: Console, services: Mapping[str, Service], on_step: OnStep):
+        """Send a run's progress to the metrics file, the console, `services` by name, and `on_step` with each row."""
         self._metrics, self._console, self._services, self._on_step = metrics, console, dict(services), on_step
 
     def step(self, row: MetricsRow) -> None:
@@ -63,7 +64,7 @@ class RunMonitor:
         self._to_services(lambda service: service.close(status))
 
     def _to_services(self, action: Callable[[Service], None]) -> None:
-        """Perform `action` on every service; at its first error stop using one and say so: the run goes on."""
+        """Perform `action` on every outside service, such as W&B; at its first error, stop using one and say so."""
         for name, service in list(self._services.items()):
             try:
                 action(service)

@@ -16,21 +16,22 @@ class RayGauges:
     ray[default] is installed; the driver sets them. A gauge lasts as long as the driver."""
 
     def __init__(self, run: str):
+        """Prepare the Prometheus gauges of a run, labelled with `run`, the name of its directory."""
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
 
     def step(self, row: MetricsRow) -> None:
-        """Set the gauges to the values of a committed step's row; nothing once Ray is gone."""
+        """Set the Prometheus gauges to the values of a committed step's row of metrics; do nothing once Ray is gone."""
         self._set(for_wandb(row))
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Set the gauges of numbers of the whole run by name, of which W&B gets the same."""
+        """Set the Prometheus gauges of numbers of the whole run by name, which W&B gets too."""
         self._set({f"elastic/{key}": value for key, value in values.items() if isinstance(value, int | float)})
 
     def close(self, status: int) -> None:
-        """End with the driver: Ray forgets what an ended process has set."""
+        """End the Prometheus gauges with the driver: Ray forgets the metrics of an ended process."""
 
     def _set(self, values: dict[str, float]) -> None:
-        """Set the gauges to values by name, making new ones; do nothing once Ray is gone."""
+        """Set the Prometheus gauges to values by name, making new ones; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
 
@@ -43,7 +44,7 @@ class RayGauges:
 
 
 def gauge_name(name: str) -> str:
-    """Return the name of the gauge for a metric of that name on W&B.
+    """Return the name of the Prometheus gauge for a metric of that name on W&B.
 
     >>> gauge_name("comm/all_gather/data+t")
     'platform_comm_all_gather_data_t'

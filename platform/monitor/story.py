@@ -11,16 +11,17 @@ from platform.plan.language.numbers import count_of
 
 
 def _mesh(mesh: dict[str, int]) -> str:
-    """Format a mesh (axis -> size) as text, without the axes of size 1."""
+    """Format a mesh (axis -> size) for the story of a run, without the axes of size 1."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "1"
 
 
 def _on(node: str) -> str:
-    """Return " on HOST", without Ray's own id of a node; "" for none."""
+    """Return " on HOST" for the story of a run, of a node in its journal, without Ray's own id; "" for none."""
     return f" on {host}" if (host := node.partition("/")[0]) else ""
 
 
 def _last_line(text: str) -> str:
+    """Return the last line of a failure's cause in the journal, for the story of a run."""
     return text.strip().rpartition("\n")[2]
 
 

@@ -51,6 +51,7 @@ class Timeline:
     def __init__(
         self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
     ):
+        """Prepare the timeline of a run under pipeline `schedules`, for ranks of these `names` and `stages`."""
         self._schedules, self._names, self._stages = schedules, names, stages
         self._actions = [{str(a): a for row in of_stage for a in row} for of_stage in rows]  # per stage: by name
         self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
@@ -77,11 +78,11 @@ class Timeline:
         (directory / "timeline.svg").write_text(self._picture())
 
     def _ran(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
-        """Return, per rank, the schedule's actions among its sections of one step, with their times."""
+        """Return, per rank, the pipeline schedule's actions that were measured in one step, with their times."""
         return [executed(s, self._actions[s], own.sections) for s, own in zip(self._stages, ranks, strict=True)]
 
     def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
-        """Simulate a step's schedule with the mean time of each kind of action; `ran`: measured actions per rank."""
+        """Simulate a step's pipeline schedule with each action kind's measured mean time; `ran`: actions per rank."""
         microbatches = 1 + max(event.action.microbatch for events in ran for event in events)
         schedule = next(s for s in self._schedules if s.microbatches == microbatches)
         seconds: dict[Kind, list[float]] = defaultdict(list)
@@ -125,7 +126,8 @@ class Timeline:
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
     def _events(self, rank: int, step: int, own: RankRecord) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
-        """Yield what a rank did in a step as (thread, start, end, what else a trace event has)."""
+        """Yield the sections, spans and collectives of a rank's step as (thread, start, end, further fields of a trace
+        event)."""
         actions = self._actions[self._stages[rank]]
         for name, start, end in own.sections:
             if action := actions.get(name):
@@ -144,12 +146,12 @@ class Timeline:
 
 
 def _thread(number: int) -> dict[str, str]:
-    """Return the name of a thread of a rank's trace, as the arguments of an event."""
+    """Return the name of a thread in the timeline's trace, as the arguments of a trace event."""
     return {"name": ("actions", MODEL, COMMUNICATION)[number] if number < 3 else f"{COMMUNICATION} {number - 1}"}
 
 
 def lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """Divide collectives, ordered by launch, into the fewest lanes in which none overlap."""
+    """Divide a rank's collectives, ordered by launch, into the fewest rows of the timeline in which none overlap."""
     found: list[list[Collective]] = []
     for flight in collectives:
         free = next((lane for lane in found if lane[-1][-1] <= flight[4]), None)
@@ -160,8 +162,9 @@ def lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
-    """Yield the rows of a picture beneath the actions of a rank: what it computed, by spans of the model if these are
-    known, up to the end of the step; and its collectives, with the wait for each. `zero`: when the picture begins."""
+    """Yield the rows of the timeline's picture beneath the actions of a rank, (name, bars): its computation, by spans
+    of the model if these are known, up to the end of the step; and its collectives, with the wait for each. `zero`: the
+    picture's begin, seconds since the step's barrier."""
 
     def bar(kind: str, start: float, end: float, label: str, text: str) -> Bar:
         return Bar(kind, max(start - zero, 0.0), max(end - zero, 0.0), label, text)
@@ -200,4 +203,5 @@ def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
 
 
 def _category(action: Action) -> str:
+    """Return the category of a pipeline action in the timeline's trace: compute, send or receive."""
     return "compute" if action.kind in COMPUTE else "send" if action.kind in SENDS else "receive"

@@ -40,6 +40,7 @@ class Adafactor(torch.optim.Optimizer):
     factors: SumsOverRanks
 
     def __init__(self, groups: list[dict[str, Any]], o: Optimizer):
+        """Construct Adafactor for the parameter `groups`, with lr and its other settings from config.optimizer `o`."""
         super().__init__(groups, {"lr": o.lr, "weight_decay": 0.0})
         self._o = o
 
@@ -64,13 +65,13 @@ class Adafactor(torch.optim.Optimizer):
             self._apply(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
 
     def _sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
-        """Return the squares of this rank's part of a gradient by row and by column; () if it is no matrix."""
+        """Return the sums by row and by column of this rank's squared gradient of a matrix; () for other parameters."""
         assert w.grad is not None, "every part has a gradient"
         return self.factors.sides(name, w.grad) if self.factors.shape(name) else ()
 
     def _begin(self, w: Tensor, shape: tuple[int, int] | None) -> dict[str, Any]:
-        """Return the state of a parameter, made by its first update; `shape`: rows and columns of a matrix, None for
-        other parameters."""
+        """Return the optimizer state of a parameter, which its first Adafactor update creates; `shape`: rows and
+        columns of a matrix, None for other parameters."""
         state = self.state[w]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)
@@ -81,8 +82,9 @@ class Adafactor(torch.optim.Optimizer):
         return state
 
     def _divide(self, name: str, w: Tensor, sides: Sequence[Tensor]) -> Tensor:
-        """Take the squares of a gradient into its second moments, and divide it by their root, in place; return the sum
-        of its squares."""
+        """Add the squares of a gradient to Adafactor's running second moments, and divide the gradient by their root,
+        in place; return the sum of squares of the divided gradient. `sides`: sums of squares by row and by column, over
+        all ranks (empty if `name` is no matrix)."""
         gradient, shape = w.grad, self.factors.shape(name)
         assert gradient is not None, "every part has a gradient"
         state, eps = self._begin(w, shape), self._o.eps
@@ -98,7 +100,9 @@ class Adafactor(torch.optim.Optimizer):
         return _square(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))
 
     def _apply(self, w: Tensor, group: Mapping[str, Any], elements: int, weights: Tensor, update: Tensor) -> None:
-        """Update a parameter by its divided gradient, clipped. `weights`, `update`: sums of squares of the whole."""
+        """Update a parameter by its gradient, as `_divide` has left it, clipped to a root mean square. `elements`: size
+        of the whole parameter over all ranks; `weights`, `update`: sums of squares of its weights and of its divided
+        gradient."""
         o, lr, step = self._o, group["lr"], self.state[w]["step"]
         assert w.grad is not None, "every part has a gradient"
         scale = (weights / elements).sqrt().clamp(min=o.least_scale) if o.scale_by_weight else torch.ones_like(weights)
@@ -109,5 +113,5 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _square(x: Tensor) -> Tensor:
-    """Return the sum of the squares of x, as one element."""
+    """Return the sum of the squares of a gradient or weight x, as a tensor of one element, for Adafactor."""
     return torch.linalg.vector_norm(x).square().view(1)

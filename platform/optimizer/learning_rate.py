@@ -11,26 +11,28 @@ from platform.plan.language.numbers import count_of
 
 
 def _progress(o: Optimizer, step: int, steps: int) -> float:
-    """Return which part of the updates after warm-up is done with update `step`: 1 at the end and beyond."""
+    """Return the fraction of the learning-rate schedule after warm-up that is done at update `step`, at most 1."""
     return min((step - o.warmup_steps) / max(1, steps - o.warmup_steps), 1.0)
 
 
 def _fall(o: Optimizer, progress: float) -> float:
+    """Return the share of the peak learning rate on a line from 1 to min_lr, at `progress` from 0 to 1."""
     return o.min_lr + (1 - o.min_lr) * (1 - progress)
 
 
 def _cosine_fall(o: Optimizer, progress: float) -> float:
+    """Return the share of the peak learning rate on a half cosine from 1 to min_lr, at `progress` from 0 to 1."""
     return o.min_lr + (1 - o.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _cosine_restarts(o: Optimizer, step: int, steps: int) -> float:
-    """Return the share of the peak along `optimizer.cycles` cosines, each of which ends at its last update."""
+    """Return the share of the peak learning rate along `optimizer.cycles` cosines, each ending at its last update."""
     progress = _progress(o, step, steps) * o.cycles
     return _cosine_fall(o, progress - max(0, math.ceil(progress) - 1))
 
 
 def _wsd(o: Optimizer, step: int, steps: int) -> float:
-    """Return the share of the peak: all of it until the last `optimizer.decay_steps` updates, after warm-up."""
+    """Return the share of the peak learning rate under warm-up, stable, decay: 1, then a linear fall to min_lr."""
     fall = min(o.decay_steps or math.ceil(steps / 10), max(1, steps - o.warmup_steps))
     return _fall(o, min(max(0.0, (step - (steps - fall)) / fall), 1.0))
 
@@ -69,7 +71,7 @@ def learning_rate(o: Optimizer, step: int, steps: int) -> float:
 
 
 def short_of_peak(o: Optimizer, steps: int) -> str:
-    """Return a line for the user if a run of `steps` updates ends in warm-up, short of optimizer.lr; else ""."""
+    """Return a warning line if a run of `steps` updates ends in warm-up, below the peak learning rate; else ""."""
     if o.warmup_steps <= steps or not steps:
         return ""
     most = o.lr * steps / o.warmup_steps

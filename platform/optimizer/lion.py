@@ -14,6 +14,7 @@ class Lion(torch.optim.Optimizer):
     `betas`: the momentum's share in that mean, and its decay rate."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]):
+        """Construct Lion for the parameter `groups`; `betas`: the momentum's share in an update, and its decay rate."""
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()

@@ -43,6 +43,7 @@ class Muon(torch.optim.AdamW):
     matrices: WholeMatrices
 
     def __init__(self, groups: list[dict[str, Any]], o: Optimizer):
+        """Construct Muon for the parameter `groups` (key `matrix`: True for matrices) by config.optimizer `o`."""
         super().__init__(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
         self._o = o
 
@@ -61,13 +62,14 @@ class Muon(torch.optim.AdamW):
             self._update(of_matrices)
 
     def _update(self, groups: list[dict[str, Any]]) -> None:
-        """Update the matrices of groups."""
+        """Update the matrices of the parameter `groups` by their orthogonalised momentum, gathered from all ranks one
+        by one."""
         o = self._o
         homes = {name: (w, group) for group in groups for name, w in zip(group["names"], group["params"], strict=True)}
         parts = {name: self._momentum(w) for name, (w, _) in homes.items()}
 
         def made(whole: Tensor) -> Tensor:
-            """Iterate in bf16 where the model is computed in half precision, as the reference does."""
+            """Compute the orthogonal update of one whole matrix: in bf16 if the model is in half precision."""
             x = whole.bfloat16() if self.matrices.half else whole
             return orthogonal(x, o.newton_schulz).to(whole.dtype)
 
@@ -90,8 +92,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
-    """Return a matrix with the singular vectors of `matrix`, and singular values near 1, by the iteration of Newton and
-    Schulz: in its own type."""
+    """Return Muon's orthogonal update: a matrix with the singular vectors of `matrix` and singular values near 1, of
+    the same type, after so many `iterations` of Newton and Schulz."""
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=EPS)

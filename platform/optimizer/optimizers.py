@@ -52,21 +52,21 @@ def _sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
 
 
 def _lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make a Lion of parameter groups."""
+    """Make the Lion optimizer of parameter groups, by config.optimizer `o`."""
     from platform.optimizer.lion import Lion
 
     return Lion(groups, o.lr, (o.betas[0], o.betas[1]))
 
 
 def _muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make a Muon of parameter groups, of which those with `matrix` are whole matrices' parts."""
+    """Make the Muon optimizer of parameter groups; groups with `matrix` set hold parts of whole matrices."""
     from platform.optimizer.muon import Muon
 
     return Muon(groups, o)
 
 
 def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make an Adafactor of parameter groups."""
+    """Make the Adafactor optimizer of parameter groups, by config.optimizer `o`."""
     from platform.optimizer.adafactor import Adafactor
 
     return Adafactor(groups, o)
@@ -89,13 +89,13 @@ AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
 def kept_numbers(config: Config) -> int:
-    """Return how many numbers a run keeps per element of a trained parameter: its moments, and any average."""
+    """Return the numbers of optimizer state per trained element: moments, and one more for averaged weights."""
     moments = OPTIMIZERS[config.optimizer.kind].moments
     return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
 
 
 def make_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make the configured optimizer of parameter groups."""
+    """Make the torch optimizer that config.optimizer `o` names, of parameter groups."""
     made: torch.optim.Optimizer = with_settings(OPTIMIZERS[o.kind].make, "optimizer.kind", o.kind, o.settings)(
         groups, o
     )
@@ -161,7 +161,7 @@ def keeps_groups(o: Optimizer) -> bool:
 
 
 def preload_imports(o: Optimizer) -> None:
-    """Take a dummy optimizer step: a spare then makes torch's imports (most of a second) before a run needs it."""
+    """Take a dummy optimizer step, so that a spare worker has made torch's slow imports before a run needs it."""
     import torch
 
     state_of(o, torch.float32, torch.device("cpu"))
@@ -176,9 +176,9 @@ def register_optimizer(
 ) -> None:
     """Register an optimizer as `optimizer.kind=NAME`; `make` and `moments` as in `OptimizerKind`. `needs`: `element` if
     it updates every element by itself, `tensor` if it must see every tensor whole, `matrix` if only tensors of two or
-    more dims; found by trying (`find_need`) if None. A plan that would split what it needs whole is refused.
+    more dims; found by trying (`find_need`) if None. A plan that would split a tensor that it needs whole is refused.
     `settings`: a dataclass of optimizer.settings, which `make` gets as `settings`. Raises ValueError for any other
-    word."""
+    value of `needs`."""
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
     admit("optimizer.kind", name, settings, make)

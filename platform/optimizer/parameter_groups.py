@@ -14,7 +14,7 @@ from platform.plan.language.ops import Parameter
 
 
 def factors_of(o: Optimizer, name: str) -> tuple[float, float]:
-    """Return the factors on (learning rate, weight decay) of the first of optimizer.groups to match all of `name`."""
+    """Return a parameter's factors on (learning rate, weight decay): of the first matching optimizer.groups, else 1."""
     found = next((group for group in o.groups if re.fullmatch(group["match"], name)), {})
     return found.get("lr", 1.0), found.get("weight_decay", 1.0)
 
@@ -22,8 +22,9 @@ def factors_of(o: Optimizer, name: str) -> tuple[float, float]:
 def group_parameters(
     o: Optimizer, parameters: Iterable[Parameter], owned: Mapping[str, Any], matrices: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer, none of them empty: `params` and their `names`, `weight_decay`,
-    `lr_factor` and whether each is a `matrix`. `owned`: name -> tensor to update."""
+    """Return the parameter groups that an optimizer is made of, as torch has them, none empty: dicts of `params`, their
+    `names`, `weight_decay`, `lr_factor` and `matrix` (True for Muon's matrices). `owned`: name -> tensor to update;
+    `matrices`: names of the parameters that Muon updates as whole matrices."""
     found: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in sorted((p for p in parameters if p.name in owned), key=lambda p: not p.decay):
         lr, decay = factors_of(o, p.name)
@@ -50,12 +51,13 @@ def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
 
 
 def find_factored(plan: Plan) -> list[str]:
-    """Return the names of the trained matrices and tables, for which Adafactor keeps moments per row and column."""
+    """Return the names of trained matrices that decay, whose second moments Adafactor keeps by row and column."""
     return [p.name for p in plan.parameters if len(p.dims) > 1 and p.decay and p.name not in plan.frozen]
 
 
 def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a refusal line for each pattern of the optimizer's keys that matches no parameter of the plan."""
+    """Yield a refusal line for each pattern in optimizer.groups that matches no parameter of the plan, for groups that
+    the optimizer does not keep, and for Adafactor or Muon without a matrix to train."""
     o, names = config.optimizer, [p.name for p in plan.parameters]
     for i, group in enumerate(o.groups):
         if not any(re.fullmatch(group["match"], name) for name in names):

@@ -26,17 +26,18 @@ class Update:
 
     @property
     def itemsize(self) -> int:
+        """Return the bytes per element of the master copies that the optimizer updates."""
         return self.plan.itemsize["master"]
 
     @property
     def largest(self) -> int:
-        """Return the bytes of the largest part of a parameter."""
+        """Return the bytes of the largest part of a parameter that the worker's optimizer update changes."""
         return self.itemsize * max((n for n, _ in self.parts.values()), default=0)
 
 
 def scratch_of_sgd(o: Optimizer, update: Update) -> int:
-    """Return the bytes of the sums of gradients and decayed weights: on a GPU of all parameters at once. On a CPU one
-    parameter comes after another, and Nesterov's momentum makes a sum too."""
+    """Return the bytes of temporary memory of one SGD update: sums of gradient and decayed weights. On a GPU of all
+    parameters that decay at once; on a CPU of the one that needs most, with a further sum for Nesterov's momentum."""
     decayed = [n for n, decays in update.parts.values() if decays]
     if update.device == "cuda":
         return update.itemsize * sum(decayed)
@@ -44,8 +45,9 @@ def scratch_of_sgd(o: Optimizer, update: Update) -> int:
 
 
 def scratch_of_muon(o: Optimizer, update: Update) -> int:
-    """Return the bytes that Muon takes: Nesterov's sums of all matrices at once, if it is used, and the most that a
-    bucket takes: its joined blocks, and its shard or the iteration of its largest matrix."""
+    """Return the bytes of temporary memory of one Muon update: Nesterov's sums of all matrices at once, if used, plus
+    the most that one bucket needs: its gathered buffer and the larger of its shard (0 if not sharded) and the
+    Newton-Schulz iteration of its largest matrix."""
     plan, wide = update.plan, update.itemsize
     ahead = sum(n for name, (n, _) in update.parts.items() if name in plan.matrices) if o.nesterov else 0
     most = 0
@@ -59,8 +61,8 @@ def scratch_of_muon(o: Optimizer, update: Update) -> int:
 
 
 def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
-    """Return the bytes of the second moments of the parameter that takes most, made of its rows and columns for its
-    update, and of the sums over ranks for all parameters."""
+    """Return the bytes of temporary memory of one Adafactor update: the second moments of the largest parameter,
+    rebuilt from its rows and columns, and the sums over ranks for all parameters."""
     plan = update.plan
     if not plan.factored:
         return update.largest
@@ -69,7 +71,8 @@ def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
 
 
 def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
-    """Return the bytes at the peak of making one matrix orthogonal, from its block on (`muon.orthogonal`)."""
+    """Return the bytes at the peak while Muon makes one parameter matrix orthogonal (`muon.orthogonal`), gathering it
+    included. `wide`: bytes per element of master copies."""
     sizes = plan.planner.sizes_of(p)
     rows, columns = matrix_shape(p.role, [sizes[d] for d in p.dims])
     n, square = rows * columns, min(rows, columns) ** 2
@@ -82,8 +85,8 @@ def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
 
 
 def parts_of(plan: Plan, at: Mapping[str, int], decays: Mapping[str, bool]) -> Iterator[tuple[str, tuple[int, bool]]]:
-    """Yield the parameters that the worker at mesh coordinates `at` updates, as `Update.parts` holds them; `decays`:
-    name -> True if its weights decay."""
+    """Yield (name, (elements, True if its weights decay)) for each parameter of which the worker at mesh coordinates
+    `at` updates a part: the entries of `Update.parts`. `decays`: name -> True if the optimizer decays its weights."""
     for p in plan.at(at["stage"]).parameters:
         if p.name not in plan.frozen and plan.present(p, at):
             start, stop = plan.shard_range(p, at)

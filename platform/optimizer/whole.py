@@ -38,10 +38,10 @@ def split_violations(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _split(plan: Plan, p: Parameter) -> bool:
-    """Return True if a rank's master copy of the parameter is not the whole tensor."""
+    """Return True if a rank's master copy of the parameter is only a part, not whole as the optimizer needs it."""
     return plan.shards > 1 or plan.local_shape(p) != plan.global_shape(p)
 
 
 def _axes(plan: Plan, p: Parameter) -> list[str]:
-    """Return the axes of more than one rank that split the parameter's master copy."""
+    """Return the mesh axes of more than one rank that split the parameter which the optimizer needs whole."""
     return [a for a in plan.split_over(p) if plan.mesh.extent((a,)) > 1]

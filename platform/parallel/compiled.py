@@ -70,8 +70,8 @@ def may_compile(choice: str, device: str) -> bool:
 
 @cache
 def _lacking(device: str) -> str:
-    """Return what keeps this process from compiling for the `device`, in a line, "" if nothing does: a tiny function is
-    compiled, once. Takes seconds, as it imports torch's compiler."""
+    """Return in a line the reason why torch.compile cannot work for `device` in this process, "" if it works: a tiny
+    function is compiled, once. Takes seconds, as it imports torch's compiler."""
     if device == "cuda" and not find_spec("triton"):
         return "triton is not installed"
     if not any(map(which, [os.environ.get("CXX", "g++"), "clang++", "gcc", "cc"])):
@@ -87,4 +87,5 @@ def _lacking(device: str) -> str:
 
 
 def _probed(x: Tensor) -> Tensor:
+    """Return 2 x + 1: the tiny function with which torch.compile is tried."""
     return x * 2 + 1

@@ -69,6 +69,7 @@ class ParallelOps(Ops):
         compiles: bool = False,
         ahead: bool = True,
     ):
+        """Construct the operations of one rank; `dropout`: probability that an element is dropped."""
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate, self.compiles = dropout, compiles
         self.position = PassPosition()
@@ -89,16 +90,16 @@ class ParallelOps(Ops):
         self.blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
     def _start(self, p: Parameter, conversion: Conversion) -> Pending:
-        """Start the conversion of a parameter for an operation."""
+        """Start the collectives that convert this rank's block of a parameter to an operation's layout."""
         return convert(self.communicator, self.tensors[p.name].detach(), conversion.forward, name=f"gather {p.name}")
 
     def begin(self) -> None:
-        """Begin a forward pass."""
+        """Begin a forward pass: wait for parameters whose gather was started and that no operation used."""
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
 
     def read_on(self, offset: int, cache: KeyValueCache) -> None:
-        """Begin a pass of generation whose sequences have `offset` tokens in `cache`."""
+        """Begin a pass of generation whose sequences have `offset` tokens in the key-value `cache` already."""
         self.offset, self.cache, self.position = offset, cache, PassPosition(training=False)
         self.angles.clear()
         self.begin()
@@ -156,11 +157,11 @@ class ParallelOps(Ops):
         return self.tensors[p.name]
 
     def apply(self, x: Tensor, conversion: Conversion, coming: Pending | None = None) -> Tensor:
-        """Convert x, a block in one layout, to another layout, and its gradient back."""
+        """Convert the local block x to another layout, and its gradient back; `coming`: the conversion, if started."""
         return conversions.apply(self.communicator, x, conversion, coming)
 
     def coming(self, planned: PlannedOperation, number: int) -> Operands:
-        """Return the operands of a planned operation's group of einsums on their way."""
+        """Return the operands of einsum group `number` of a planned operation, whose gathers may be under way."""
         use, group = (planned.operation.kind, planned.operation.name, number), planned.groups[number]
         ahead = use in self.ahead and not torch.compiler.is_compiling()
         return Operands(self.communicator, group, self.ahead, use) if ahead else Operands(self.communicator, group)
@@ -235,7 +236,7 @@ class ParallelOps(Ops):
         return length, torch.arange(k.shape[2], device=k.device)
 
     def targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
-        """Return what a planned cross_entropy operation is to predict, by `labels`; weights are for training."""
+        """Return the labels that a planned cross_entropy predicts and, in training, their weights, both [rows]."""
         use = planned.operation.kind, planned.operation.name
         weights = self.label_weights.get(use) if self.position.training else None
         return Targets(labels[use].flatten(), None if weights is None else weights.flatten())

@@ -93,7 +93,7 @@ CompiledRows = dict[int, tuple[Sequence[Action], list[CompiledAction]]]  # id of
 
 
 def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
-    """Return a lowered row of the stage of `communicator` (computations, sends and receives, in order), compiled."""
+    """Return a pipeline schedule's row of this rank's stage (computations, sends, receives), each action resolved."""
 
     def resolved(flow: FlowSpecs) -> _Flow:
         here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
@@ -195,6 +195,7 @@ class PipelineExecutor:
             self._flow[step.after] = {name: x.detach() for name, x in outputs.items()}
 
     def _backward(self, step: CompiledAction) -> None:
+        """Run a whole backward pass of a pipeline chunk: input gradients, then weight gradients."""
         self._input_gradient(step)
         self._weight_gradient(step)
 
@@ -238,7 +239,7 @@ class PipelineExecutor:
             self._sending.popleft().wait()
 
     def _post(self, step: CompiledAction) -> None:
-        """Post the receives that a computation posts for later ones."""
+        """Post the receives of later pipeline actions that were moved to this computation."""
         for receive in step.early:
             self._do(receive)
 

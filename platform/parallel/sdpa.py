@@ -30,13 +30,14 @@ def in_kernel(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _alone(backend: SDPBackend) -> Iterator[None]:
+    """Restrict scaled_dot_product_attention to one kernel within the context, one thread at a time."""
     with _CHOOSING, sdpa_kernel(backend):
         yield
 
 
 def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int) -> str:
-    """Return what keeps this process from computing attention of heads `d_kv` wide in the kernel `name`, in a line, ""
-    if nothing does: a tiny one is computed, and differentiated."""
+    """Return in a line the reason why this process cannot compute attention of heads `d_kv` wide in the kernel `name`,
+    "" if it can: a tiny attention is computed, and differentiated."""
     if name == AUTO:
         return ""
     x = torch.zeros(1, 1, 8, d_kv, dtype=dtype, device=device, requires_grad=True)

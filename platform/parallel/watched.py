@@ -44,7 +44,7 @@ class Watched:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return True if the layers of training step `step` are recorded; `every`: monitor.layers."""
+    """Return True if activation and gradient sizes by layer are recorded at `step`; `every`: monitor.layers."""
     return bool(every) and step % every == 0
 
 

@@ -17,7 +17,7 @@ from platform.plan.operations.legality import IllegalPlan
 
 
 def asking_keys(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the keys by which a run asks its model for text: key -> (what it asks first, the value that asks none)."""
+    """Map each configuration key by which a run asks its model for text to (first request, value that turns it off)."""
     found: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
     lists = {"eval.prompts": config.eval.prompts, "eval.tasks": config.eval.tasks}
     return found | {key: (asked[0], []) for key, asked in lists.items() if asked}
@@ -35,7 +35,7 @@ def answering_model(config: Config, source: int = 0) -> Any:
 
 
 def groups_of(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of a run's process groups: of training steps and, if it asks its model, of generation."""
+    """Return the mesh axes of a run's process groups: of its training steps and, if it asks for text, of generation."""
     found = {*process_groups(plan)}
     if asking_keys(config):
         found |= pass_groups(plan, answering_model(config))
@@ -43,8 +43,8 @@ def groups_of(config: Config, plan: Plan) -> list[tuple[str, ...]]:
 
 
 def violations_of_asking(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a refusal line for each key that asks text of a model that generates none: one that reads in both
-    directions, or one of the user's own whose passes cannot be planned."""
+    """Yield a refusal line for each configuration key that asks text of a model that generates none: a model that reads
+    in both directions, or a user's model whose generation cannot be planned."""
     asked = asking_keys(config)
     try:
         if asked:

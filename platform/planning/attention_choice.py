@@ -15,8 +15,8 @@ _WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if train.attention_kernel names a kernel that cannot compute some attention of the plan on
-    the workers' devices, or that would compute none. Where cluster.device leaves open what these are, a kernel is
-    refused that neither kind of device has."""
+    the workers' devices, or if the plan has no fused attention at all. Where cluster.device is `auto`, only a kernel
+    that neither a CPU nor a GPU can run is refused."""
     kernel, key = config.train.attention_kernel, "train.attention_kernel"
     if kernel in (AUTO, MATH):
         return
@@ -41,5 +41,5 @@ def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _unfused(dropout: float) -> str:
-    """Return what else may be the cause where no attention is fused."""
+    """Return the remark of a refused attention kernel that dropout may be why no attention is fused; or ""."""
     return " (model.dropout draws masks that no kernel draws; model.fused_dropout=true lets it)" if dropout else ""

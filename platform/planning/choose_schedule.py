@@ -40,7 +40,7 @@ def register_pipeline(name: str, generator: Callable[..., Any], settings: type |
 
 
 def generator_of(pipeline: Pipeline) -> Generator | None:
-    """Return the generator of a pipeline schedule of the user's own, with its settings; None for ours."""
+    """Return the function that generates the table of pipeline.kind, given its settings; None for `none` and `file`."""
     if pipeline.kind not in SCHEDULES:  # none, or a file
         return None
     return with_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
@@ -60,6 +60,7 @@ def count_microbatches(config: Config, data: int) -> int:
         return needed
 
     def passes(stages: int, microbatches: int) -> int:
+        """Return the forward passes in the pipeline schedule's table for so many stages and at least `microbatches`."""
         least = least_microbatches(kind, stages, chunks, microbatches) if kind in SHIPPED else microbatches
         return stages * chunks * least
 

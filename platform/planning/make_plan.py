@@ -35,8 +35,8 @@ DEEP = 32  # models of more layers are first planned with two, so that a refusal
 
 
 def zero_group(config: Config, data: int) -> int:
-    """Return the number of replicas that share what ZeRO shards, of `data` replicas: parallel.zero_group or its next
-    smaller divisor of them; all where it is 0."""
+    """Return how many of the `data` replicas share the tensors that ZeRO shards: the largest divisor of `data` up to
+    parallel.zero_group, or all of them where that is 0 or ZeRO is off."""
     most = config.parallel.zero_group or data
     return max(n for n in range(1, min(most, data) + 1) if data % n == 0) if config.parallel.zero else data
 
@@ -97,8 +97,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
 
 
 def _replicas(config: Config, inner: int, workers: int) -> int:
-    """Return the number of replicas: parallel.data, or as many as there are `workers` for, where it is -1. `inner`: the
-    product of all other axes. Raises ConfigError if it divides the workers with a rest."""
+    """Return the number of data replicas to plan for: parallel.data or, where it is -1, `workers` divided by `inner`,
+    the product of all other axes. Raises ConfigError if that leaves a rest."""
     if config.parallel.data != -1:
         return config.parallel.data
     if workers < inner or workers % inner:
@@ -108,7 +108,7 @@ def _replicas(config: Config, inner: int, workers: int) -> int:
 
 
 def _with_updates(config: Config, plan: Plan) -> Plan:
-    """Return the plan with the parameters that are frozen, updated as whole matrices, or with factored moments."""
+    """Return the plan with the names of its frozen parameters, Muon's whole matrices and Adafactor's factored ones."""
     plan = replace(plan, frozen=_frozen(config, plan))
     if config.optimizer.kind == "muon":
         return replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))
@@ -118,7 +118,7 @@ def _with_updates(config: Config, plan: Plan) -> Plan:
 
 
 def _few_units(config: Config, units: int) -> str:
-    """Return the refusal line of more chunks than the `units` of the model of which stages are made, "" for none."""
+    """Return the refusal line of more pipeline chunks than the model has `units` (embedding, blocks, head), else ""."""
     stages, chunks = config.pipeline.stages, config.pipeline.chunks
     if stages * chunks <= units:
         return ""
@@ -128,8 +128,8 @@ def _few_units(config: Config, units: int) -> str:
 
 
 def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:
-    """Return the names of the plan's parameters that match a pattern of train.freeze. Raises ConfigError for a pattern
-    that matches none, and if nothing is left to train."""
+    """Return the names of the plan's parameters that match a pattern of train.freeze, which no update changes. Raises
+    ConfigError for a pattern that matches none, and if no parameter is left to train."""
     names = [p.name for p in plan.parameters]
     found = {pattern: fnmatch.filter(names, pattern) for pattern in config.train.freeze}
     lines = [
@@ -146,15 +146,15 @@ def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:
 
 
 def _blind(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a refusal line if data.document_mask is set and a model does not read `begins`, where documents begin."""
+    """Yield a refusal line if data.document_mask is set and the model does not read where documents begin."""
     if config.data.document_mask and "begins" not in plan.readers:
         constraint = f"model.kind={config.model.kind} does not read `begins`, where a token's document begins"
         yield violation("data.document_mask", True, constraint, [False])
 
 
 def plan_quickly(config: Config) -> Plan | None:
-    """Build the plan of a candidate configuration, None if it is refused: for searches over many. Chunks are placed
-    without making the schedule's table where the schedule is a shipped one."""
+    """Build the plan of a candidate configuration, for searches over many; None if it is refused. A shipped pipeline
+    schedule's table is not made: the stages of its chunks are known."""
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
     try:

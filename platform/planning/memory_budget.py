@@ -30,6 +30,7 @@ class MemoryBudget:
     our count: the run fits, and the count is an estimate."""
 
     def __init__(self, config: Config, memory: float):
+        """Set the budget to `memory` bytes per worker or, if more, what the plan of the run's own `config` needs."""
         self.memory = memory
         if memory < inf:
             plan = make_plan(config)
@@ -51,7 +52,7 @@ class MemoryBudget:
         return (updated + self._count * used) / split <= self.memory
 
     def holds(self, config: Config, plan: Plan) -> bool:
-        """Return True if every worker's predicted peak under a plan fits the budget; weights are tried first."""
+        """Return True if the predicted peak memory of every worker under the plan fits the budget."""
         if self.memory == inf:
             return True
         return max(_weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
@@ -72,7 +73,7 @@ def footprints(config: Config, plan: Plan) -> list[Footprint]:
 
 
 def training(config: Config, plan: Plan) -> list[Footprint]:
-    """Return the predicted memory of one worker of every pipeline stage in a training step, in stage order."""
+    """Return the predicted memory in a training step of one worker of every pipeline stage, in stage order."""
     model, moments = build_model(config.model), kept_numbers(config)
     lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
     device = device_kind(config)
@@ -82,8 +83,9 @@ def training(config: Config, plan: Plan) -> list[Footprint]:
 
 
 def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) -> list[Footprint]:
-    """Return the predicted memory of one worker of every pipeline stage while tasks score the run's model (eval.tasks),
-    in stage order, of which `training` is that in a step: parameters and optimizer state stay."""
+    """Return the predicted memory of one worker of every pipeline stage, in stage order, while tasks score the run's
+    model (eval.tasks): parameters and optimizer state as in `training`, the prediction for a training step, and the
+    bytes of passes of generation."""
     device = device_kind(config)
     plan = settled(plan, device, config.model.dropout)
     m = config.model
@@ -96,7 +98,7 @@ def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) 
 
 
 def _scratch(config: Config, plan: Plan, stage: int, device: str) -> int:
-    """Return the bytes that an update takes on a stage's worker that has a block of every tensor."""
+    """Return the temporary bytes of an optimizer update on a stage's worker that has a block of every tensor."""
     o, at = config.optimizer, {**plan.mesh.coordinates(0), "stage": stage}
     decays = {p.name: p.decay and o.weight_decay * factors_of(o, p.name)[1] > 0 for p in plan.parameters}
     return OPTIMIZERS[o.kind].scratch(o, Update(plan.at(stage), at, device, dict(parts_of(plan, at, decays))))
@@ -109,7 +111,7 @@ def device_kind(config: Config) -> str:
 
 
 def _schedule(config: Config, plan: Plan) -> Schedule:
-    """Return the run's schedule, or one of fewer microbatches with the same peak memory, quicker to lower."""
+    """Return the run's pipeline schedule, or one of fewer microbatches that has the same peak memory."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
         return schedule_of(config, config.parallel.data)
@@ -119,6 +121,6 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:
-    """Return, by stage, the bytes of parameters, gradients and optimizer state on a worker with all blocks."""
+    """Return, by pipeline stage, the bytes of parameters, gradients and optimizer state on a worker with all blocks."""
     moments, first = kept_numbers(config), plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

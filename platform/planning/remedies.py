@@ -98,5 +98,5 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
 
 
 def _with(config: Config, group: str, **values: Any) -> Config:
-    """Return the configuration with other values in one group of its keys."""
+    """Return a changed configuration, a remedy for a plan that lacks memory: other `values` of keys in one `group`."""
     return replace(config, **{group: replace(getattr(config, group), **values)})

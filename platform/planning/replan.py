@@ -65,7 +65,7 @@ def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Rep
 
 
 def most_workers(config: Config) -> int:
-    """Return how many workers the run may grow to: elastic.max_workers, or as many as were configured."""
+    """Return how many workers a re-planned run may grow to: elastic.max_workers or, where 0, as many as configured."""
     return config.elastic.max_workers or _one_replica(config) * config.parallel.data
 
 
@@ -78,7 +78,7 @@ def _one_replica(config: Config) -> int:
 
 
 def _most_replicas(config: Config) -> int:
-    """Return how many data replicas can get a sequence of the global batch; any further one would see padding alone."""
+    """Return how many data replicas get a sequence of the global batch; a re-plan with more would compute padding."""
     return -(-config.train.global_batch // config.train.microbatch)
 
 
@@ -105,6 +105,7 @@ class _Sizes(NamedTuple):
 
     @property
     def flat(self) -> tuple[int, ...]:
+        """Return all sizes of the candidate mesh in one tuple: tensor axes, branch axes, stages, data replicas."""
         return (*self.tensor, *self.branch, self.stages, self.data)
 
 
@@ -113,6 +114,7 @@ class _Search:
     per step, then nearest to the configured sizes."""
 
     def __init__(self, config: Config, workers: int, budget: MemoryBudget):
+        """Begin the search for a re-planned run of at most `workers`, from its own `config`, within a memory budget."""
         self.config, self.workers, self.budget = config, workers, budget
         self.axes, self.branches = axes_of(config.tensor), list(config.branch.axes)
         given = config.tensor.axes
@@ -165,7 +167,7 @@ class _Search:
         return [(t, b) for t, b in pairs if prod(t) * prod(b) <= self.workers]
 
     def legal(self, sizes: _Sizes) -> bool:
-        """Return True if the sizes may fit the memory budget, by a quick bound, and the model has a legal plan."""
+        """Return True if a candidate mesh may fit the memory budget, by a quick bound, and has a legal plan."""
         return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
@@ -207,18 +209,19 @@ class _Search:
         )
 
     def _distance(self, sizes: _Sizes) -> tuple:
-        """Return a sort key of nearness to the configured sizes: axes that differ, then the sum of differences."""
+        """Return a sort key of nearness to the configured mesh sizes: axes that differ, then the sum of differences."""
         pairs = list(zip(sizes.flat, self.own.flat, strict=True))
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
 
 
 def _with_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
+    """Return the mesh axes' candidate sizes with number `i` replaced by `n`, for the re-planning search."""
     return (*sizes[:i], n, *sizes[i + 1 :])
 
 
 def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
-    """Return the reason that a re-planned run reports: which keys differ between `before` and `after`, for `workers`
-    workers, and how many of these stay idle."""
+    """Return the line that explains a re-planned run: the sizes that differ between the configurations `before` and
+    `after`, and how many of its `workers` stay idle."""
     pairs = [
         ("data", before.parallel.data, after.parallel.data),
         ("stages", before.pipeline.stages, after.pipeline.stages),

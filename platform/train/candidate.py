@@ -27,6 +27,7 @@ class Candidate:
     directory."""
 
     def __init__(self, config: Config, device: str, run_dir: str):
+        """Initialise a worker without a seat on `device`, cpu | cuda. Raises ConfigError if `extend` cannot load."""
         self._configure(config)
         self.run_dir, self.device = Path(run_dir), device
         self.communicator: Communicator | None = None
@@ -53,13 +54,14 @@ class Candidate:
         return time.time()
 
     def examine(self, thorough: bool) -> Findings:
-        """Return what the doctor finds on this worker by itself; `thorough`: True for sizes that take seconds."""
+        """Return the doctor's measurements of this worker by itself; `thorough`: True for sizes that take seconds."""
         self._local_device()
         return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
 
     def pass_to_partner(self, index: int, pair: str, store: tuple[str, int], thorough: bool) -> Findings:
-        """Return what the doctor finds on the connection with the partner of this worker, which is number `index` (0 or
-        1) of the `pair` of that name and meets it in the driver's `store`; nothing if it is -1. `leave` follows."""
+        """Return the doctor's measurements of the connection between this worker and its partner. `index`: 0 or 1, this
+        worker's place in the pair; -1: it has no partner, and nothing is found; `pair`: name by which both meet in
+        `store`, the driver's TCPStore (host, port); `thorough`: True for larger transfers. `leave` must follow."""
         if index < 0:
             return Findings()
         mesh, device = Mesh.of({"stage": 1, PAIR: 2}), self._local_device()

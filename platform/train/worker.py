@@ -79,6 +79,7 @@ class Worker(Candidate):
     _generator: Generator | None = None  # from the first question of a generation on
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
+        """Initialise the worker of crew member `number` on `device`, cpu | cuda, in no generation yet."""
         super().__init__(config, device, run_dir)
         self.number = number
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
@@ -223,7 +224,7 @@ class Worker(Candidate):
         self.communicator.announce("")
 
     def rest(self) -> None:
-        """Return at once: all ranks have answered when none is in a call before this one any more."""
+        """Return at once: once all ranks have answered, none of them is in an earlier call any more."""
 
     def _verify(self, step: int) -> Differences:
         """Compare this rank's weights and optimizer state with its replicas' before an update; see `differing`."""
@@ -355,12 +356,12 @@ class Worker(Candidate):
         self.trainer.clock.read()
 
     def continue_texts(self, texts: AskedTexts, tokens: int, how: Choice, ends: list[int]) -> list[Written]:
-        """Continue texts; see `Generator.write`."""
+        """Continue each text by up to `tokens` tokens on all ranks together; see `Generator.write`."""
         with self._answering() as generator:
             return generator.write(texts, tokens, how, ends)
 
     def score_texts(self, texts: AskedTexts, starts: list[int]) -> list[Scored]:
-        """Score texts; see `Generator.score`."""
+        """Score each text from its token number `starts[i]` on, on all ranks together; see `Generator.score`."""
         with self._answering() as generator:
             return generator.score(texts, starts)
 

@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _import(given: argparse.Namespace) -> int:
-    """Make a checkpoint of what transformers saved, if all of it is known."""
+    """Make a checkpoint of a model that transformers saved, with its tokenizer's files, for `python -m platform.weights
+    import`; return exit status 0. Raises ConfigError unless all of the model is known."""
     found = importable(given.source, "source", drop=given.drop)
     storage = open_storage(given.url, "url")
     files, lacks = beside(found.saved, "source")
@@ -77,7 +78,8 @@ def _import(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    """Write a checkpoint for transformers, with the files of its tokenizer if there are any."""
+    """Write a checkpoint as a model that transformers loads, with the files of its tokenizer if there are any, for
+    `python -m platform.weights export`; return exit status 0."""
     most = _bytes(given.shard)
     storage, directory, manifest = catalogue.select(
         given.url, "url", none=f"{bare_url(given.url)}: holds no checkpoint"
@@ -104,7 +106,7 @@ def _export(given: argparse.Namespace) -> int:
 
 
 def _bytes(text: str) -> int:
-    """Read a size such as 5GB. Raises ConfigError."""
+    """Convert a size such as 5GB, of a file of exported weights, to bytes. Raises ConfigError."""
     found = re.fullmatch(r"(\d{1,15})(|KB|MB|GB)", text, re.ASCII)
     if not found or not int(found[1]):
         raise ConfigError(violation("--shard", text, "must be a number of bytes, KB, MB or GB", ["5GB", "500MB"]))

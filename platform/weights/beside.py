@@ -33,8 +33,9 @@ _ROLES = ("bos", "eos", "pad")
 
 
 def beside(saved: SavedModel, key: str) -> tuple[dict[str, bytes], str]:
-    """Return the files beside a model that transformers saved, by name, and why its tokenizer is not among them, "" if
-    it is. Raises ConfigError, naming `key`, if they cannot be read."""
+    """Return the files beside a model that transformers saved (its tokenizer, generation_config.json), name -> bytes,
+    and why the tokenizer is not among them, "" if it is. `key`: the configuration key or argument that names the
+    model."""
     found: dict[str, bytes] = {}
     if raw := saved.small(GENERATION):
         found[GENERATION] = raw
@@ -66,7 +67,7 @@ def to_export(source: str, storage: Storage, directory: str, manifest: Manifest,
 
 
 def vocabulary_in(files: Mapping[str, bytes]) -> Vocabulary | None:
-    """Return the vocabulary whose files are among `files`; None if there is none, or none that can be read."""
+    """Return the vocabulary whose tokenizer is in the `files` beside a model; None if none is there or readable."""
     try:
         return vocabulary_of(files) if JSON in files else None
     except Malformed:
@@ -113,8 +114,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
 
 
 def _otherwise(known: ConfinedTokenizer, here: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
-    """Return how many tokens of a tokenizer have another id, or none, in another one, and how many it has: special ones
-    left out, as they may be renamed."""
+    """Return (tokens of the weights' tokenizer `known` with other ids in the data's, `here`; all), but special ones."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
     there = here.get_vocab()

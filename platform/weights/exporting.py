@@ -49,15 +49,17 @@ class Exportable:
 
     @cached_property
     def tensors(self) -> list[Stored]:
+        """List the tensors, in transformers' order, by which it stores the exported model."""
         return stored_tensors(self.model, self.family)
 
     def type_of(self, stored: Stored) -> str:
-        """Return the element type of a tensor of theirs."""
+        """Return the element type in which a tensor of transformers is exported, such as "bfloat16"."""
         kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
         return self.dtype or max(kinds, key=TYPES[::-1].index)
 
     def read(self, stored: Stored) -> Tensor:
-        """Read a tensor of theirs from the checkpoint. Raises Refused or OSError."""
+        """Read a tensor in transformers' form from the checkpoint: its parameters as one matrix, in the exported type.
+        Raises Refused or OSError."""
         parts = []
         for part in stored.parts:
             whole = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}")
@@ -76,10 +78,10 @@ def exportable(
     like: Found | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Exportable:
-    """Find out as what a checkpoint can be exported. `family`: the one to take, "" for the first that expresses it;
-    `dtype`: the element type of all tensors, "" for theirs; `like`: a config.json that says what our words do not;
-    `vocabulary`: the file of its tokenizer, which has the ids of special tokens. Raises ConfigError with a line for
-    each mistake."""
+    """Describe the transformers model as which a checkpoint can be exported. `family`: the model family to take, "" for
+    the first that expresses it; `dtype`: the element type of all tensors, "" for the checkpoint's; `like`: a
+    config.json for keys that ours do not express; `vocabulary`: the checkpoint's tokenizer, with the ids of special
+    tokens. Raises ConfigError with a line for each mistake."""
     model = stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
@@ -94,8 +96,8 @@ def exportable(
 
 
 def _config(model: Model, family: str, source: Found | None, ids: Found) -> dict[str, Any]:
-    """Return the config.json of a model: its `source` if that still describes the model, else a new one with the other
-    keys of the source, or else with the `ids` of special tokens."""
+    """Return the config.json of transformers for an exported model: its `source` if that still describes the model,
+    else a new one with the other keys of the source, or else with the `ids` of special tokens."""
     if source is not None and (not family or source.get("model_type") == family) and _says(source, model):
         return dict(source)
     chosen = expressing(model, family)
@@ -115,11 +117,12 @@ def _says(source: Found, model: Model) -> bool:
 
 
 def _is_free(family: Family, key: str) -> bool:
+    """Return True if a key of a family's config.json does not matter to the model's numbers, or is a token's id."""
     return any(key in rule.names for rule in family.rules if isinstance(rule, Free)) or key.endswith("_token_id")
 
 
 def _lacking(found: Exportable) -> Iterator[str]:
-    """Yield a line for the parameters that a checkpoint lacks, and one for parameters of another shape."""
+    """Yield a line for the parameters that a checkpoint to export lacks, and one for parameters of another shape."""
     there, lacks, other = found.manifest.tensors, [], []
     for name, (_, shape) in parameters_of(found.model).items():
         if f"model.{name}" not in there:
@@ -133,8 +136,8 @@ def _lacking(found: Exportable) -> Iterator[str]:
 
 
 def sharded(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Divide tensors, by their bytes, in order over files of at most `most` bytes, one that is larger alone in its
-    file, as transformers does."""
+    """Divide exported tensors (name -> bytes), in order, into lists of names for files of at most `most` bytes, as
+    transformers does; a larger tensor is alone in its file."""
     out: list[list[str]] = []
     current: list[str] = []
     at = 0
@@ -188,4 +191,5 @@ def export_model(
 
 
 def _document(values: Mapping[str, Any]) -> bytes:
+    """Return a JSON file of an exported model, such as config.json, as indented bytes with sorted keys."""
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

@@ -60,6 +60,8 @@ class SavedModel:
     """
 
     def __init__(self, source: str, key: str = "source"):
+        """Open the model that transformers saved at a path or URL: read its config.json and the headers of its tensors.
+        `key`: the configuration key or argument that refusals name."""
         self.url, self._key = bare_url(source), key
         try:
             self._folder, only = _opened(source)
@@ -72,16 +74,17 @@ class SavedModel:
             raise self.refused(str(error)) from None
 
     def small(self, name: str) -> bytes:
-        """Return a small file of the folder, b"" if it is not there or is larger than a config.json may be."""
+        """Return a small file beside the saved weights; b"" if it is missing or larger than a config.json may be."""
         size = self._folder.list("").get(name, 0)
         return bytes(self._folder.read(name)) if 0 < size <= LARGEST_CONFIG else b""
 
     def refused(self, why: str) -> ConfigError:
-        """Return the refusal of this source for the reason `why`."""
+        """Return the ConfigError that refuses this saved model for the reason `why`."""
         return ConfigError(violation(self._key, self.url, why))
 
     def _config(self, there: dict[str, int]) -> dict[str, Any]:
-        """Read config.json as a map; raises Refused if it is missing or malformed."""
+        """Read config.json of the saved model as a map; raises Refused if it is missing or malformed. `there`: name ->
+        bytes of the folder's files."""
         if CONFIG not in there:
             raise Refused(f"holds no {CONFIG}")
         raw = self._folder.read(CONFIG, 0, LARGEST_CONFIG + 1)
@@ -92,7 +95,9 @@ class SavedModel:
             raise Refused(f"{CONFIG}: {error}") from None
 
     def _files(self, there: dict[str, int]) -> list[str]:
-        """Return the names of the folder's files of tensors."""
+        """Return the names of the safetensors files with the model's weights: all in the index, else model.safetensors,
+        else the only one in the folder. `there`: name -> bytes of the folder's files. Raises Refused if that is
+        ambiguous."""
         if INDEX in there:
             try:
                 raw = self._folder.read(INDEX, 0, LARGEST_INDEX + 1)
@@ -109,7 +114,7 @@ class SavedModel:
         return found
 
     def _tensors(self, files: dict[str, int | None]) -> dict[str, tuple[str, ForeignTensor]]:
-        """Return the tensors of files, with their sizes: a process reads headers again only if a file has changed."""
+        """Return tensor name -> (file, description) of safetensors files (name -> bytes), cached until one changes."""
         versions = [f"{file} {size} {self._folder.version(file)}" for file, size in files.items() if size is not None]
         key = self._folder.url, *versions
         if len(versions) < len(files) or key not in _HEADERS:
@@ -118,7 +123,8 @@ class SavedModel:
         return _HEADERS[key]
 
     def _headers(self, files: Sequence[str]) -> Iterator[tuple[str, tuple[str, ForeignTensor]]]:
-        """Yield each tensor of the files with its name and file; raises Refused for a name in several files."""
+        """Yield each tensor of the safetensors `files` as (name, (file, description)); raises Refused for a name in
+        several files."""
         seen: set[str] = set()
         for file in files:
             try:
@@ -159,14 +165,14 @@ class SavedModel:
         return out
 
     def fetch(self, wanted: Sequence[Piece[Place]], into: Sequence[Tensor]) -> None:
-        """Fill the memory of each piece, uint8 [bytes], several at once. Raises Refused if a file is shorter than its
-        header says, OSError if it cannot be read."""
+        """Read pieces of the saved weights into the memory of each, uint8 [bytes]; raises Refused or OSError."""
         with ThreadPoolExecutor(THREADS, "weights-read") as pool:
             for _ in pool.map(self._read, wanted, into):
                 pass
 
     def _read(self, piece: Piece[Place], memory: Tensor) -> None:
-        """Read the bytes of a piece into `memory`, turned where its place says so."""
+        """Read the bytes of a piece of the saved weights into `memory`, uint8 [bytes], transposed where its place says
+        so."""
         place = piece.source
         data = self._folder.read(place.file, place.start, place.end)
         if len(data) != place.end - place.start:
@@ -182,7 +188,7 @@ class SavedModel:
             memory.copy_(found)
 
     def equal(self, one: str, other: str) -> bool:
-        """Return True if two tensors, by their names in the files, are equal in every bit."""
+        """Return True if two tensors of the saved model, by their names in its files, are equal in every bit."""
         (file, t), (other_file, u) = self.tensors[one], self.tensors[other]
         if (t.type, t.shape) != (u.type, u.shape):
             return False
@@ -197,24 +203,24 @@ class SavedModel:
 
 
 def is_saved(url: str) -> bool:
-    """Return True if a URL is a model of transformers, not a storage of checkpoints. Raises OSError, ConfigError."""
+    """Return True if a URL is a model that transformers saved, not checkpoints; raises OSError, ConfigError."""
     return url.rstrip("/").endswith(".safetensors") or CONFIG in open_storage(url, "source").list("")
 
 
 def _opened(source: str) -> tuple[Storage, str]:
-    """Open the folder of a source; return it, and the file in it that the source names, "" for none."""
+    """Open the folder of a saved model; return it, and the .safetensors file that `source` names, "" for none."""
     if source.rstrip("/").endswith(".safetensors"):
         return split_file(source)
     return open_storage(source, "source"), ""
 
 
 def _unit(part: MatrixPart) -> int:
-    """Return the number of columns per index of a part's first dim of columns: a head's where its columns are heads."""
+    """Return the columns per index of a parameter's first dim of columns: d_kv where its columns are heads, else 1."""
     return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
 
 
 def _columns(part: MatrixPart, a: int, b: int) -> Box:
-    """Return the box of columns [a, b) of a part."""
+    """Return the block of a parameter that holds the columns [a, b) of its matrix; they contain whole heads."""
     if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
         unit = prod(part.shape[2:])
         return Box((0, a // unit, *(0 for _ in part.shape[2:])), (part.shape[0], (b - a) // unit, *part.shape[2:]))

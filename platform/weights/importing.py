@@ -36,25 +36,25 @@ class Importable:
 
     @property
     def pieces(self) -> list[list[Piece[Place]]]:
-        """Return the pieces of all our parameters, by tensor of theirs."""
+        """Return the pieces of the weights to import, a list for each tensor in transformers' files."""
         return [self.saved.pieces(stored, name) for stored, name in self.tensors]
 
 
 def source_keys(source: str, key: str) -> dict[str, Any]:
-    """Return our model keys, without `model.`, that say what the model at `source` (a folder of transformers, as a path
-    or URL) is. Raises ConfigError, naming the configuration key `key` that holds the source."""
+    """Return the configuration keys of the model saved at `source`; raises ConfigError, naming the key `key`."""
     return keys_of(SavedModel(source, key))
 
 
 def keys_of(saved: SavedModel) -> dict[str, Any]:
-    """Return our model keys, without `model.`, of a model that transformers saved. Raises ConfigError."""
+    """Return the configuration keys, without `model.`, of a model that transformers saved. Raises ConfigError."""
     with _naming(saved):
         return model_keys(saved.config, saved.tensors)
 
 
 def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
-    """Set the keys of the model in place from what its `model.source` says, except keys that the user typed, and
-    train.init from it too; the configuration then says it all, without a source. Returns one line per mistake."""
+    """Set the model keys of a configuration in place as the saved model at its `model.source` has them, except keys
+    that the user typed (`typed`: key -> value), and train.init and data.tokenizer where they are not set; then clear
+    `model.source`. Return one line per mistake."""
     source, named = config.model.source, config.model.kind == FROM_HF
     config.model.kind = "decoder" if named else config.model.kind
     if not source:
@@ -73,8 +73,7 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
 
 
 def _complete_tokenizer(config: Config, source: str) -> list[str]:
-    """Set data.tokenizer in place to that which lies beside the model at `source`. Returns a refusal line if there is
-    none: a model reads the tokens that it was trained on."""
+    """Set data.tokenizer in place to that beside the saved model at `source`; return a refusal line if none is."""
     folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
     if not has_tokenizer(folder):
         reason = f"there is none beside the model in {folder}, and one that is trained gives other tokens than it knows"
@@ -111,7 +110,7 @@ def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[S
 
 @contextmanager
 def _naming(saved: SavedModel) -> Iterator[None]:
-    """Name the model in every line that refuses it within the context."""
+    """Name the saved model, by its URL, at the start of every line of a ConfigError within the context."""
     try:
         yield
     except ConfigError as error:
@@ -119,8 +118,8 @@ def _naming(saved: SavedModel) -> Iterator[None]:
 
 
 def _misshapen(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iterator[str]:
-    """Yield one line for all tensors of another shape than the model's, and one for tensors that hold no floating-point
-    numbers."""
+    """Yield one line for all saved tensors of another shape than the model's, and one for tensors that hold no
+    floating-point numbers. `tensors`: (tensor expected, its name in the files)."""
     shapes = [
         f"{name} is {list(there)}, not {list(stored.shape)}"
         for stored, name in tensors
@@ -134,7 +133,7 @@ def _misshapen(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iter
 
 
 def _unequal(saved: SavedModel, repeated: Sequence[tuple[str, str]], there: dict[str, str]) -> Iterator[str]:
-    """Yield a line for tensors that should repeat another one, and do not."""
+    """Yield a line for saved tensors that should repeat others (tied weights), but are not equal to them."""
     if apart := [f"{name} differs from {there[of]}" for name, of in repeated if not saved.equal(name, there[of])]:
         yield f"names: {', '.join(apart)}, to which this config.json ties it"
 

@@ -65,7 +65,8 @@ def initial_weights(config: Config) -> InitialWeights:
 
 
 def _listed(url: str) -> dict[str, int]:
-    """Return the sizes in bytes of a folder's files by name. Raises ConfigError if it is empty or unreadable."""
+    """Return name -> bytes of the files at train.init. Raises ConfigError if there are none, or they cannot be
+    listed."""
     try:
         if found := open_storage(url, KEY).list(""):
             return found
@@ -76,8 +77,8 @@ def _listed(url: str) -> dict[str, int]:
 
 
 def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
-    """Return the weights, or the averages of them, of the checkpoint that a URL names, or of the newest good one in the
-    storage."""
+    """Return the initial weights, or the averages of them (`averaged`), from the checkpoint that a URL names, or the
+    newest good one in the storage. Raises ConfigError unless they fit `model`."""
     try:
         storage, name, manifest = catalogue.select(url, KEY, none=f"holds neither a checkpoint nor a {CONFIG}")
         manifest = with_averages(manifest) if averaged else manifest
@@ -110,7 +111,7 @@ class _NewRows(NamedTuple):
 
 
 def _as_large(model: Model, there: Model) -> Model:
-    """Return a model with the vocabulary of the one `there`, if that is smaller."""
+    """Return a model with the vocabulary size of `there`, whose weights it starts from, if that is smaller."""
     return replace(model, vocab=min(model.vocab, there.vocab))
 
 
@@ -150,7 +151,7 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
 
 
 def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
-    """Yield the pieces of the rows from `first` on of a table of this shape, each of at most LARGEST_BLOCK bytes."""
+    """Yield pieces for the new rows, from `first` on, of the embedding table `name` of weights to start from."""
     step = max(1, LARGEST_BLOCK // (prod(shape[1:]) * ITEMSIZE[dtype]))
     for a in range(first, shape[0], step):
         box = Box((a, *(0 for _ in shape[1:])), (min(step, shape[0] - a), *shape[1:]))
@@ -158,7 +159,8 @@ def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterat
 
 
 def _differences(there: Model, here: Model) -> list[str]:
-    """Return a line for each key that makes the model `here` compute otherwise than that whose weights it takes."""
+    """Return a line for each key by which the model `here` computes otherwise than `there`, whose weights it starts
+    from."""
 
     def lines() -> Iterator[str]:
         mine, theirs = meaning(here), meaning(there)

@@ -36,7 +36,7 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape as transformers stores it."""
+        """Return the shape in which transformers stores this tensor."""
         rows, columns = sum(p.rows for p in self.parts), self.parts[0].columns
         if self.vector:
             return (rows,)
@@ -44,11 +44,12 @@ class Stored:
 
     @property
     def vector(self) -> bool:
+        """Return True if transformers stores this tensor as a vector: it is a bias, or a parameter of one dim."""
         return self.name.endswith(".bias") or len(self.parts[0].shape) == 1
 
 
 def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
-    """Return every parameter of a model with its global shape, by name, in the model's order."""
+    """Return name -> (parameter, global shape) of every parameter of a model, to match with names of saved weights."""
     model = build_model(m)
     return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model.parameters()}
 
@@ -69,7 +70,7 @@ def stored_tensors(m: Model, family: Family) -> list[Stored]:
 
 
 def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
-    """Yield the rows of a family with the numbers of layers filled in, layer by layer: (their name, our names, row)."""
+    """Yield (name of a tensor at transformers, our parameters' names, row) of a model family, layer by layer."""
     for numbered, group in groupby(rows, lambda row: "{i}" in row.theirs):
         some = list(group)
         for i in range(layers if numbered else 1):
@@ -78,7 +79,7 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
 
 
 def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
-    """Describe parameter `p` as a matrix [rows, columns]; a vector has one column."""
+    """Describe parameter `p` as transformers stores it, a matrix [rows, columns]; one column if `vector`."""
     if vector or len(shape) == 1:
         return MatrixPart(p.name, shape, prod(shape), 1)
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
@@ -119,4 +120,5 @@ def matched(names: Collection[str], wanted: Iterable[Stored], m: Model, family: 
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return names of tensors of saved weights as text: sorted, with commas in between."""
     return ", ".join(sorted(names))

@@ -34,10 +34,10 @@ def family_of(found: Found) -> Family:
 
 
 def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return our model keys, without `model.`, that say what a config.json of transformers says. `names`: names of the
-    tensors beside it, which show if the output head has a tensor of its own.
+    """Return our configuration keys, without `model.`, that say the same as a config.json of transformers. `names`:
+    names of the tensors beside it, which show if the output head has a tensor of its own.
 
-    Raises ConfigError with a line for each key that our words do not express, and for each value that our key refuses.
+    Raises ConfigError with a line for each key that ours do not express, and for each value that our key refuses.
     """
     family = family_of(found)
     usual = {key: value for key, value in vars(Model()).items() if key not in _OWN}
@@ -60,7 +60,7 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _impossible(m: Model) -> list[str]:
-    """Return one refusal line for each key of a model that is illegal, by itself or beside others."""
+    """Return a refusal line for each key of a model, read from saved weights, that is illegal alone or with others."""
     config = Config(model=m, data=Data(document_mask=m.within_documents))
     lines = [line for key, lines in violations_of_values(config).items() if key.startswith("model.") for line in lines]
     return lines or [line for line in violations_of_configuration(config) if line.startswith("model.")]
@@ -79,8 +79,8 @@ def stored_model(identity: Mapping[str, Any]) -> Model:
 
 
 def meaning(m: Model) -> dict[str, Any]:
-    """Return the keys of a model that decide about its function, each said in one way: sizes for zeros, and nothing
-    that the others make meaningless."""
+    """Return the keys of a model that determine its function, in one form, to compare models at transformers and here:
+    sizes in place of zeros, and no key that others make meaningless."""
     out = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
     out |= {key: dim_sizes(m)[key] for key in SIZES}
     attention = m.attention_bias or ("all" if m.bias else "none")
@@ -109,7 +109,8 @@ def config_of(m: Model, family: Family) -> dict[str, Any]:
 
 
 def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
-    """Yield a line for each key of the model that is another when its config.json is read again."""
+    """Yield a line for each key of the model that is another one when its config.json, as `written` for transformers,
+    is read again."""
     try:
         again = meaning(Model(**model_keys(written, () if m.tied else ["lm_head.weight"])))
     except ConfigError as error:
@@ -124,8 +125,8 @@ def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
 
 
 def expressing(m: Model, name: str = "") -> Family:
-    """Return the family of transformers that expresses a model: the one called `name`, if one is asked for, else the
-    first that does. Raises ConfigError with what it, or the nearest family, does not express, and which do."""
+    """Return the family of transformers' models (GPT-2, Llama, ...) that expresses a model: the one called `name`, or
+    the first that does. Raises ConfigError with what it, or the nearest family, does not express, and which do."""
     refused = {family.name: _violations_of_family(m, family) for family in FAMILIES.values()}
     fitting = [family for family, lines in refused.items() if not lines]
     if name in fitting or (fitting and not name):
@@ -138,7 +139,7 @@ def expressing(m: Model, name: str = "") -> Family:
 
 
 def _violations_of_family(m: Model, family: Family) -> list[str]:
-    """Return the refusal lines of a family for a model; [] if it expresses the model."""
+    """Return the refusal lines of a family of transformers' models for a model; [] if it expresses the model."""
     try:
         config_of(m, family)
     except ConfigError as error:

@@ -33,29 +33,26 @@ class Storage(Protocol):
     url: str  # for messages: without its secrets
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview], durable: bool = True) -> None:
-        """Write `chunks`, in order, to a file. Afterwards it is complete and, if `durable`, survives a loss of power;
-        after a failure it does not exist."""
+        """Write a file of the storage from `chunks`, whole or not at all; if `durable`, it survives a loss of power."""
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        """Return bytes [start, end) of a file, by default to its end; fewer if the file is shorter."""
+        """Return bytes [start, end) of a file of the storage, by default to its end; fewer if the file is shorter."""
 
     def open(self, path: str, start: int, end: int) -> Reader:
-        """Open a file to read its bytes [start, end), by one request to the storage."""
+        """Open a file of the storage to read its bytes [start, end), by one request to the storage."""
 
     def list(self, path: str) -> dict[str, int]:
-        """Map the names in a directory of the storage to their sizes in bytes (any number for a subdirectory, UNKNOWN
-        if it cannot be inspected); {} if there is no such directory. Lists everything in it, or raises OSError."""
+        """Map the names in a storage's directory to sizes in bytes, or UNKNOWN; {} if there is no such directory."""
 
     def version(self, path: str) -> str:
-        """Return a word that is another one once the file has changed."""
+        """Return a word for a file of the storage that is another one once the file has changed."""
 
     def delete(self, path: str, durable: bool = True) -> None:
-        """Delete a file of the storage, or a directory with everything in it; do nothing if there is none. `durable`:
-        it stays so after a loss of power."""
+        """Delete a file of the storage, or a directory with all in it, if there is one; if `durable`, for good."""
 
 
 def read_note(storage: Storage, path: str) -> str:
-    """Return the first 4096 bytes of a note on the storage, see `write_note`, as one printable line."""
+    """Return the first 4096 bytes of a small text file on the storage, see `write_note`, as one printable line."""
     return documents.one_line(storage.read(path, 0, _NOTE))
 
 
@@ -82,7 +79,7 @@ def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
 
 
 def remedy(url: str, error: Exception) -> str:
-    """Return what a user can do where the client library of a URL's protocol is missing."""
+    """Return a hint how to install the client library that a storage's URL lacks; "" if another `error` occurred."""
     lacking = isinstance(error, ImportError) and url.startswith("s3")
     return " (pip install 'elastic-platform[s3]')" if lacking else ""
 
@@ -97,9 +94,11 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
+        """Return the name of the remote file: the last part of its URL."""
         return PurePosixPath(self.url).name
 
     def __str__(self) -> str:
+        """Return the URL of the remote file without the secrets in it."""
         return bare_url(self.url)
 
 
@@ -122,16 +121,16 @@ def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteFile]:
 
 
 def open_remote(url: str) -> BinaryIO:
-    """Open the file at a URL to read and seek in it. Raises anything that a client library may raise."""
+    """Open the file at an fsspec URL to read and seek in it. Raises anything that a client library may raise."""
     system, path = fsspec.core.url_to_fs(url)
     return cast(BinaryIO, system.open(path, "rb"))
 
 
 @contextmanager
 def all_or_nothing(folder: Storage, names: Sequence[str]) -> Iterator[Storage]:
-    """Give the storage to which the files `names` are written so that they appear in `folder` together, the one that
-    seals them last. A failure leaves none of them; a kill leaves none in a folder that was not there before, and else
-    none that is sealed, beside a hidden draft."""
+    """Yield the storage to write the files `names` to, so that they appear in `folder` together, in this order, of
+    which the last makes the others valid. A failure leaves none of them; a kill leaves none in a folder that was not
+    there before, and else none that is valid, beside a hidden draft."""
     if isinstance(folder, Local):
         with drafted(folder.root.absolute(), names) as draft:
             yield Local(draft)
@@ -150,15 +149,17 @@ class Remote:
     renamed."""
 
     def __init__(self, url: str):
+        """Open the storage at an fsspec URL, such as s3://BUCKET/PATH, without caches of its listings."""
         self.url = bare_url(url).rstrip("/")
         caches = {"use_listings_cache": False, "skip_instance_cache": True}  # other processes write there too
         self._system, self._root = fsspec.core.url_to_fs(url, **caches)
 
     def _path(self, path: str) -> str:
+        """Return an object's path in the client library, from its path relative to the root of this storage."""
         return f"{self._root.rstrip('/')}/{path}".rstrip("/")
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview], durable: bool = True) -> None:
-        """Upload an object, and commit it once all is written; discard it after a failure."""
+        """Upload an object to this remote storage, and commit it once all is written; discard it after a failure."""
         with _translated(self.url):
             target = self._path(path)
             file = self._open(target)
@@ -186,16 +187,18 @@ class Remote:
             return self._system.open(target, "wb", autocommit=False)
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        """Return bytes [start, end) of an object."""
+        """Return bytes [start, end) of an object of this remote storage."""
         with _translated(self.url):
             # Start 0 is left out: S3 refuses a range of an empty file.
             return bytearray(self._system.cat_file(self._path(path), start=start or None, end=end))
 
     def open(self, path: str, start: int, end: int) -> Reader:
+        """Open an object of this remote storage: its bytes [start, end) are read into memory at once."""
         return io.BytesIO(self.read(path, start, end))
 
     def list(self, path: str) -> dict[str, int]:
-        """Map the names below a path to their sizes, by a listing that no cache serves."""
+        """Map the names below a path of this remote storage to their sizes in bytes, by a listing that no cache
+        serves."""
         here = self._path(path)
         with _translated(self.url):
             try:
@@ -206,22 +209,25 @@ class Remote:
         return {name.rpartition("/")[2]: size for name, size in found.items() if name.strip("/") != here.strip("/")}
 
     def version(self, path: str) -> str:
+        """Return the client library's word for the version of an object of this remote storage."""
         with _translated(self.url):
             return str(self._system.ukey(self._path(path)))
 
     def delete(self, path: str, durable: bool = True) -> None:
+        """Delete an object of this remote storage, or all objects below a path; do nothing if there is none."""
         with _translated(self.url), suppress(FileNotFoundError):
             self._system.rm(self._path(path), recursive=True)
 
 
 def _bytes(entry: dict[str, Any]) -> int:
+    """Return the size of an entry in a remote storage's listing: 0 for a directory, UNKNOWN where none is given."""
     size = entry.get("size")
     return size if isinstance(size, int) else 0 if entry.get("type") == "directory" else UNKNOWN
 
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """Raise OSError, naming the storage's `url`, in place of its client library's exceptions in the context."""
+    """Raise OSError, naming the remote storage's `url`, in place of its client library's exceptions in the context."""
     try:
         yield
     except (OSError, MemoryError):

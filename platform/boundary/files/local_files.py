@@ -44,15 +44,15 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file in one step (`write_whole`)."""
+    """Write a text file in one step, by a draft that takes its place (`write_whole`); `mode`: its permissions."""
     write_whole(path, [text.encode(errors="surrogateescape")], mode)
 
 
 @contextmanager
 def drafted(folder: Path, names: Sequence[str] = ()) -> Iterator[Path]:
-    """Give the path of a new directory, which becomes `folder` after the block, or whose files move into it, `names` in
-    this order (default: all), if it is there already. A failure leaves nothing of it. On the same file system, so that
-    nothing is copied."""
+    """Yield the path for a new hidden directory, which becomes `folder` after the block, or whose files `names`
+    (default: all) move into `folder` in this order if it exists already. A failure leaves nothing of it. It is on the
+    same file system, so that nothing is copied."""
     there, name = folder.is_dir(), _draft_name()
     draft = folder / name if there else folder.with_name(f".{folder.name}{name}")
     try:
@@ -77,13 +77,14 @@ def drafted(folder: Path, names: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def _draft_name() -> str:
+    """Return a random name for a hidden draft, a file that takes the place of another once it is complete."""
     return f".draft-{secrets.token_hex(4)}"
 
 
 @contextmanager
 def writing_to(key: str, place: object) -> Iterator[None]:
-    """Raise ConfigError, which names the key of the folder or file `place`, for a disk within the context that takes
-    nothing, or no more; other errors are raised as they are."""
+    """Raise ConfigError in place of the OSError of a full or read-only disk within the context; other errors pass.
+    `key`: the configuration key or argument that names the folder or file `place`."""
     try:
         yield
     except OSError as error:
@@ -98,16 +99,17 @@ class Local:
     durable writes survive a loss of power."""
 
     def __init__(self, root: Path | str):
+        """Construct the storage in the local directory `root`, which need not exist yet; ~ is expanded."""
         self.root = Path(root).expanduser()
         self.url = str(self.root)
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview], durable: bool = True) -> None:
-        """Write a file by a draft beside it."""
+        """Write a file of this local storage by a draft that takes its place; make missing directories."""
         _make_directory((self.root / path).parent)
         write_whole(self.root / path, chunks, 0o644, durable)
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        """Return bytes [start, end) of a regular file."""
+        """Return bytes [start, end) of a regular file of this local storage."""
         with open_regular(self.root / path) as raw, io.BufferedReader(raw) as file:
             there = os.fstat(raw.fileno()).st_size
             data = bytearray(max(0, min(there, there if end is None else end) - start))
@@ -116,13 +118,14 @@ class Local:
         return data
 
     def open(self, path: str, start: int, end: int) -> io.FileIO:
-        """Open a regular file at byte `start`; its end is not limited to `end`."""
+        """Open a regular file of this local storage at byte `start`; its end is not limited to `end`."""
         file = open_regular(self.root / path)
         file.seek(start)
         return file
 
     def list(self, path: str) -> dict[str, int]:
-        """Map the names in a directory to their sizes, without entries that have been deleted meanwhile."""
+        """Map the names in a directory of this local storage to their sizes in bytes, without entries that have been
+        deleted meanwhile."""
         place = self.root / path
         try:
             with os.scandir(place) as entries:
@@ -134,11 +137,12 @@ class Local:
         return {name: size for name, size in found.items() if size is not None}
 
     def version(self, path: str) -> str:
+        """Return device, inode, size and modification time of a file as a word that changes when the file does."""
         found = os.stat(self.root / path)
         return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
 
     def delete(self, path: str, durable: bool = True) -> None:
-        """Delete a file, or a directory with everything in it; a link itself, not its target."""
+        """Delete a file of this local storage, or a directory with everything in it; a link itself, not its target."""
         target = self.root / path
         with suppress(FileNotFoundError):
             if target.is_dir() and not target.is_symlink():

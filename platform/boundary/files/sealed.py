@@ -28,9 +28,9 @@ class FileRange(NamedTuple):
 def hashes_of(
     storage: Storage, spans: Sequence[FileRange], into: Sequence[memoryview] = (), threads: int = THREADS
 ) -> Generator[str]:
-    """Yield the SHA-256 of each block, in order, of fewer bytes if a file ends before; each is read into its memory if
-    there is any. Adjacent ones, up to LARGEST_BLOCK bytes, take one request to the storage, and at most `threads` x
-    LARGEST_BLOCK are in memory. Raises OSError."""
+    """Yield the SHA-256 of each of the blocks `spans` of files on a storage, in order, of fewer bytes if a file ends
+    before. `into`: memory that the blocks are read into, one for each, or none. Adjacent blocks, up to LARGEST_BLOCK
+    bytes, take one request to the storage, and at most `threads` x LARGEST_BLOCK are in memory. Raises OSError."""
     memories = iter(into)
     runs = [(run, [next(memories) for _ in run] if into else []) for run in _runs(spans)]
     pool = ThreadPoolExecutor(threads, "hash")
@@ -42,7 +42,8 @@ def hashes_of(
 
 
 def _runs(spans: Sequence[FileRange]) -> Iterator[list[FileRange]]:
-    """Group blocks that follow each other in a file, up to LARGEST_BLOCK bytes a group."""
+    """Group blocks that follow each other in a file of a storage, up to LARGEST_BLOCK bytes a group, for one read
+    each."""
     run: list[FileRange] = []
     for span in spans:
         follows = run and (span.file, span.at) == (run[-1].file, run[-1].at + run[-1].size)
@@ -55,16 +56,15 @@ def _runs(spans: Sequence[FileRange]) -> Iterator[list[FileRange]]:
 
 
 def _hashes_of_run(storage: Storage, run: Sequence[FileRange], into: Sequence[memoryview]) -> list[str]:
-    """Return the SHA-256 of each of the blocks of a run, read by a single request, each into its memory if there is
-    any."""
+    """Return the SHA-256 of adjacent blocks of a storage's file, by one request; `into`: memory for each, or none."""
     spare = memoryview(bytearray(0 if into else AT_ONCE))
     with storage.open(run[0].file, run[0].at, run[-1].at + run[-1].size) as source:
         return [_hash_next(source, span.size, memory, spare) for span, memory in zip_longest(run, into)]
 
 
 def _hash_next(source: Reader, size: int, memory: memoryview | None, spare: memoryview) -> str:
-    """Read the next `size` bytes of a file into `memory`, or through `spare` if that is None, and return their SHA-256,
-    of fewer bytes if the file ends before. Reading and hashing take turns, AT_ONCE bytes each."""
+    """Read the next `size` bytes of a storage's file into `memory`, or through `spare` if that is None, and return
+    their SHA-256, of fewer bytes if the file ends before. Reading and hashing take turns, AT_ONCE bytes each."""
     digest, at = hashlib.sha256(), 0
     while at < size:
         part = (spare if memory is None else memory[at:])[: min(AT_ONCE, size - at)]

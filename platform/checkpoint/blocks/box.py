@@ -22,16 +22,17 @@ class Box(NamedTuple):
 
     @classmethod
     def of(cls, spans: Sequence[Sequence[int]]) -> Box:
-        """Make a box of the (offset, extent) of every dim, as `platform.plan.language.layout.block` returns them."""
+        """Make the block of a global tensor from the (offset, extent) of every dim."""
         return cls(tuple(o for o, _ in spans), tuple(n for _, n in spans))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a global tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Return the number of elements in the box."""
+        """Return the number of elements in this block of a global tensor."""
         return prod(self.extent)
 
     def overlap(self, other: Box) -> Box | None:
@@ -47,11 +48,12 @@ class Box(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that select this box in an array of just the elements of `outer`, a box around it."""
+        """Return the slices that select this block in an array of the elements of `outer`, a block around it."""
         spans = zip(self.offset, outer.offset, self.extent, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in spans)
 
     def __str__(self) -> str:
+        """Format this block of a global tensor as index ranges, such as "[0:2, 4:8]"."""
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.extent, strict=True)) + "]"
 
 
@@ -138,7 +140,7 @@ def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int,
 
 
 def _shown(box: Box) -> str:
-    """Return a box as text; only the numbers of dims if offset and extent have different ones."""
+    """Return a block of a stored tensor as text; only the numbers of dims if offset and extent have different ones."""
     return (
         str(box) if len(box.offset) == len(box.extent) else f"a block of {len(box.offset)} and {len(box.extent)} dims"
     )

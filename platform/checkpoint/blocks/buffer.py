@@ -22,11 +22,13 @@ class LiveBlocks(list[Block]):
     """Blocks of a process's live tensors that buffers are filled from again and again, while they are these tensors."""
 
     def __init__(self, blocks: Iterable[Block]):
+        """Collect the blocks of a process's live tensors, of which checkpoints and snapshots are filled."""
         super().__init__(blocks)
         self._known: list[tuple[Places, list[Tensor]]] = []
 
     def parts(self, places: Places) -> list[Tensor]:
-        """Return the parts of a buffer as views of the live tensors, found at the first call for this very buffer."""
+        """Return the parts of global tensors in a checkpoint's buffer, listed as `places` (part, first byte, last), as
+        views of the live tensors; they are looked up only at the first call for these very `places`."""
         if (known := next((parts for asked, parts in self._known if asked is places), None)) is None:
             found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
             for name, box, tensor in self:
@@ -45,6 +47,8 @@ class Buffer:
     a GPU. Its memory is new, zeros, unless it is given as `data`, which may be longer."""
 
     def __init__(self, parts: Iterable[Share], pinned: bool = False, data: Tensor | None = None):
+        """Place `parts` of global tensors, of a checkpoint or a snapshot, one after the other in host memory: new
+        zeros, or `data` (uint8 [bytes] or more). `pinned`: page-locked, for copies from a GPU."""
         self.places: Places = []
         self._at: dict[str, list[tuple[Box, int, int]]] = defaultdict(list)
         at = 0
@@ -60,12 +64,11 @@ class Buffer:
 
     @classmethod
     def aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> Buffer:
-        """Make a buffer of parts sorted by element type, largest first, so that each is aligned, as `fill` needs."""
+        """Make a checkpoint's buffer of parts sorted by element type, largest first, so that each is aligned."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned, data)
 
     def fill(self, blocks: Sequence[Block]) -> None:
-        """Copy every part of this buffer out of `blocks`, the live tensors of this process, which may change once this
-        returns. Each part lies within one of them. Where they are `LiveBlocks`, what lies where is found out once."""
+        """Copy every part of this checkpoint's buffer out of the live tensors `blocks`, which may change afterwards."""
         self.start(blocks)()
 
     def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
@@ -83,14 +86,14 @@ class Buffer:
 
     @torch.no_grad()
     def _copy(self, blocks: Sequence[Block]) -> None:
-        """Copy every part of this buffer out of `blocks`, if it has any, without waiting if it is pinned."""
+        """Copy every part of this checkpoint's buffer out of live tensors `blocks`; without waiting if it is pinned."""
         if self.places:
             live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
             torch._foreach_copy_(self._targets, live.parts(self.places), non_blocking=self._pinned)
 
     @cached_property
     def _targets(self) -> list[Tensor]:
-        """List the memory of every part of this buffer as a tensor of the part's type and shape, in order."""
+        """List the memory of every part of this checkpoint's buffer as a tensor of its type and shape, in order."""
         return [self.data[at:end].view(DTYPES[held.dtype]).view(box.extent) for (held, box), at, end in self.places]
 
     def read(self, part: Share) -> Tensor | None:

@@ -23,16 +23,17 @@ class Chain:
     """
 
     def __init__(self, holders: Iterable[int], blocks: Sequence[Share]):
+        """Join `blocks` of global tensors, which all ranks in `holders` hold, end to end, and add up their bytes."""
         self.holders, self.blocks = tuple(holders), blocks
         self.ends = list(accumulate(block.nbytes for block in blocks))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all blocks, which is the position at the end."""
+        """Return the bytes of all blocks of the chain, which is the position at its end."""
         return self.ends[-1] if self.ends else 0
 
     def row_at(self, position: int) -> int:
-        """Return the position of the start of a row, where a block may be cut, that is nearest to `position`."""
+        """Return the position, in bytes of the chain's blocks, of the start of a row that is nearest to `position`."""
         number = bisect_right(self.ends, position)
         if number == len(self.ends):
             return self.nbytes
@@ -41,7 +42,7 @@ class Chain:
         return start + min(round((position - start) / row) * row, block.nbytes)
 
     def share(self, member: int, members: int) -> tuple[int, int]:
-        """Return the part (first, last) that number `member` gets if `members` ranks divide the chain equally."""
+        """Return the bytes [first, last) of the chain of rank number `member`, if `members` ranks divide it equally."""
         first, last = (self.row_at(self.nbytes * number // members) for number in (member, member + 1))
         return first, last
 

@@ -57,6 +57,7 @@ class HeldTensor:
 
     @property
     def itemsize(self) -> int:
+        """Return the bytes of one element of this global tensor of the training state."""
         return ITEMSIZE[self.dtype]
 
 
@@ -121,6 +122,7 @@ class Piece(NamedTuple, Generic[S]):
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of this part of a global tensor that a rank fetches and passes on."""
         return self.box.size * ITEMSIZE[self.dtype]
 
 
@@ -132,4 +134,5 @@ class Share(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of this block, or part of a block, of a global tensor."""
         return self.box.size * self.tensor.itemsize

@@ -21,11 +21,12 @@ class Copy(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of training state in this copy in a peer's memory."""
         return self.last - self.first
 
     @property
     def parts(self) -> list[Share]:
-        """Return the blocks and parts of blocks that it is made of."""
+        """Return the blocks of global tensors, or parts of them, in this copy in a peer's memory."""
         return self.chain.parts(self.first, self.last)
 
 
@@ -71,7 +72,7 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
 
 
 def sent_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
-    """Map each receiver to the parts of which it keeps copies for `rank`, in the order of its `kept_by`."""
+    """Map receiving ranks to the parts of the state that they keep in memory for `rank`; `kept`: all copies."""
     out: dict[int, list[Share]] = defaultdict(list)
     for copy in kept:
         if copy.sender == rank:
@@ -80,7 +81,7 @@ def sent_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
 
 
 def kept_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
-    """Map each sender to the parts of which `rank` keeps copies for it."""
+    """Map sending ranks to the parts of the state that `rank` keeps in memory for them; `kept`: all copies."""
     out: dict[int, list[Share]] = defaultdict(list)
     for copy in kept:
         if copy.receiver == rank:

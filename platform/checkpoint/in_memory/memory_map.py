@@ -21,8 +21,9 @@ class MemoryMap:
     """
 
     def __init__(self, state: Sequence[HeldTensor], nodes: Sequence[Hashable], shared: bool, divided: bool = True):
-        """Make the map from `state`, who holds which blocks, and `nodes`, the node of every rank; `shared`: the ranks
-        of each node share memory."""
+        """Make the map of in-memory snapshots. `state`: the tensors of the training state, with the ranks that hold
+        their blocks; `nodes`: the node of every rank; `shared`: True if the ranks of each node share memory; `divided`:
+        True if these ranks divide what they hold alike, instead of writing all of it each."""
         self.state, self.chains, self.shared = state, chains_of(state), shared
         self.homes: Sequence[Hashable] = nodes if shared else range(len(nodes))
         self._divided = shared and divided
@@ -34,11 +35,11 @@ class MemoryMap:
                 self._held[rank].append(chain)
 
     def mates(self, rank: int) -> list[int]:
-        """Return the ranks that share memory with `rank`, itself included."""
+        """Return the ranks that share the memory of their snapshots with `rank`, itself included."""
         return [mate for mate, home in enumerate(self.homes) if home == self.homes[rank]]
 
     def own(self, rank: int) -> list[Share]:
-        """Return the parts of its own blocks that `rank` writes into its snapshot."""
+        """Return the parts of its own blocks of the training state that `rank` writes into its snapshot in memory."""
         out: list[Share] = []
         for chain in self._held[rank]:
             alike = [holder for holder in chain.holders if self.homes[holder] == self.homes[rank]]
@@ -53,8 +54,7 @@ class MemoryMap:
         return {"own": 2 * sum(part.nbytes for part in self.own(rank)), "copies": 2 * sum(kept)}
 
     def readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
-        """Map each rank to its readers: the ranks of another generation that can read its memory. `seats`: rank there
-        by rank here. Memory of `distrusted` ranks is never read."""
+        """Map each rank to the ranks of another generation that can read its snapshots. `seats`: rank here -> there."""
         assert not (distrusted and self._divided), "who may be distrusted keeps all that it holds"
         living: dict[Hashable, list[int]] = defaultdict(list)
         for old, new in seats.items():

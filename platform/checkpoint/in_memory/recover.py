@@ -50,8 +50,7 @@ def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
 
 
 def lost_to(held: MemoryMap, alive: Collection[int], distrusted: Collection[int] = ()) -> list[str]:
-    """Return the names of the tensors that the ranks `alive` cannot recover whole from memory: from their homes, in
-    which the memory of `distrusted` ranks is never read."""
+    """Return names of tensors that ranks `alive` cannot recover from memory, without memory of `distrusted` ranks."""
     readers = held.readers({rank: rank for rank in alive}, distrusted)
     return lost(held.state, surviving(held.chains, held.copies, readers))
 
@@ -60,9 +59,7 @@ Keepers = dict[frozenset[object], set[object]]
 
 
 def keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
-    """Map each set of homes that hold the same parts of the state to the homes that keep copies of these parts; the
-    empty set if no home does. Computed once, it lets `is_recoverable` answer for many sets of ranks whether `lost_to`
-    would find nothing lost."""
+    """Map each set of memories (nodes or ranks) with the same parts of the state to the memories with their copies."""
     homes = [None if rank in distrusted else home for rank, home in enumerate(held.homes)]
     having = {id(chain): frozenset(homes[rank] for rank in chain.holders) for chain in held.chains}
     found: Keepers = {places: set() for places in having.values()}
@@ -72,15 +69,12 @@ def keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
 
 
 def is_recoverable(found: Keepers, alive: Set[object]) -> bool:
-    """Return True if ranks in the homes `alive` have the whole training state in memory: of each part a home that holds
-    it, or all that keep its copies. `found`: a result of `keepers`."""
+    """Return True if the memories `alive`, of nodes or ranks, have all training state; `found`: result of `keepers`."""
     return all(not alive.isdisjoint(places) or (having and having <= alive) for places, having in found.items())
 
 
 def handed_over(survived: Sequence[Chain], stays: Sequence[bool]) -> list[Copy]:
-    """Assign the parts that only ranks without a seat in the next generation can read to ranks that stay, evenly by
-    bytes, as copies to be sent before it forms. `survived`: a result of `surviving`; `stays`: True for every rank in it
-    that stays."""
+    """Assign parts in memory that only leaving ranks can read to staying ones (`stays`), as copies to be sent."""
     return copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
 
 
@@ -120,7 +114,8 @@ def recover(
 
 
 def _own(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
-    """Yield the parts of this rank's `blocks` that are in `chains`, all of which it can read."""
+    """Yield the parts of this rank's `blocks` that lie in `chains` of surviving memory, all of which it can read
+    itself."""
     mine: dict[str, list[Block]] = defaultdict(list)
     for block in blocks:
         mine[block.name].append(block)
@@ -159,5 +154,5 @@ def _turns(
 
 
 def _between(chain: Chain, first: int, last: int, position: int) -> int:
-    """Return the start of a row of the part [first, last) of a chain that is nearest to `position`, or an end of it."""
+    """Return the start of a row in the part [first, last) of a chain of blocks nearest to `position`, or its end."""
     return min(max(chain.row_at(min(max(position, first), last)), first), last)

@@ -16,11 +16,12 @@ class SharedMemory:
     them that has opened it has ended, so that nothing is left behind."""
 
     def __init__(self, file: int):
+        """Wrap the descriptor of an open file without a name, which holds snapshots in host memory."""
         self._file = os.fdopen(file, "rb+", buffering=0)
 
     @classmethod
     def create(cls) -> SharedMemory:
-        """Create an empty one, for this user's processes alone."""
+        """Create an empty shared memory for snapshots, a file without a name that only this user can open."""
         if not hasattr(os, "memfd_create"):
             return cls(os.dup(tempfile.TemporaryFile().fileno()))  # no Linux: other processes will not find it
         memory = cls(os.memfd_create("snapshots"))
@@ -29,14 +30,14 @@ class SharedMemory:
 
     @property
     def address(self) -> list[int]:
-        """Return how other processes find it: this process, its descriptor, and the file's device and inode."""
+        """Return where other processes find this memory: [process id, its file descriptor, device, inode]."""
         found = os.fstat(self._file.fileno())
         return [os.getpid(), self._file.fileno(), found.st_dev, found.st_ino]
 
     @classmethod
     def find(cls, address: Sequence[int]) -> SharedMemory | None:
-        """Open the one that another process has at `address`; None if it is not to be found from here, as where the two
-        see other processes, or belong to other users."""
+        """Open the shared memory of another process at its `address`; None if it is not to be found from here, as where
+        the two see other processes, or belong to other users."""
         process, number, device, inode = map(int, address)
         path = f"/proc/{process}/fd/{number}"
         try:
@@ -49,16 +50,16 @@ class SharedMemory:
         return memory if memory.address[2:] == [device, inode] else None
 
     def grow(self, count: int) -> None:
-        """Make it `count` bytes long, zeros where it was shorter; memory is taken when they are written."""
+        """Make this memory for snapshots `count` bytes long, zeros at first; pages are taken when they are written."""
         if os.fstat(self._file.fileno()).st_size < count:
             os.truncate(self._file.fileno(), count)
 
     def map(self, at: int, count: int) -> mmap.mmap:
-        """Map `count` bytes, at least one, from `at` on, a multiple of PAGE."""
+        """Map `count` bytes (at least 1) of this memory into the process, from byte `at` on, a multiple of PAGE."""
         return mmap.mmap(self._file.fileno(), count, offset=at)
 
     def free(self, at: int, count: int) -> None:
-        """Give back the memory of `count` bytes from `at` on, a multiple of PAGE; they become zeros."""
+        """Give `count` bytes of this memory from `at` on, a multiple of PAGE, back to the system: they become 0."""
         if hasattr(mmap, "MADV_REMOVE") and count:
             with self.map(at, count) as here:
                 here.madvise(mmap.MADV_REMOVE)

@@ -37,7 +37,8 @@ class Snapshot:
     def __init__(
         self, memory: SharedMemory, at: int, own: Sequence[Share], copies: Sequence[Share], pinned: bool = False
     ):
-        """Take the snapshot's place at byte `at` of `memory`."""
+        """Take the snapshot's place at byte `at` of the shared `memory`, for the rank's `own` parts of the training
+        state and the `copies` that it keeps for other ranks; `pinned`: page-locked memory for `own`."""
         self._memory, self._at, self._size = memory, at, self.size(own, copies)
         self._parts, self._pinned = (own, copies), pinned
         memory.grow(at + self._size)
@@ -46,11 +47,13 @@ class Snapshot:
 
     @cached_property
     def own(self) -> Buffer:
+        """Return the buffer of this rank's own parts of the training state in the snapshot."""
         data = _mapped(self._memory, self._at + HEADER, _pages(self._parts[0]), self._pinned)
         return Buffer.aligned(self._parts[0], self._pinned, data)
 
     @cached_property
     def copies(self) -> Buffer:
+        """Return the buffer of the parts of other ranks' training state that the snapshot keeps copies of."""
         own, copies = self._parts
         return Buffer(copies, data=_mapped(self._memory, self._at + HEADER + _pages(own), _pages(copies)))
 
@@ -61,20 +64,21 @@ class Snapshot:
 
     @property
     def step(self) -> int | None:
-        """Return the step whose state it holds, None while it is not complete."""
+        """Return the step whose training state this snapshot in memory holds, None while it is not complete."""
         found = int(self._step[0])
         return found - 1 if found else None
 
     @property
     def values(self) -> Any:
+        """Return the plain data in this snapshot in memory, beside the tensors of the training state."""
         return json.loads(self._header[16 : 16 + int(self._step[1])])
 
     def begin(self) -> None:
-        """Mark it as incomplete: it is about to be written to."""
+        """Mark this snapshot in memory as incomplete: it is about to be written to."""
         self._step[0] = 0
 
     def complete(self, step: int, values: Mapping[str, Any]) -> None:
-        """Mark it as the whole state of `step`, with these values; all tensors have been written."""
+        """Mark this snapshot in memory as the whole training state of `step`, with the plain data `values`."""
         text = json.dumps(values).encode()
         assert len(text) <= HEADER - 16, f"{len(text)} bytes of values"
         self._header[16 : 16 + len(text)] = text
@@ -82,13 +86,13 @@ class Snapshot:
         self._step[0] = step + 1  # last: a process may die between any two writes
 
     def read(self, part: Share) -> Tensor:
-        """Return the bytes of a part of one of its own blocks, uint8 [*extent, bytes of an element]."""
+        """Return the bytes of a part of the rank's own blocks in the snapshot, uint8 [*extent, bytes of an element]."""
         found = self.own.read(part)
         assert found is not None, f"{part.tensor.name} {part.box} is not in this rank's own memory"
         return found
 
     def free(self) -> None:
-        """Give its memory back; it must not be used any more."""
+        """Give the memory of this snapshot back to the system; it must not be used any more."""
         self.begin()
         self.__dict__.pop("own", None)
         self.__dict__.pop("copies", None)
@@ -100,8 +104,8 @@ class HomeSnapshot:
     `values`: plain data."""
 
     def __init__(self, buffers: Sequence[Buffer], values: Any):
-        """Make it from the `buffers` of the home's ranks: own blocks before copies, as a copy of a part that one of
-        these ranks holds itself is not needed."""
+        """Collect the `buffers` of snapshots of all ranks that share a memory: own blocks before copies, as a copy of a
+        part that one of these ranks holds itself is not needed. `values`: plain data."""
         self.values = values
         self._parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
         for buffer in buffers:
@@ -121,7 +125,7 @@ class HomeSnapshot:
         assert not left, f"{part.tensor.name} {part.box} is not in the memory of this home"
 
     def bytes_of(self, parts: Sequence[Share]) -> Tensor:
-        """Return the bytes of several parts, one after another, uint8 [bytes]."""
+        """Return the bytes of several parts of the training state in shared memory, joined in order, uint8 [bytes]."""
         out = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
         for part, memory in zip(parts, out.split([part.nbytes for part in parts]), strict=True):
             self.read(part, memory)
@@ -138,7 +142,9 @@ class RankSnapshots:
     """
 
     def __init__(self, held: MemoryMap, rank: int, mates: Mapping[int, SharedMemory], pinned: bool = False):
-        """Keep `mates`: the memory of every rank of this rank's home, its own included."""
+        """Prepare the in-memory snapshots of `rank`. `held`: map of the parts that each rank has; `mates`: the memory
+        of every rank that shares memory with this one, its own included; `pinned`: page-locked memory for its own
+        parts."""
         self.held, self._rank, self._mates, self._pinned = held, rank, mates, pinned
         self._own, self._kept, self._sent = held.own(rank), kept_by(held.copies, rank), sent_by(held.copies, rank)
         self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
@@ -172,6 +178,7 @@ class RankSnapshots:
         return [step for step in found if step is not None]
 
     def at(self, step: int) -> Snapshot:
+        """Return this rank's snapshot of the training state after `step`; raises StopIteration if there is none."""
         return next(snapshot for snapshot in self._places.values() if snapshot.step == step)
 
     def keep_only(self, step: int) -> None:
@@ -183,8 +190,8 @@ class RankSnapshots:
         self._order = list(self._places)
 
     def of_home(self, step: int, distrusted: Collection[int] = ()) -> HomeSnapshot:
-        """Return the state after `step` in the memory of this rank's home, without the memory of `distrusted` ranks.
-        Raises RuntimeError if one of the others has not completed it."""
+        """Return the training state after `step` in the memory that this rank shares with its node, without the
+        snapshots of `distrusted` ranks. Raises RuntimeError if one of the others has not completed its snapshot."""
         mates = sorted(self._mates.keys() - set(distrusted), key=lambda mate: mate != self._rank)  # its own first
         found = {mate: next((one for one in self._of(mate) if one.step == step), None) for mate in mates}
         if lacking := [mate for mate, snapshot in found.items() if snapshot is None]:
@@ -194,7 +201,7 @@ class RankSnapshots:
         return HomeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
 
     def _of(self, mate: int) -> Iterator[Snapshot]:
-        """Yield the snapshots in the memory of a rank of the home."""
+        """Yield the snapshots in the memory of rank `mate`, this rank or one that shares memory with it."""
         if mate == self._rank:
             yield from self._places.values()
             return
@@ -237,23 +244,23 @@ class RankSnapshots:
         self._finish = finish
 
     def finish(self, transfer: Transfer) -> None:
-        """Finish the snapshot that `begin` has begun, if there is one; all ranks call it together."""
+        """Finish the snapshot of the training state that `begin` has begun, if any; all ranks call it together."""
         finish, self._finish = self._finish, None
         if finish:
             finish(transfer)
 
     @property
     def begun(self) -> bool:
-        """Return True if `begin` has begun a snapshot that is not finished."""
+        """Return True if `begin` has begun a snapshot of the training state that is not finished."""
         return self._finish is not None
 
     def abandon(self) -> None:
-        """Give up the snapshot that `begin` has begun, if there is one, and what it refers to."""
+        """Give up the snapshot of the training state that `begin` has begun, if any, and release its tensors."""
         self._finish = None
 
     def _next(self) -> tuple[int, Snapshot]:
-        """Return the place of the snapshot that `hold` may overwrite, and it, now the last in order: an incomplete one,
-        a new one if there are fewer than two, or the older of the two."""
+        """Return the place (0 or 1) of the snapshot that `hold` may overwrite, and the snapshot, now the last in order:
+        an incomplete one, a new one if there are fewer than two, or the older of the two."""
         torn = [place for place in self._order if self._places[place].step is None]
         new = [place for place in (0, 1) if place not in self._places]
         place = (torn or new or self._order)[0]
@@ -271,12 +278,12 @@ class RankSnapshots:
 
 
 def _pages(parts: Sequence[Share]) -> int:
-    """Return the bytes of whole pages for these parts."""
+    """Return the bytes of whole memory pages that these parts of a snapshot take."""
     return -(-sum(part.nbytes for part in parts) // PAGE) * PAGE
 
 
 def _mapped(memory: SharedMemory, at: int, count: int, pinned: bool = False) -> Tensor:
-    """Return `count` bytes of `memory` from `at` on, uint8 [count]."""
+    """Return `count` bytes of a snapshot's shared memory from `at` on, uint8 [count]; `pinned`: page-locked."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8)
     there = memory.map(at, count)
@@ -284,6 +291,7 @@ def _mapped(memory: SharedMemory, at: int, count: int, pinned: bool = False) -> 
 
 
 def _all(kept: Mapping[int, Sequence[Share]]) -> list[Share]:
+    """List the parts of the training state that a rank keeps for others, by sender, as one list."""
     return [part for parts in kept.values() for part in parts]
 
 

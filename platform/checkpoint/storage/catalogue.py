@@ -33,6 +33,7 @@ class Attempt(NamedTuple):
 
     @property
     def directory(self) -> str:
+        """Return the name of the directory of this attempt at a checkpoint: step-STEP-NUMBER-TOKEN."""
         return f"step-{self.step:08d}-{self.number:06d}-{self.token}"
 
 
@@ -51,8 +52,8 @@ def split_url(url: str) -> tuple[str, str | None]:
 
 def select(url: str, key: str, none: str = "holds no checkpoint") -> tuple[Storage, str, Manifest]:
     """Return the storage, directory and manifest of the checkpoint that a URL names, or of the newest good one in the
-    storage that it names. Marks nothing. Raises ConfigError, naming the configuration key `key`, for a URL that no
-    storage has; Refused, with the reason `none` where there is no checkpoint; OSError."""
+    storage that it names. Quarantines nothing. Raises ConfigError, naming the configuration key `key`, for a URL that
+    no storage has; Refused, with the reason `none` where there is no checkpoint; OSError."""
     at, name = split_url(url)
     storage = open_storage(at, key)
     if name:
@@ -149,7 +150,7 @@ def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
 
 
 def quarantine(storage: Storage, directory: str, reason: str) -> None:
-    """Mark a checkpoint as unusable. Deletes nothing: people may want to look at it."""
+    """Mark a checkpoint as unusable, for `reason`. Deletes nothing: people may want to look at it."""
     write_note(storage, f"{directory}/{BAD}", redact(reason))
 
 
@@ -182,8 +183,8 @@ def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection
 
 
 def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Selection:
-    """Select the first of the attempts `there` whose checkpoint can be trusted, with the reasons against those before
-    it. `deep`, `mark`: see `find`."""
+    """Select the first of the attempts `there` whose checkpoint can be trusted, with the reasons against earlier ones.
+    `deep`: read and verify every byte; `mark`: quarantine corrupt checkpoints."""
     refused: list[tuple[str, str]] = []
     sound: list[str] = []
     for attempt in there:
@@ -203,8 +204,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
 
 
 def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
-    """Return, of the complete checkpoints (newest first), the one after whose step the validation loss was lowest; []
-    if no `losses`, by step, are known of them."""
+    """Return [the complete checkpoint at the lowest validation loss]; `losses`: step -> loss; [] if none has one."""
     known = [attempt for attempt in complete if attempt.step in losses]
     return sorted(known, key=lambda attempt: (losses[attempt.step], attempt.step))[:1]
 

@@ -21,16 +21,18 @@ class Image:
     """
 
     def __init__(self, rank: int, parts: Sequence[Share], pinned: bool = False):
+        """Allocate memory for the block file of `rank` in checkpoints; `pinned`: page-locked, for copies from a GPU."""
         assert sys.byteorder == "little", "blocks are stored little-endian"
         self.file = f"blocks-{rank:05d}.bin"
         self._buffer = Buffer.aligned(parts, pinned)
 
     def fill(self, blocks: Sequence[Block]) -> None:
-        """Copy this rank's shares out of `blocks`, which contain all of them and may change once this returns."""
+        """Copy this rank's part of a checkpoint out of its live tensors `blocks`, which may change afterwards."""
         self._buffer.fill(blocks)
 
     def write(self, storage: Storage, directory: str) -> FileReport:
-        """Write the file, hashing it meanwhile; return the report for the driver. Raises OSError."""
+        """Write this rank's block file into the checkpoint's `directory`, hashing it meanwhile; return the report for
+        the driver. Raises OSError."""
         view = memoryview(self._buffer.data.numpy().data)
         with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
             hashes = [pool.submit(_sha256, view[at:end]) for _, at, end in self._buffer.places]
@@ -50,4 +52,5 @@ class Image:
 
 
 def _sha256(data: memoryview) -> str:
+    """Return the SHA-256 of a stored block of a checkpoint as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

@@ -25,6 +25,7 @@ class Lease:
     """Lease of one driver on one storage, from `take` on. `epoch` rises with every driver."""
 
     def __init__(self, storage: Storage, name: str, epoch: int, owner: str):
+        """Construct the lease that the file `name` on a storage of checkpoints stands for; `take` writes that file."""
         self._storage, self._name, self.epoch, self._owner = storage, name, epoch, owner
 
     @classmethod
@@ -61,5 +62,6 @@ class Lease:
 
 
 def _found(storage: Storage) -> list[re.Match[str]]:
+    """Return the matches of all names of lease files on a storage of checkpoints: (epoch, token) each."""
     found = (re.fullmatch(_NAME, name) for name in storage.list(""))
     return [match for match in found if match and match[1] == f"{int(match[1]):06d}"]

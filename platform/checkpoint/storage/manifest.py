@@ -59,8 +59,7 @@ class Meta:
 
     @classmethod
     def read(cls, found: Any) -> Meta:
-        """Read metadata from plain JSON data. Raises OtherFormat, also if it names no format, as before the second, or
-        Malformed."""
+        """Read a checkpoint's metadata from JSON data. Raises OtherFormat, also if it has no format, or Malformed."""
         if type(found) is dict:
             _check_format(found.get("format", 1))
         meta: Meta = schema.read(cls, found)
@@ -87,9 +86,11 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
+        """Return the bytes of one element of this tensor of a checkpoint."""
         return ITEMSIZE[self.dtype]
 
     def nbytes(self, block: StoredBlock) -> int:
+        """Return the bytes that one of this tensor's blocks takes in a checkpoint's file."""
         return block.box.size * self.itemsize
 
 
@@ -103,11 +104,13 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all block files of the checkpoint."""
         return sum(self.files.values())
 
     @classmethod
     def of(cls, meta: Meta, reports: Iterable[FileReport]) -> Manifest:
-        """Assemble the manifest from the workers' reports; see `Image.write`."""
+        """Assemble a checkpoint's manifest from its metadata and the workers' reports on their block files
+        (`Image.write`). Raises Refused if they contradict each other."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         blocks: dict[str, list[StoredBlock]] = {}
@@ -178,7 +181,7 @@ class Manifest:
 
 
 def _check_format(there: Any) -> None:
-    """Raise OtherFormat for a format that an earlier version wrote or a later one may write."""
+    """Raise OtherFormat for a checkpoint's format that an earlier version wrote or a later one may write."""
     if type(there) is int and there > FORMAT:
         raise OtherFormat(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
     if type(there) is int and 0 < there < FORMAT:
@@ -186,6 +189,7 @@ def _check_format(there: Any) -> None:
 
 
 def _json(value: Any) -> str:
+    """Return a part of a checkpoint's manifest as JSON text; raises ValueError for NaN and infinities."""
     return json.dumps(value, allow_nan=False)
 
 
@@ -216,6 +220,6 @@ def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> N
 
 
 def refuse(faults: Sequence[str]) -> None:
-    """Raise Refused with the first of the faults and the number of the others, if there is any."""
+    """Raise Refused with the first of a checkpoint's faults and the number of further ones, if there is any."""
     if faults:
         raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))

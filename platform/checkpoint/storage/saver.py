@@ -42,8 +42,9 @@ class Saver:
         pause: float = 1.0,
         lease: Lease | None = None,
     ):
-        """Configure the saver. `last`, `every`: see `dispensable`. `pause`: seconds before the second try, doubled
-        before every further one. `lease`: once it is lost, nothing is committed or deleted any more."""
+        """Configure the saver of checkpoints. `last`, `every`: the newest to keep, and the steps whose multiples are
+        kept, see `dispensable`. `tries`: most attempts at one checkpoint; `pause`: seconds before the second try,
+        doubled before every further one. `lease`: once it is lost, nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
         self.losses: Mapping[int, float] = {}  # step -> validation loss, of which the lowest's checkpoint is kept
         self._check = lease.check if lease else lambda: None
@@ -53,13 +54,15 @@ class Saver:
 
     @property
     def busy(self) -> bool:
+        """Return True while a checkpoint is being saved in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(
         self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, files: CarriedFiles | None = None
     ) -> None:
-        """Begin a save of what the workers' images hold, with the `files` that the checkpoint carries. `tensors`: see
-        `commit`. Must not be called while `busy`: the images are still in use."""
+        """Begin to save a checkpoint of the workers' images, with the `files` that it carries, in the background.
+        `tensors`: see `commit`; `write`: function that has the workers write into a directory. Must not be called while
+        `busy`: the images are still in use."""
         assert not self.busy, "one save at a time"
         self._cancelled.clear()
         files = files or {}
@@ -74,11 +77,11 @@ class Saver:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Stop retrying: the attempt under way is the last, as the images that a retry would write are gone."""
+        """Stop retrying to save the checkpoint: the attempt under way is the last, as the workers' images are gone."""
         self._cancelled.set()
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the events of saves since the last call, in order: saved, failed, not pruned, superseded."""
+        """Return events of saved checkpoints since the last call, in order: saved, failed, not pruned, superseded."""
         out = []
         with suppress(queue.Empty):
             while True:
@@ -86,7 +89,7 @@ class Saver:
         return out
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the save under way, at most `timeout` seconds; return True if it is over."""
+        """Wait for the checkpoint being saved, at most `timeout` seconds; return True if that is over."""
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.busy
@@ -137,4 +140,5 @@ class Saver:
 
 
 def _reason(error: Exception) -> str:
+    """Return why a checkpoint could not be saved: the first line of the error, with its type."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -38,14 +38,14 @@ def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, bea
 
 
 def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
-    """Return the bytes of keys, values and logits of a row that holds so many tokens."""
+    """Return the bytes that a text of so many `tokens` takes in generation: its keys, values and logits."""
     width = (model.kv_heads or model.heads) * (model.d_kv or model.d_model // model.heads)
     seen = tokens + (model.source_length or model.length) * (model.kind == "encoder_decoder")
     return 2 * model.layers * seen * width * itemsize + model.vocab * _LOGIT
 
 
 def _memory(config: Config, workers: int) -> float:
-    """Return the memory of all workers in bytes; inf if it is not known before they are there."""
+    """Return the bytes of memory that all workers have together; inf if it is not known before they are there."""
     from torch.cuda import device_count
 
     cluster = config.cluster

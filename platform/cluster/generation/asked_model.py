@@ -41,19 +41,20 @@ class Reader:
         return found
 
     def _encoded(self, text: str, where: str) -> list[int]:
-        """Return the ids of a text, of a prompt or made of one by a template. Raises ConfigError."""
+        """Return the token ids of a prompt's text, or of one that a chat template made of it. Raises ConfigError."""
         assert self.vocabulary
         return self.vocabulary.encode(_whole(text, where))
 
     def _of_ids(self, value: Any, where: str) -> list[int]:
-        """Return a prompt of token ids; raises ConfigError unless all are of the vocabulary."""
+        """Return a prompt given as token ids, unchanged; raises ConfigError unless all are ids of the vocabulary."""
         most = self.model.vocab
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
             raise ConfigError(violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
         return value
 
     def _of_text(self, kind: str, value: Any, where: str) -> list[int]:
-        """Return the token ids of a text or of messages; raises ConfigError if they cannot be tokenised."""
+        """Return the token ids of a prompt. `kind`: "prompt" if `value` is a text, "messages" if it is a conversation.
+        Raises ConfigError, naming `where` the prompt is from, if it cannot be tokenised."""
         vocabulary = self.vocabulary
         if vocabulary is None:
             reason = "there is none beside the model, and a text needs one"
@@ -84,14 +85,14 @@ def as_prompt(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
 
 
 def _whole(text: str, where: str) -> str:
-    """Return a text of a prompt. Raises ConfigError for one that no tokenizer reads."""
+    """Return a prompt's text unchanged. Raises ConfigError if it has half a character, which no tokenizer reads."""
     if half := documents.half_character(text):
         raise ConfigError(violation("prompt", where, f"is no text: it has {half}"))
     return text
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in plain data."""
+    """Yield all strings in a conversation, plain data: in lists, and keys and values of mappings, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -105,17 +106,19 @@ class AskedModel:
     vocabulary's."""
 
     def __init__(self, ask: Ask, model: Model, vocabulary: Vocabulary | None, batch: int = 16, special: Any = None):
+        """Prepare to ask a model by `ask`, a call of its workers, in batches of `batch` texts."""
         self._ask, self._batch, self.model, self.vocabulary = ask, batch, model, vocabulary
         self.pairs = self.model.kind == "encoder_decoder"
         special = special or (vocabulary.special if vocabulary else SpecialIds())
         self.start, self.begin, self.end = special.start, special.begin, special.end
 
     def _batches(self, texts: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Divide texts, in order, into batches."""
+        """Divide the texts to ask a model about, in order, into batches of the size that it takes at a time."""
         return (texts[first : first + self._batch] for first in range(0, len(texts), self._batch))
 
     def write(self, prompts: Sequence[Ids], tokens: int, how: Choice, ends: Ids) -> Iterator[tuple[int, Written]]:
-        """Yield the number of each prompt with its continuation, `tokens` at most, in batches in the given order.
+        """Yield the number of each prompt with the model's continuation, of `tokens` at most, in batches in the given
+        order. `prompts`: token ids; `how`: rule by which tokens are chosen; `ends`: ids that end a continuation.
         Prompts and texts may be longer than the model: a text that has filled its length goes on from its last half,
         and an encoder reads the end of its prompt."""
         most, read, going = self.model.length, self.model.source_length or self.model.length, dict(enumerate(prompts))
@@ -138,8 +141,9 @@ class AskedModel:
                         yield n, replace(found, ids=written[n])
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Scored]:
-        """Score each continuation after its context, of which the last tokens are read that fit; without a context, or
-        by a decoder that follows an encoder, after the token that begins a text."""
+        """Return the log-probability of each text after its context, for `pairs` (context, text) of token ids. Of a
+        context the last tokens are read that fit; without one, or by a decoder that follows an encoder, a text is
+        scored after the token that begins a text."""
         found: list[Scored | None] = [None] * len(pairs)
         rows = [self._row(*pair) for pair in pairs]
         for numbers in self._batches(sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))):
@@ -150,8 +154,8 @@ class AskedModel:
         return [scored for scored in found if scored]
 
     def _row(self, context: Ids, text: Ids) -> tuple[list[int], int, list[int]]:
-        """Return the decoder's ids for a context and a text, the index at which the text begins there, and the
-        encoder's ids."""
+        """Return the input by which a model scores a text after a context: the decoder's ids, the index at which the
+        text begins there, and the encoder's ids, [] without an encoder."""
         most = self.model.length + 1  # the last token is only predicted
         if self.pairs:
             read = self.model.source_length or self.model.length

@@ -36,6 +36,7 @@ class HarnessModel(TemplateLM):
     """Model as lm-eval asks it: requests are answered in batches by `asked`, which has a tokenizer."""
 
     def __init__(self, asked: AskedModel):
+        """Wrap a model that has a tokenizer for lm-eval: as causal or, if it has an encoder, as seq2seq."""
         super().__init__()
         assert asked.vocabulary
         self._asked, self._vocabulary = asked, asked.vocabulary
@@ -82,7 +83,8 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _question(self, text: str, options: dict[str, Any]) -> Question:
-        """Return a text that is to be continued as the `options` of its task say."""
+        """Return the question to the model for a text that an lm-eval task has continued: its ids, and the rule of
+        choice, number of tokens and ends of an answer, from the task's `options`."""
         stops = options.get("until") or []
         most = self._asked.model.length
         tokens = max(1, min(int(options.get("max_gen_toks") or WRITTEN), most - 1))
@@ -99,7 +101,7 @@ class HarnessModel(TemplateLM):
 
 
 def _up_to(answer: str, stops: Sequence[str]) -> str:
-    """Return an answer up to the first of the texts that end it."""
+    """Return a model's answer to an lm-eval task, up to the first of the texts `stops` that end it."""
     return answer[: min((answer.index(stop) for stop in stops if stop and stop in answer), default=len(answer))]
 
 
@@ -109,6 +111,8 @@ class HarnessTasks:
     `key`, for tasks that are unknown, cannot be read, or make requests that are not answered here."""
 
     def __init__(self, names: Sequence[str], folder: str = "", shots: int | None = None, key: str = "--tasks"):
+        """Load the lm-eval tasks or groups called `names`. `folder`: folder of the user's own tasks; `shots`: examples
+        in front of each document, None: as the task says; `key`: the setting or option that a ConfigError names."""
         self._names = list(names)
         self._loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
         with _seeded():
@@ -118,7 +122,7 @@ class HarnessTasks:
             raise ConfigError(lines)
 
     def _load(self, manager: TaskManager, name: str, shots: int | None, key: str) -> str:
-        """Load the tasks called `name`; return "", or the line that refuses them."""
+        """Load the lm-eval tasks called `name`; return "", or the line that refuses them, which names `key`."""
         if name not in manager.all_tasks:
             return violation(key, name, "unknown", closest(name, manager.all_tasks)[:3])
         try:
@@ -158,7 +162,7 @@ def _manager(names: set[str], folder: str) -> TaskManager:
 
 
 def _beyond(task: Any) -> str:
-    """Return why a task cannot be asked of a model here, "" if it can."""
+    """Return why an lm-eval task cannot be asked of a model here, "" if it can."""
     if getattr(task, "UNSAFE_CODE", False):
         return "runs code that the model writes, which is not done here"
     if getattr(task, "MULTIMODAL", False):
@@ -180,7 +184,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _line(error: Exception) -> str:
-    """Return an exception as a line."""
+    """Return an exception of an lm-eval task as one line: its type and message."""
     return documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
 
 

@@ -27,7 +27,8 @@ class Measured:
     samples: int
 
     def plain(self) -> dict[str, Any]:
-        """Return the numbers of a row of the table; None where words or bytes are unknown."""
+        """Return a row of the table of losses as plain data: source, samples, loss, the numbers of tokens, words and
+        bytes, the perplexity per each, and bits per byte; None where words or bytes are unknown."""
         per = {"token": self.tokens, "word": self.words, "byte": self.size}
         found: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
         for unit, count in per.items():
@@ -46,7 +47,8 @@ def _perplexity(nats: float, count: int) -> float | None:
 
 
 def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: int) -> list[Measured]:
-    """Measure the loss on a split of each source, by its name, or on `most` samples of it if that is not 0."""
+    """Measure the model's loss on held-out text. `ask`: calls its workers; `splits`: source -> split of the corpus;
+    `most`: samples of each split to evaluate, 0 for all."""
     samples = {split: min(there := corpus.samples_of(split), most or there) for split in splits.values()}
     losses, rows = ask("evaluate", samples)[0], []
     for name, split in splits.items():
@@ -79,7 +81,7 @@ def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
 
 
 def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
-    """Print a table of losses."""
+    """Print the table of losses and perplexities per token, word and byte, a row per held-out text."""
     say(
         f"{'source':<20} {'tokens':>12} {'loss':>9} {'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     )

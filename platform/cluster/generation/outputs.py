@@ -20,12 +20,13 @@ class Lines:
     the file is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
 
     def __init__(self, path: str, flag: str):
+        """Create the file of a command's results at `path`, which option `flag` names. Raises ConfigError."""
         self._path, self._flag, self._whole = path, flag, 0
         with _named(flag, path):
             self._file = open(path, "xb", buffering=0)
 
     def add(self, text: str) -> None:
-        """Write a line. Raises ConfigError if that fails."""
+        """Append a line to a command's file of results. Raises ConfigError, naming the option, if that fails."""
         raw = memoryview(f"{text}\n".encode())
         with _named(self._flag, self._path):
             while raw:
@@ -49,6 +50,8 @@ class WholeFile:
     it, the old contents stay. Raises ConfigError if it cannot be written."""
 
     def __init__(self, path: str, flag: str):
+        """Check that a command's file of results at `path`, which option `flag` names, can be written, and leave its
+        contents. Raises ConfigError if it cannot."""
         self._path, self._flag, self._target = Path(path), flag, Path(os.path.realpath(path))
         with _named(flag, path):
             if self._path.is_dir():
@@ -63,11 +66,11 @@ class WholeFile:
 
     @property
     def _special(self) -> bool:
-        """Return True for a device or a pipe, which is written to, as nothing can take its place."""
+        """Return True if the file of results is a device or a pipe, which is written to and never replaced."""
         return self._path.exists() and not self._path.is_file()
 
     def write(self, text: str) -> None:
-        """Write the text, all of it or nothing. Raises ConfigError."""
+        """Replace a file of results by the text, all of it or nothing; write it to a device. Raises ConfigError."""
         with _named(self._flag, self._path):
             if self._special:
                 self._path.write_text(text)
@@ -77,7 +80,7 @@ class WholeFile:
 
 @contextmanager
 def _named(flag: str, path: str | Path) -> Iterator[None]:
-    """Raise ConfigError, which names an option, for an OSError within the context."""
+    """Raise ConfigError, naming the command's option `flag`, for an OSError on its file of results in the block."""
     try:
         yield
     except OSError as error:

@@ -58,7 +58,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
-    """Return the ids that end an answer: of documents, of messages, and in the file `generation`, which may be b""."""
+    """Return the token ids that end an answer: of documents, of messages, in `generation`, a JSON file or b""."""
     found = set(_said(generation))
     if vocabulary is not None:
         found.add(vocabulary.special.end)
@@ -76,7 +76,7 @@ def _said(generation: bytes) -> Iterator[int]:
 
 
 def room(rows: Sequence[Sequence[int]], model: Model) -> int:
-    """Return the tokens that the longest of some prompts leaves for its answer, at least 1."""
+    """Return how many tokens of the model's length the longest prompt of `rows` leaves for its answer, at least 1."""
     read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
     return max(1, model.length - read)
 

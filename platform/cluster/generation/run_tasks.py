@@ -47,15 +47,17 @@ class RunTasks:
     """Tasks that a run scores its model by."""
 
     def __init__(self, config: Config, tasks: HarnessTasks):
+        """Prepare to score a run's model by lm-eval's `tasks`, on at most eval.task_samples documents of each."""
         self._limit, self._tasks, self._named = config.eval.task_samples, tasks, config.eval.tasks[0]
 
     def check(self, vocabulary: Vocabulary | None) -> None:
-        """Raise ConfigError if the run's data has no vocabulary."""
+        """Raise ConfigError if the run's data has no vocabulary, which eval.tasks need."""
         if vocabulary is None:
             raise ConfigError(violation(KEY, self._named, "tasks are texts, and the data has no tokenizer", [[]]))
 
     def scores(self, asked: AskedModel) -> dict[str, float]:
-        """Return the scores of a model, TASK/METRIC -> value. Raises WorkerFailed; NotScored if a task fails."""
+        """Return the scores of a model by eval.tasks, TASK/METRIC -> value. Raises WorkerFailed; NotScored if a task
+        fails."""
         try:
             found = self._tasks.results(asked, self._limit)
         except (WorkerFailed, NotScored):

@@ -40,7 +40,7 @@ class TrainedModel:
 
     @property
     def generation(self) -> bytes:
-        """Return the file with its default settings of text generation, b"" without one."""
+        """Return the contents of generation_config.json beside the model's weights, b"" if there is none."""
         return self.files.get(GENERATION, b"")
 
 
@@ -75,7 +75,7 @@ def _of_run(directory: Path) -> str:
 
 
 def _of_folder(url: str) -> TrainedModel:
-    """Return the model that transformers saved in a folder."""
+    """Return the trained model that transformers saved in the folder at `url`."""
     saved = SavedModel(url, NAME)
     files, _ = beside(saved, NAME)
     ends = saved.config.get("eos_token_id")

@@ -29,6 +29,7 @@ class CallbackGuard:
     raised is not called again."""
 
     def __init__(self, callbacks: Callbacks):
+        """Guard a run against exceptions of the user's callbacks, of which none has raised yet."""
         self._callbacks = callbacks
         self.error: BaseException | None = None
         self._failed: set[str] = set()

@@ -59,12 +59,12 @@ class RunDirectory:
         return there.to_dict()
 
     def finished(self, steps: int, e: Eval) -> int:
-        """Return the updates of a run that ended here, else 0 (`traces.finished`); raise ConfigError if unreadable."""
+        """Return the updates of a run that ended in this directory, else 0; raise ConfigError if it is unreadable."""
         with self._usable():
             return traces.finished(self.path, steps, e)
 
     def orphaned(self) -> int | None:
-        """Return a dead driver's last step, else None (`traces.orphaned`); raise ConfigError for unreadable files."""
+        """Return the last step of a driver that died in this run directory, else None. Raises ConfigError."""
         with self._usable():
             return traces.orphaned(self.path)
 
@@ -140,6 +140,7 @@ class RunDirectory:
         return self._refusal(f"cannot be used ({error.strerror}); name a directory that you can write to")
 
     def _refusal(self, constraint: str) -> ConfigError:
+        """Return the ConfigError that refuses this run directory, run.dir, for a violated `constraint`."""
         return ConfigError(violation("run.dir", self.path, constraint))
 
 

@@ -29,6 +29,7 @@ class Phases:
     `seconds`: phase -> seconds since `start`, a reading of the monotonic clock; by default now."""
 
     def __init__(self, start: float | None = None):
+        """Start to time a run's phases from `start`, a reading of the monotonic clock, by default now."""
         self._start = monotonic() if start is None else start
         self.seconds: dict[str, float] = {}
 

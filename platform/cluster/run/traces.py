@@ -55,7 +55,7 @@ def journal(directory: Path) -> Iterator[events.JournalEvent]:
 
 
 def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent]]:
-    """Return the events of each driver of a run, in order, from its start on."""
+    """Divide the events of a run's journal by its drivers: a list of each driver's, in order, from its start on."""
     drivers: list[list[events.JournalEvent]] = []
     for event in found:
         if isinstance(event, events.Starting) or not drivers:
@@ -65,12 +65,13 @@ def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent
 
 
 def _last_life(directory: Path) -> list[events.JournalEvent]:
+    """Return the journal events of the last driver of a run directory; [] if there was none."""
     return next(reversed(lives(journal(directory))), [])
 
 
 def finished(directory: Path, steps: int, e: Eval) -> int:
-    """Return the updates with which the run in a directory has ended, if these are `steps` or more, or it ended because
-    it learned no more, as `e` has it; else 0. Raises Malformed, OSError."""
+    """Return the updates with which the run in a run directory ended, if these are `steps` or more, or it ended early
+    as its evaluations no longer improved (`e`: eval.patience); else 0. Raises Malformed, OSError."""
     done = max((event.step for event in journal(directory) if isinstance(event, events.Done)), default=0)
     early = 0 < done < steps and e.patience and learned_out(metrics.MetricsLog.read(directory / METRICS), e)
     return done if done >= steps or early else 0
@@ -96,7 +97,7 @@ def has_nothing_saved(directory: Path) -> bool:
 
 
 def steps(directory: Path) -> int:
-    """Return the highest step that the journal or the last metrics show as done, or 0. Raises Malformed, OSError."""
+    """Return the highest step done by a run directory's journal or last metrics, or 0. Raises Malformed, OSError."""
     done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
     with suppress(FileNotFoundError, NotADirectoryError):
         done += [row["step"] for row in _last_rows(directory / METRICS)]

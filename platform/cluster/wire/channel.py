@@ -62,6 +62,7 @@ class Unframer:
     """Cuts the bytes received on a control connection into JSON messages, each of at most `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT):
+        """Start without bytes received. `limit`: most bytes of one message of the control channel."""
         self.limit = limit
         self._buffer = bytearray()
 
@@ -119,6 +120,7 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket):
+        """Wrap a worker's TCP connection to its driver."""
         self._connection, self._lock, self._frames = connection, threading.Lock(), Unframer()
         self.told: Any = None
 

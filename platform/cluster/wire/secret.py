@@ -38,4 +38,5 @@ def same(given: str, wanted: str) -> bool:
 
 
 def _hmac(key: str, *words: str) -> str:
+    """Return the HMAC-SHA256 under `key` of `words`, joined by NUL, as 64 hexadecimal digits."""
     return hmac.new(key.encode(), "\0".join(words).encode(), hashlib.sha256).hexdigest()

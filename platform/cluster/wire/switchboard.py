@@ -274,6 +274,7 @@ class _Connection:
     it is admitted. `challenge`: the nonce that its peer has to prove its token for."""
 
     def __init__(self, accepted: socket.socket):
+        """Wrap a connection that the driver has just accepted, from a peer that has yet to authenticate."""
         self.socket = accepted
         self.number: int | None = None
         self.challenge = secret.new()

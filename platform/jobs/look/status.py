@@ -60,7 +60,7 @@ def status_lines(run_dir: Path) -> Iterator[str]:
 
 
 def _code(life: Sequence[JournalEvent]) -> str:
-    """Return the hash of the sources of a driver, from its events, "" if it left none."""
+    """Return the hash of the package's sources that a job's driver ran, from its events; "" if not recorded."""
     return next(((e.code or {}).get("platform", "") for e in life if isinstance(e, events.Starting)), "")
 
 
@@ -120,8 +120,8 @@ def _clock(seconds: float) -> str:
 
 
 def _line(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
-    """Return the line of one driver, from its events. `code_before`: hash of the sources of the one before, "" if not
-    known."""
+    """Return the line of `platform.jobs status` on one driver, from its journal events: number, start, duration, last
+    step, end, nodes and failures. `code_before`: hash of the sources that the driver before it ran, "" if not known."""
     (ended, end), code = _end(life), _code(life)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life[0].time))
     lasted = "no end" if ended is None else _clock(ended - life[0].time)

@@ -66,7 +66,7 @@ class Board:
         self._write(_LIFE, life)
 
     def life(self) -> TorchrunLife | None:
-        """Return the newest life that was announced, None if there is none yet."""
+        """Return the newest life of the run (one driver with torchrun on all pods) announced; None before any."""
         return self._read(TorchrunLife, _LIFE)
 
     def end(self, status: int) -> None:
@@ -79,12 +79,13 @@ class Board:
         return found.status if found else None
 
     def say(self, index: int, word: Word) -> None:
-        """Write a heartbeat as the pod `index`."""
+        """Write the heartbeat `word` of the job's pod number `index` to the board."""
         self._write(f"pod-{index}.json", word)
 
     def there(self, index: int) -> Word | None:
-        """Return the newest heartbeat of the pod `index`, None if it is not there: it has written none, or nothing new
-        for _SILENCE seconds; one from before the first look at it may be a dead pod's."""
+        """Return the newest heartbeat of the job's pod number `index`; None if the pod counts as gone, as it has
+        written no heartbeat, or none that is new for _SILENCE seconds. A heartbeat from before the first look may be a
+        dead pod's."""
         word, now = self._read(Word, f"pod-{index}.json"), monotonic()
         before, since = self._heard.get(index, (word, -_SILENCE))
         if word is None:

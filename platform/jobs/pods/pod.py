@@ -63,7 +63,7 @@ class _Lives:
         return life
 
     def end(self) -> None:
-        """Announce that the present life is over, by one without members: its processes on other pods end."""
+        """Announce that the present life is over, by one without members, so that other pods end torchrun."""
         self.now = None
         self._announce(1, [])
 
@@ -75,8 +75,8 @@ class _Lives:
         return life
 
     def changed(self) -> str:
-        """Return why another life would be better than the present one, "" if it would not: a pod is leaving, or one is
-        there that takes no part, as it came back."""
+        """Return in words why the run should start a new life with all pods, "" if it should not: a pod of the job is
+        leaving, or a lost one has come back and takes no part in the present life."""
         for index in self._others if self.now else ():
             word = self._board.there(index)
             if word and word.leaving:
@@ -87,6 +87,7 @@ class _Lives:
 
     @staticmethod
     def _left(word: Word, life: TorchrunLife) -> bool:
+        """Return True if the pod of this heartbeat joined the `life`, but its torchrun has ended since."""
         return word.life == life.number and not word.runs
 
 
@@ -153,6 +154,7 @@ class _TorchrunDriver:
 
 
 def _named(indices: Sequence[int]) -> str:
+    """Return the pods with these indices in words: at most 8 by number, then how many more."""
     more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
     return f"pod{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices[:8]))}{more}"
 

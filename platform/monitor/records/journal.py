@@ -54,4 +54,5 @@ class Journal:
         return written + [events.from_plain(line) for line in self._lines.unwritten]
 
     def close(self) -> None:
+        """Close the journal's file, after a last try to write the events that could not be written."""
         self._lines.close()

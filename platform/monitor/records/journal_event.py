@@ -21,6 +21,7 @@ class _Registered:
     word: ClassVar[str]
 
     def __init_subclass__(cls, group: bool = False) -> None:
+        """Make a kind of journal event a frozen dataclass, and enter it in EVENTS by its word, unless a `group`."""
         dataclass(frozen=True, kw_only=True)(cls)
         cls.word = re.sub(r"\B[A-Z]", r"_\g<0>", cls.__name__).lower()
         if not group:

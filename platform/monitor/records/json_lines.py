@@ -27,6 +27,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path | str, tell: Callable[[str], None] = print_line):
+        """Open or create the journal or metrics file at `path` to append to; a function gets its warnings."""
         self.path, self._tell = Path(path), tell
         self._kept: deque[bytes] = deque()  # lines still to be written, the oldest first
         self._troubled, self._torn, self._lost = False, False, 0
@@ -55,20 +56,20 @@ class JsonLines:
         return [records.with_numbers(json.loads(line)) for line in self._kept]
 
     def _open(self) -> int:
-        """Open or create the file to append to, without a torn last line; return its descriptor."""
+        """Open or create the journal or metrics file to append to, without a torn last line; return its descriptor."""
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._cut(file)
         return file
 
     def _cut(self, file: int) -> None:
-        """Remove a torn last line, which a crash or a full disk left in the open `file`."""
+        """Remove a torn last line, which a crash or a full disk left in the open journal or metrics `file`."""
         self._torn = True
         os.ftruncate(file, _end_of_last_line(file))
         self._torn = False
 
     def _write_kept(self) -> None:
-        """Write the lines that are still to be written, as many as possible; announce when this begins to fail, and
-        when it works again."""
+        """Write the lines of the journal or metrics file that are still to be written, as many as possible; announce
+        when this begins to fail, and when it works again."""
         count = len(self._kept)
         try:
             while self._kept:
@@ -85,8 +86,8 @@ class JsonLines:
             self._troubled = False
 
     def _write(self, line: bytes) -> None:
-        """Write one line to the file. After an OSError the file still ends with a whole line, or is cut before the next
-        write."""
+        """Write one line to the journal or metrics file. After an OSError the file still ends with a whole line, or is
+        cut before the next write."""
         self._find()
         if self._torn:
             self._cut(self._file)
@@ -96,8 +97,8 @@ class JsonLines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _find(self) -> None:
-        """Open `path` again if it no longer names the open file, as its directory may have been removed, or mounted
-        anew; creates it if it is missing."""
+        """Open the journal or metrics file again if `path` no longer names the open file, as its directory may have
+        been removed, or mounted anew; creates it if it is missing."""
         try:
             if self._file >= 0 and os.path.samestat(os.stat(self.path), os.fstat(self._file)):
                 return
@@ -111,12 +112,13 @@ class JsonLines:
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """List the objects on all whole lines of a file, maybe in use. Raises Malformed for a line of another kind."""
+        """List the objects on all whole lines of a journal or metrics file. Raises Malformed for any other line."""
         return list(records.lines(path, dict))
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
-    """Return the size in bytes of the open `file` without a torn last line; read backwards, `block` bytes at a time."""
+    """Return the size in bytes of the open journal or metrics `file` without a torn last line; read backwards, `block`
+    bytes at a time."""
     end = os.fstat(file).st_size
     while end:
         start = max(0, end - block)
@@ -128,8 +130,8 @@ def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
 
 
 def _strict(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON cannot hold, by the strings that stand for them (NON_FINITE), at any
-    depth."""
+    """Replace NaN and infinities in a journal's event or row of metrics, which JSON cannot hold, by the strings that
+    stand for them (NON_FINITE), at any depth."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

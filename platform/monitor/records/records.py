@@ -62,7 +62,7 @@ def last(path: Path | str, read: Callable[[dict[str, Any]], T]) -> list[T]:
 
 
 def _read(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
-    """Return `read` of the JSON object on a line of a file. Raises Malformed, naming the `place` of the line."""
+    """Return `read` of the JSON object on a journal's or metrics file's line. Raises Malformed, naming `place`."""
     try:
         return read(with_numbers(schema.read(dict[str, Any], documents.from_json(line, LARGEST + 2))))
     except Malformed as error:
@@ -70,7 +70,7 @@ def _read(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
 
 
 def with_numbers(value: Any) -> Any:
-    """Return data read from JSON with NaN and infinities in place of their strings (NON_FINITE), at any depth."""
+    """Return a journal's or metrics file's JSON data with NaN and infinities in place of their strings (NON_FINITE)."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -191,13 +191,16 @@ class Communicator(ABC):
         return self.mesh.rank({**self.coordinates, "stage": stage})
 
     def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
+        """Append a message of so many elements between a pair of global ranks to the log of launches, if any."""
         if self.log is not None:
             self.log.append(Launch("send", ("stage",), pair, elements))
 
     def _send(self, x: Tensor, peer: int) -> Callable[[], Any]:
+        """Start sending x to the global rank `peer`; the returned function waits until it is sent."""
         raise AssertionError("one stage sends nothing")
 
     def _receive(self, out: Tensor, peer: int) -> Callable[[], Any]:
+        """Start receiving into `out` from the global rank `peer`; the returned function waits for it."""
         raise AssertionError("one stage receives nothing")
 
     def barrier(self) -> None:
@@ -287,6 +290,7 @@ def _buffers(
     the result from the latter with its dims in place."""
 
     def join(at: int) -> Tensor:
+        """Return the gathered parts [n, ...] as one tensor, joined along the dim at position `at`."""
         return out.movedim(0, at).flatten(at, at + 1)
 
     if op in ("all_gather", "gather"):

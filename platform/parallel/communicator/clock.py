@@ -72,7 +72,7 @@ class Clock:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a new reading."""
+        """Begin a new reading of the clock: forget all marks, sections, spans and collectives."""
         self._reading = _Reading()
         self._sections: list[tuple[str, int, int]] = []  # name, indices of its first and last mark
         self._spans: list[tuple[str, int, int]] = []  # likewise
@@ -133,7 +133,7 @@ class Clock:
         return flight
 
     def landed(self, flight: Flight) -> None:
-        """Note that the section which was closed just now was the wait for a collective."""
+        """Note that the wait for the collective `flight` ended with the clock section closed just now."""
         flight.waited, flight.held = self._sections[-1][1:], None
 
     def read(self) -> ClockReading:
@@ -179,5 +179,5 @@ class Clock:
         return DevicePlace(section or "other work", waiting, reading.completed, reading.passed)
 
     def _between(self, begin: Any, end: Any) -> float:
-        """Return the seconds from mark `begin` to mark `end`."""
+        """Return the seconds from mark `begin` to mark `end`: CUDA events, or times of the host."""
         return begin.elapsed_time(end) / 1000 if self._cuda else end - begin

@@ -32,6 +32,7 @@ class Messages:
         return works + [self._group.send([sent(peer)], peer, tag) for peer in peers]
 
     def _wait(self, works: list[dist.Work]) -> None:
+        """Wait for the sends and receives of one collective of gloo."""
         for work in works:
             work.wait(self._timeout)
 

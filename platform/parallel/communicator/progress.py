@@ -100,7 +100,7 @@ class Progress:
         )
 
     def _busy(self, now: float) -> float:
-        """Return `Activity.busy` at time `now`, until which it counts from then on."""
+        """Return the share of time since the last heartbeat in which the main thread was active, 1 if not known."""
         active, before = _active(self._thread), self._looked
         self._looked = None if active is None else (now, active)
         if active is None or before is None or now == before[0]:

@@ -215,6 +215,6 @@ def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
 
 
 def _line(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks in stage `sender` and `receiver` with the same index along all other axes."""
+    """Return pairs of global ranks, in stage `sender` and `receiver`, with the same index along all other axes."""
     ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["stage"] == sender]
     return [(rank, mesh.rank({**mesh.coordinates(rank), "stage": receiver})) for rank in ranks]

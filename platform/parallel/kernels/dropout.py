@@ -34,7 +34,7 @@ def dropped(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -
 
 
 def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Compute `dropped` piece by piece, so that the integers from which the mask is drawn stay in the cache."""
+    """Return dropout of x like `dropped`, piece by piece, so that the integers that draw the mask stay in the cache."""
     out = torch.empty_like(x)
     for where in pieces(x.shape, DRAWN_AT_ONCE.get(x.device.type, _MOST_AT_ONCE)):
         part, target, states = x, out, list(counters)

@@ -101,6 +101,7 @@ class _Joined(NamedTuple):
 
     @property
     def matrix(self) -> Tensor:
+        """Return the weights of the group's einsums as one local matrix [columns, contracted]."""
         return self.weights.values.view(-1, self.contracted)
 
     def outputs(self, x: Tensor, operands: Tensors) -> Tensors:
@@ -116,7 +117,7 @@ class _Joined(NamedTuple):
         return (gradient @ self.matrix).view(shape)
 
     def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
-        """Add the gradients of weights and biases to their sums, from x and the result's; return None for each."""
+        """Add the gradients of weights and biases, from x and the product's, to their sums; return a None for each."""
         product = local_einsum(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
         rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
         self.weights.add(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
@@ -126,7 +127,8 @@ class _Joined(NamedTuple):
 
 
 def _joined(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _Joined | None:
-    """Return the weights and biases of a group, from its `leaves`, as one matrix and one vector, if they lie so."""
+    """Return the weights and biases of a group of einsums as one local matrix and one vector, if its `leaves` lie one
+    after another in memory; None if they do not."""
     count = len(group.einsums)
     if absent(x) or not group.joinable:
         return None

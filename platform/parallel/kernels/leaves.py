@@ -15,13 +15,14 @@ Compute = Callable[[Tensor | None, bool], Tensor]
 
 
 def accumulates(w: Tensor | None) -> bool:
-    """Return True if w is a leaf to whose gradient a kernel may add itself: not while a graph is traced."""
+    """Return True if a kernel may add w's gradient itself: w is an autograd leaf, and no graph is being traced."""
     return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
 
 
 def add_computed(w: Tensor, compute: Compute) -> None:
-    """Compute a gradient of the autograd leaf w and add it to the sum of its gradients: in its bucket, or in `grad`,
-    which owns its memory, if it has none."""
+    """Compute a gradient of the parameter w, an autograd leaf, and add it to the sum of its gradients in w's bucket,
+    else in `w.grad`. `compute(memory, fresh)` adds the gradient to `memory`, overwrites it if `fresh`, or returns it in
+    new memory if `memory` is None."""
     if found := bucket_of(w):
         bucket, name = found
         if bucket.here:

@@ -46,7 +46,7 @@ class Slopes:
     every: Tensor | float | None
 
     def times(self, weights: Tensor) -> Slopes:
-        """Return the derivatives of the losses times `weights`."""
+        """Return the derivatives by logits of losses that are multiplied by `weights`, one per label."""
         every = None if self.every is None else self.every * weights
         return Slopes(weights if self.whole is None else self.whole * weights, self.label * weights, every)
 
@@ -65,7 +65,7 @@ class Classes:
 
     @property
     def sums(self) -> bool:
-        """Return True if the loss needs the sums of the logits."""
+        """Return True if the loss needs the sum of each token's logits over vocab."""
         return self.loss is not None or self.smoothing > 0
 
 
@@ -110,7 +110,8 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, Slopes]:
-    """Return the loss of each row, of which `found` has the statistics, [rows], and with `gradient` its slopes."""
+    """Return the loss of each row of logits, [rows], from `found`, the rows' `_statistics` over the whole vocab; and,
+    with `gradient`, the loss's derivatives by the logits as `Slopes`."""
     (logsumexp, target), smoothing, vocab = found[:2], classes.smoothing, classes.vocab
     if not classes.loss:
         losses = logsumexp - (1 - smoothing) * target
@@ -130,8 +131,9 @@ def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, Sl
 def loss_and_gradient(
     logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes, gradient: bool
 ) -> Tensor:
-    """Return the sum of the loss, -log softmax(logits)[label] or another, over local tokens as an fp64 scalar; with
-    `gradient`, replace the logits [rows, columns] by its gradient. Rows with the label -1 do not count."""
+    """Return the sum of the loss, -log softmax(logits)[label] or `classes.loss`, over this rank's tokens as an fp64
+    scalar; with `gradient`, replace the logits [rows, columns] by the gradient of that sum. Rows with the label -1 do
+    not count."""
     real = min(max(classes.vocab - classes.first, 0), logits.shape[1])  # columns that are not padding
     labels, known = targets.labels, logits[:, :real]
     column = labels - classes.first

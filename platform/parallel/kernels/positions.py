@@ -61,7 +61,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    """Apply the angles to the pairs of x, forth (`way` 1) or back (-1)."""
+    """Turn the pairs of x [..., d_kv] by the angles of rotary position embedding, forth (`way` 1) or back (-1)."""
     wide, half = widened(x), x.shape[-1] // 2
     out = wide * cos
     out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-way)
@@ -120,7 +120,7 @@ def unseen(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -
 
 
 def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what hides the scores at which `hidden` is True when it is added to them: -inf there, else 0."""
+    """Return the attention mask added to scores, shaped as the bool `hidden`: -inf where it is True, else 0."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 

@@ -38,7 +38,7 @@ def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None
 
 
 def rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows `ids` of `table` [rows, ...] as [*ids, ...]."""
+    """Return the rows of an embedding `table` [rows, ...] at the indices `ids`, as a tensor [*ids, ...]."""
     if accumulates(table) and table.device.type == "cpu":  # on a GPU, torch's kernel adds in a fixed order and in fp32
         return _Rows.apply(table, ids)
     return F.embedding(ids, table.reshape(table.shape[0], -1)).view(*ids.shape, *table.shape[1:])

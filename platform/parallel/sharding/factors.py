@@ -52,7 +52,7 @@ class Factors:
         return _Part(rows[first:last], columns, start - first * len(columns))
 
     def shape(self, name: str) -> tuple[int, int] | None:
-        """Return rows and columns of a parameter whose second moments are factored, None for any other."""
+        """Return (rows, columns) of a parameter's matrix if its second moments are factored, else None."""
         rows, *columns = self._sizes[name]
         return (rows, columns[0]) if columns else None
 
@@ -69,7 +69,7 @@ class Factors:
         )
 
     def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of the product of a number per row and one per column, laid out as `like`."""
+        """Return this rank's part of the outer product of `rows` and `columns`, laid out as the gradient `like`."""
         part = self._parts[name]
         whole = torch.outer(rows[part.rows], columns[part.columns]).view(-1)
         return whole[part.before : part.before + like.numel()].view(like.shape)
@@ -92,6 +92,7 @@ class Factors:
 
     @property
     def _dtype(self) -> torch.dtype:
+        """Return the dtype in which squares are summed over ranks: fp64 if the plan accumulates in it, else fp32."""
         return torch.float64 if self._plan.itemsize["accumulate"] == 8 else torch.float32
 
 

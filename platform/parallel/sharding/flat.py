@@ -70,17 +70,19 @@ class FlatBucket:
             self.release()
 
     def _new(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed flat buffer [elements] on the device of this rank."""
         return torch.zeros(elements, dtype=dtype, device=self._communicator.device)
 
     def _block(self, flat: Tensor, name: str) -> Tensor:
-        """Return the block of a parameter in a buffer laid out as the whole one."""
+        """Return the view of a parameter's block in `flat`, a buffer laid out as the whole bucket; empty if absent."""
         if not self.here:
             return flat.new_empty(0)
         start, stop = self.bucket.ranges[name]
         return flat[start:stop].view(self._shapes[name])
 
     def _masters(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return name -> what of each parameter lies in a buffer laid out as `masters`: blocks, or flat shards."""
+        """Return parameter name -> view in `flat`, a buffer laid out as the master copies: the parameter's block or,
+        under ZeRO, the stretch of its flattened block that lies in this rank's shard."""
         if not self._plan.sharded or not self.here:
             return {name: self._block(flat, name) for name in self._shapes}
         first, out = self._index * len(flat), {}
@@ -134,7 +136,7 @@ class FlatBucket:
             self._gathering = self._gather_into(self._written)
 
     def gather(self) -> None:
-        """Make the whole buffer available (ZeRO-3)."""
+        """Gather the bucket's parameters from the ranks' shards, and wait for them (ZeRO-3)."""
         self.prefetch()
         if self._gathering:
             self._gathering.wait()
@@ -159,7 +161,7 @@ class FlatBucket:
         return {name: self._block(flat, name) for name in self._shapes}
 
     def own(self, name: str, block: Tensor) -> Tensor:
-        """Return the part of a parameter's block that is laid out as this rank's master copy."""
+        """Return this rank's master part of a parameter's block: its shard of the flat block, or the whole block."""
         if not self._plan.sharded:
             return block
         start, stop = self.bucket.shard(name, self._index, self._shards)
@@ -192,7 +194,7 @@ class FlatBucket:
         return self._coming[start:stop], True
 
     def came(self, *names: str) -> None:
-        """Note that gradients of parameters have been added where `sum_of` said."""
+        """Note that gradients of the parameters `names` have been added to the memory that `sum_of` returned."""
         (self._summed if self._direct else self._held).update(names)
         self._note(names)
 
@@ -230,7 +232,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add what has been taken, and the gradients of the pass under way, to `sums`: in few kernels."""
+        """Add gradients taken by `add`, and the gradients of the backward pass under way, to the bucket's `sums`."""
         if self._taken:
             taken, self._taken = self._taken, {}
             places = {name: self.sum_of(name) for name in taken}
@@ -257,7 +259,7 @@ class FlatBucket:
         return {} if self.sums is None else {name: self._block(self.sums, name) for name in self._summed}
 
     def passed(self) -> None:
-        """Note that a backward pass has ended: gradients that come next are of another one."""
+        """Note that a backward pass has ended: gradients that come next belong to another microbatch's pass."""
         self.flush()
         self._came = set(self._first)
         self.launched = False
@@ -346,7 +348,7 @@ class Neighbours(NamedTuple):
 
     @classmethod
     def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
-        """Return two or more parameters as neighbours; None if they are not, or this rank has nothing of them."""
+        """Return parameters as neighbours in one bucket; None if they are not, are fewer than two, or absent here."""
         found = [bucket_of(w) for w in leaves if w is not None]
         homes, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
         if len(homes) < max(2, len(leaves)) or any(home is not homes[0] for home in homes) or not homes[0].here:
@@ -355,12 +357,11 @@ class Neighbours(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """Return the flat compute copies."""
+        """Return the flat compute copies of these parameters, one stretch of the bucket's buffer."""
         return self.bucket.values(*self.names)
 
     def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
-        """Add gradients to their sums: `compute` is given flat memory, and True if its present content does not
-        count."""
+        """Add gradients to the bucket: `compute(memory, fresh)` adds them to flat memory, overwriting it if fresh."""
         compute(*self.bucket.sum_of(*self.names))
         self.bucket.came(*self.names)
 

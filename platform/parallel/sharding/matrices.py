@@ -26,9 +26,9 @@ class Matrices:
         self._flats = [(flat, parameters) for flat, parameters in found if parameters]
 
     def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by parameter, this rank's part of what `function` makes of the whole matrix, rows being what the layer
-        gives. `parts`: name -> this rank's part of the matrix, laid out as the master copy, if it has one. All ranks go
-        through it together."""
+        """Yield (parameter name, this rank's part of function(whole matrix)) for each matrix of the plan, the matrix
+        being gathered from the ranks' shards with the layer's outputs as rows. `parts`: name -> this rank's part of the
+        matrix, laid out as the master copy, if it has one. All ranks go through it together."""
         for flat, parameters in self._flats:
             blocks = flat.joined({p.name: parts[p.name] for p in parameters if p.name in parts})
             for p in parameters:
@@ -39,7 +39,7 @@ class Matrices:
 
     @torch.no_grad()
     def _part(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this rank's part of what `function` makes of the whole matrix of which it has a block."""
+        """Return this rank's part of function(whole matrix), the matrix being gathered from the ranks' blocks."""
         whole = convert(self._communicator, block, self._plan.joining(p), name=f"join {p.name}").wait()
         found = function(whole.reshape(matrix_shape(p.role, whole.shape))).view(whole.shape)
         return flat.own(p.name, self._block(p, found))

@@ -31,6 +31,6 @@ class Operands(NamedTuple):
         return [convert(self.communicator, w, s) for w, s in zip(stored, steps, strict=True)]
 
     def onward(self, back: bool = False) -> None:
-        """Start the conversions ahead of the products that follow; the operands of this one have arrived."""
+        """Start converting the parameters of the products that come next, as the operands of this one have arrived."""
         if self.ahead:
             self.ahead.onward(self.use, back)

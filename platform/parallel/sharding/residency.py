@@ -50,13 +50,13 @@ class Residency:
         self._turned = False
 
     def begin(self, chunk: int) -> None:
-        """Begin a forward pass of a chunk."""
+        """Begin a forward pass of pipeline chunk number `chunk`: gather the parameters of its first span (ZeRO-3)."""
         self.end()
         self._chunk, self._at = self._spans[chunk], 0
         self._move(self._chunk, 0, 1)
 
     def block(self, function: Callable[..., Any], x: Tensor) -> Tensor:
-        """Run a block of the model on the stream x, as a span of its own."""
+        """Run a model block on the stream x as a span of its own, whose parameters are gathered for it (ZeRO-3)."""
         y = function(self._enter(x))
         return self._enter(y)
 
@@ -85,7 +85,7 @@ class Residency:
             x.register_hook(back)
 
     def end(self) -> None:
-        """Free everything, at the end of a pass."""
+        """Free all gathered parameters at the end of a pass (ZeRO-3), keeping this rank's shards."""
         self._communicator.clock.span("")
         for bucket in self._whole:
             bucket.release()

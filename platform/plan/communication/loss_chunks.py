@@ -9,7 +9,7 @@ _CHUNKS = 8  # at most: each adds once to the gradient of the whole table, and c
 
 
 def chunk_rows(rows: int, columns: int) -> int:
-    """Return the tokens in a chunk of the loss over `rows` tokens and this rank's `columns` of vocab."""
+    """Return how many of `rows` tokens one chunk of the loss has, if a rank has `columns` entries of vocab."""
     return max(1, min(rows, max(_ELEMENTS // columns, -(-rows // _CHUNKS))))
 
 

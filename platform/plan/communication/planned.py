@@ -82,6 +82,7 @@ class EinsumGroup:
 
     @property
     def x_dims(self) -> tuple[str, ...]:
+        """Return the dims of x, the first operand that all einsums of the group share."""
         return self.einsums[0].x_dims
 
     @property

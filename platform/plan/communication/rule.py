@@ -108,13 +108,16 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
     steps: list[Step] = []
 
     def next_axis(d: str) -> str | None:
+        """Return the mesh axis that the target layout adds next to dim `d`, None if none can be added yet."""
         goal = target[d]
         return goal[len(now[d])] if len(now[d]) < len(goal) and list(goal[: len(now[d])]) == now[d] else None
 
     def surplus(d: str) -> bool:
+        """Return True if dim `d` is still split over an axis that the target layout lacks there."""
         return list(prefix(now[d], target[d])) != now[d]
 
     def move() -> Step | None:
+        """Return the next move towards the target layout, the cheapest kind first; None once it is reached."""
         used = {a for axes in now.values() for a in axes}
         if dropped := tuple(a for a in target.only if a not in only and a not in used):
             only.extend(dropped)
@@ -274,6 +277,7 @@ def contract(
         compute[d] = prefix(*lists, out[d]) if d in out_dims else prefix(*lists)
 
     def used() -> set[str]:
+        """Return the mesh axes that already split a dim of the einsum's compute layout."""
         return {a for axes in compute.values() for a in axes}
 
     for d in out_dims:  # a dim that no operand splits and the output wants split is sliced first

@@ -32,8 +32,9 @@ class Fetch(NamedTuple):
 
 
 def fetches(chunk: Chunk) -> Iterator[Fetch]:
-    """Yield the conversions of parameters that take collectives in the forward pass of a chunk, in its order. SUMMA's
-    panels are none, nor is the bias of a loss's logits: the product itself adds it."""
+    """Yield the conversions (`Fetch`) of parameters that take collectives in the forward pass of a chunk, in its order.
+    Parameters that SUMMA broadcasts in panels are left out, as is the bias of a loss's logits, which the matrix product
+    itself adds."""
     span = 0
     for ((kind, name), planned), after in zip_longest(chunk.operations.items(), list(chunk.operations)[1:]):
         names = {p.name for p in planned.operation.parameters}
@@ -70,6 +71,8 @@ class Ahead(Generic[T]):
     """
 
     def __init__(self, plan: Plan, start: Callable[[Parameter, Conversion], T], on: bool = True):
+        """Construct the starter of parameter gathers for all chunks of one stage's `plan`; arguments as in the
+        class."""
         self._start, self._coming = start, dict[tuple[Use, bool], list[T]]()
         self.again = False
         chunks = [list(fetches(chunk)) for chunk in plan.chunks]
@@ -83,30 +86,31 @@ class Ahead(Generic[T]):
         self._backward = _Order.of(products, within=alone or plan.recompute.kind == "full", on=on)
 
     def __contains__(self, use: Use) -> bool:
-        """Return True if parameters are converted by collectives for a use."""
+        """Return True if collectives convert parameters for this use: an operation, or a group of its einsums."""
         return use in self._converted
 
     def begin(self) -> list[T]:
-        """Begin a forward pass: return the conversions under way for operations that the pass before has left out."""
+        """Begin a forward pass: drop and return parameter conversions that the pass before started and never used."""
         left = [one for found in self._coming.values() for one in found]
         self._coming.clear()
         return left
 
     def take(self, use: Use, back: bool = False) -> list[T]:
-        """Return the conversions for a use that is due, under way since the product before, or started now. `back`: in
-        the backward pass."""
+        """Return the converted parameters for a `use` that is due, in flight since an earlier matrix product or started
+        now. `back`: True in the backward pass."""
         self._fetch(self._order(back).together[use], back)
         return self._coming.pop((use, back))
 
     def onward(self, use: Use, back: bool = False) -> None:
-        """Start the conversions needed after a use, whose own operands have arrived: if a product follows."""
+        """Start the parameter gathers to overlap with the matrix product of `use`, whose own operands have arrived."""
         self._fetch(self._order(back).then.get(use, ()), back)
 
     def _order(self, back: bool) -> _Order:
+        """Return the order of parameter gathers for the backward pass, a recomputed stretch, or the forward pass."""
         return self._backward if back else self._within if self.again else self._forward
 
     def _fetch(self, uses: Sequence[Use], back: bool) -> None:
-        """Start the conversions for `uses` that are not under way. `back`: True in the backward pass."""
+        """Start the parameter gathers for `uses` that are not in flight yet. `back`: True in the backward pass."""
         for use in uses:
             if (use, back) not in self._coming:
                 self._coming[use, back] = [self._start(p, conversion) for p, conversion in self._converted[use]]
@@ -121,8 +125,8 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
-        """Make the order of the conversions of several chunks. `within`: nothing is started beyond the span of the
-        operation under way; `on`: False starts each by itself."""
+        """Make the order in which parameters are gathered ahead in several chunks. `within`: True to start nothing
+        beyond the span of the operation that is running; `on`: False to start each gather only where it is used."""
         if not on:
             return cls({f.use: (f.use,) for found in chunks for f in found}, {})
         together: dict[Use, Sequence[Use]] = {}

@@ -35,7 +35,7 @@ class Bucket:
 
     @cached_property
     def name(self) -> str:
-        """Return the bucket's display name, made of its parameters'."""
+        """Return the bucket's display name: the layers of its parameters, such as `layers.0 ... layers.3`."""
         return common_name([p.name for p in self.parameters])
 
     @cached_property
@@ -90,9 +90,9 @@ def spans_of(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str
 
 
 def moves(spans: Sequence[Sequence[Bucket]], kept: bool) -> tuple[list[Bucket], list[Bucket]]:
-    """Return the buckets that the forward pass of a chunk gathers, and the buckets of its backward pass: on entering a
-    span, the buckets that were not whole in the span before. `spans`: the buckets that each span needs; `kept`: the
-    buckets of the last span stay whole from the forward to the backward pass."""
+    """Return the parameter buckets that the forward pass of a chunk gathers, and the buckets that its backward pass
+    gathers (ZeRO-3), each on entering a span unless already gathered in the span before. `spans`: the buckets that each
+    span needs; `kept`: True if the buckets of the last span stay gathered from the forward to the backward pass."""
     forward = [b for before, here in pairwise([(), *spans]) for b in here if b not in before]
     turn = spans[-1] if kept else ()
     backward = [b for before, here in pairwise([turn, *reversed(spans)]) for b in here if b not in before]
@@ -117,6 +117,7 @@ def make_buckets(
     before: int | str | None = None
 
     def close() -> None:
+        """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
         for (axes, only), found in open_.items():
             each = tuple(sizes[p] for p in found)
             out.append(Bucket(axes, only, tuple(found), each, padded(sum(each), ranks)))

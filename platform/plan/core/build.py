@@ -139,8 +139,8 @@ def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Redu
 
 
 def plan_operations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> PlannedOperations:
-    """Plan the operations of a recorded model: compute layouts, conversions of operands and results, and every
-    collective with its size. `microbatch`: sequences per microbatch and replica. Raises IllegalPlan, with all
+    """Plan the operations of a recorded model, by (kind, name): compute layouts, conversions of operands and results,
+    and every collective with its size. `microbatch`: sequences per microbatch and replica. Raises IllegalPlan, with all
     violations."""
     if illegal := violations(planner, operations, microbatch):
         raise IllegalPlan(illegal)

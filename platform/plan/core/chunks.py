@@ -60,12 +60,12 @@ class Chunk:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Return the names of the parameters that the chunk's operations use."""
+        """Return the names of the parameters that the model chunk's operations use."""
         return frozenset(p.name for o in self.operations.values() for p in o.operation.parameters)
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Return the names of parameters that several of the chunk's operations use, each giving part of a gradient."""
+        """Return the names of parameters that several of the chunk's operations use, each adding to the gradient."""
         uses = Counter(p.name for o in self.operations.values() for p in o.operation.parameters)
         return frozenset(name for name, n in uses.items() if n > 1)
 
@@ -80,7 +80,7 @@ class Recorded(NamedTuple):
     sends: FlowSpecs = ()
 
     def planned(self, number: int, stage: int, operations: Mapping[tuple[str, str], PlannedOperation]) -> Chunk:
-        """Return the chunk, whose operations are among the planned `operations`, with its number and its stage."""
+        """Return the planned `Chunk` of this recorded part of a model, with its number, stage and own `operations`."""
         own = {(o.kind, o.name): operations[o.kind, o.name] for o in self.ops.operations}
         spans: list[dict[str, None]] = [{} for _ in range(self.ops.span + 1)]
         for span, operation in zip(self.ops.spans, self.ops.operations, strict=True):
@@ -104,10 +104,12 @@ def record(
     assert count <= len(units), "platform.planning.make_plan refuses it"
 
     def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[Recorder, dict[str, Symbol]]:
+        """Record the forward pass of the units `part` on the activations `flow`; return recorder and results."""
         ops = recorder()
         return ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
 
     def specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
+        """Return the names and types of the activations that flow between two chunks of the model."""
         return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}

@@ -27,9 +27,9 @@ def counts_gradient(plan: Plan, at: Coordinates, p: Parameter) -> bool:
 
 
 def counted_stretches(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
-    """Return which stretches of a bucket's gradients, laid out as its masters, the rank at mesh coordinates `at` counts
-    in the norm (`counts_gradient`); adjacent stretches are joined. By the name of the bucket's first parameter; `plan`:
-    the plan of the rank's stage."""
+    """Return, by the name of each bucket's first parameter, the slices of the rank's flat gradients (one shard of the
+    bucket's buffer) that the rank at mesh coordinates `at` counts in the gradient norm (`counts_gradient`); adjacent
+    slices are joined. `plan`: the plan of the rank's stage."""
     out: dict[str, list[slice]] = {}
     for bucket in plan.buckets:
         before = plan.mesh.index(at, plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards

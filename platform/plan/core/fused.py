@@ -23,7 +23,8 @@ def kernels_of(plan: Plan) -> dict[str, int]:
 
 
 def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, deterministic: bool = False) -> AttentionTraits:
-    """Return what decides which kernels compute a fused attention of the plan. `dropout`: the model's rate."""
+    """Return the traits of a fused attention of the plan that decide which kernels can compute it. `dropout`: the
+    model's rate; `deterministic`: sums are to be taken in a fixed order."""
     spec, operation = planned.operation.outputs[0], planned.operation
     return AttentionTraits(
         precision=plan.precision,
@@ -52,6 +53,7 @@ def settled(plan: Plan, device: str, dropout: float) -> Plan:
     `dropout`: the model's rate."""
 
     def with_kernel(planned: PlannedOperation) -> PlannedOperation:
+        """Return the planned operation with the name of the kernel that computes it, if it is a fused attention."""
         operation = planned.operation
         if operation.kind != "fused_attention":
             return planned

@@ -43,9 +43,10 @@ class PassShape:
 
 
 def of_rows(scheme: Scheme) -> Scheme:
-    """Return the scheme of a pass of generation: the axes that split length split batch instead, behind its own."""
+    """Return the scheme of layouts for a pass of generation: axes that split length in training split batch instead."""
 
     def rows(layout: Layout) -> Layout:
+        """Return a layout in which the axes of length split batch too, after the axes that already do."""
         rules = {dim: axes for dim, axes in layout.items() if dim != "length"}
         return Layout.of({**rules, "batch": (*layout["batch"], *layout["length"])}, layout.only)
 
@@ -53,12 +54,12 @@ def of_rows(scheme: Scheme) -> Scheme:
 
 
 def rows_at_once(scheme: Scheme, mesh: Mesh) -> int:
-    """Return the number of which the sequences of a pass must be a multiple, so that the axes divide them."""
+    """Return the number of which a generation pass's sequences must be a multiple, so that mesh axes divide them."""
     return lcm(*(mesh.extent(layout["batch"]) for layout in of_rows(scheme).regions.values()))
 
 
 def memory_unit(scheme: Scheme, mesh: Mesh) -> int:
-    """Return the number of which the tokens that passes hold must be a multiple, so that the axes divide them."""
+    """Return the number of which a key-value cache's tokens must be a multiple, so that mesh axes divide them."""
     return lcm(*(mesh.extent(layout["memory_length"]) for layout in scheme.regions.values()))
 
 
@@ -88,18 +89,21 @@ class PassRecorder(Recorder):
         return lengthened(spec, self.capacity)
 
     def remember(self, name, k, v, kv):
+        """Record that attention `name` adds k and v to its cache; return all keys, all values and their type."""
         out = self.remembered(kv)
         return *self.record("remember", name, [k, v], [kv, kv], [out, out]), out
 
     def recall(self, name, k, v, kv):
+        """Record that cross-attention `name` reads its cached keys and values; the first pass gives them as k, v."""
         given = [] if k is None else [k, v]
         return self.record("recall", name, given, [kv for _ in given], [kv, kv])
 
     def recurrence(self, name, gate, x, spec):
+        """Raise ModelMistake: a recurrence cannot be planned for passes of generation, as it keeps no cache."""
         raise ModelMistake(name, "a recurrence does not see the passes before")
 
     def softmax(self, name, x, spec, *, dim="memory_length", causal=False, **more):
-        """Record a softmax. Raises ModelMistake if it is causal and `dim` lacks the keys of the passes before."""
+        """Record a softmax of a generation pass. Raises ModelMistake if it is causal and `dim` lacks cached keys."""
         if causal and dict(spec.sizes).get(dim) != self.capacity:
             raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
         return super().softmax(name, x, spec, dim=dim, causal=causal, **more)
@@ -119,18 +123,16 @@ class PlannedPass:
 
 
 def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) -> PlannedPass:
-    """Plan a pass of `model` under the layouts of the run's `plan`, for one pipeline `stage`; the chunks are the
-    plan's, without the encoder's units in a pass that reads no source.
-
-    `model`: the run's model, with positions that are looked up. Raises ModelMistake for one that does not give logits
-    part by part, IllegalPlan if axes do not divide heads or what passes hold.
-    """
+    """Plan a pass of generation of `model` under the layouts of the run's `plan`, for one pipeline `stage`; the chunks
+    are the plan's, without the encoder's units in a pass that reads no source. `model`: the run's model, with positions
+    that are looked up. Raises ModelMistake for a model that does not give logits part by part, IllegalPlan if axes do
+    not divide heads or the sizes of the pass."""
     found = _all_stages(plan, model, shape)
     return replace(found, body=found.body.at(stage), head=found.head.at(plan.chunks[-1].stage))
 
 
 def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
-    """Plan a pass as `plan_pass` does, for all pipeline stages together."""
+    """Plan a pass of generation as `plan_pass` does, for all pipeline stages together."""
     scheme, last = of_rows(plan.scheme), plan.chunks[-1]
     lying = {p.name: plan.layout(p) for p in plan.parameters}
     parameters = tuple(model.parameters())
@@ -138,6 +140,8 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
         raise ModelMistake(type(model).__name__, f"its last unit is not called {HEAD}, and gives no logits")
 
     def planned(tokens: int, parts: Sequence[tuple[int, int, Sequence[str]]], flow: dict[str, Any]) -> Plan:
+        """Plan the chunks `parts` (number, stage, units) of a generation pass over `tokens` new tokens per sequence,
+        from the activations `flow`, which their results replace."""
         own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
         planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying)
         chunks = tuple(_chunk(planner, model, shape, flow, *part) for part in parts)
@@ -169,8 +173,8 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
 
 
 def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
-    """Return the mesh axes of every process group that passes of `model` need: the axes of their collectives, in mesh
-    order, each axis that splits the logits' vocabulary, and all axes together, to broadcast the choice to all ranks."""
+    """Return the mesh axes of every process group that generation with `model` needs: the axes of its collectives, in
+    mesh order, each axis that splits the logits' vocabulary, and all axes together, to broadcast the chosen tokens."""
     mesh = plan.mesh
     found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
     shape = PassShape(1, rows_at_once(plan.scheme, mesh), memory_unit(plan.scheme, mesh), reads=True)
@@ -191,7 +195,8 @@ def _chunk(
     stage: int,
     units: Sequence[str],
 ) -> Chunk:
-    """Record and plan one chunk of a pass, on the activations `flow`, which it replaces by its results."""
+    """Record and plan one model chunk of a pass of generation: its `number`, pipeline `stage` and `units`. `flow`: the
+    activations that it receives by name, replaced in place by its results."""
     ops = PassRecorder(planner.scheme, sizes=planner.sizes, capacity=shape.capacity)
     receives = tuple((name, x.spec) for name, x in flow.items() if x is not None)
     kept = {name: x for name, x in flow.items() if x is None}
@@ -207,8 +212,8 @@ def _chunk(
 
 
 def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:
-    """Return the row of a pipeline stage for a pass of one microbatch through the chunks of `placement`, number ->
-    stage, in order: its forward actions, with what it receives and sends."""
+    """Return one pipeline stage's row of forward actions, sends and receives for a generation pass of one microbatch
+    through the chunks of `placement`, chunk number -> stage, in order of the numbers."""
     row: list[Action] = []
     for chunk in sorted(placement):
         before, after = (placement.get(chunk + way, placement[chunk]) for way in (-1, 1))

@@ -73,7 +73,7 @@ class Plan:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Return the names of the parameters whose gradient comes in several parts in one backward pass."""
+        """Return the names of parameters that several operations of a chunk use, so that gradients come in parts."""
         return frozenset(name for chunk in self.chunks for name in chunk.shared)
 
     @property
@@ -94,7 +94,7 @@ class Plan:
 
     @cached_property
     def neighbours(self) -> list[tuple[int, int]]:
-        """Return the pairs of stages, lower first, that exchange activations or gradients of tied parameters."""
+        """Return the pairs of pipeline stages, lower first, that exchange activations or tied parameters' gradients."""
         pairs = [(a.stage, b.stage) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
         pairs += [(owner, other) for owner, *others in self.tied.values() for other in others]
         return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Return the number of parts of the mesh that compute other sequences with the same weights."""
+        """Return the number of data-parallel replicas, which compute different sequences with the same weights."""
         return self.mesh.axes["data"] * self.scheme.zero
 
     @property
@@ -143,6 +143,7 @@ class Plan:
         return self.mesh.extent(self.sharded)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
+        """Return the layout of an activation or parameter under the plan's scheme: which mesh axes split which dim."""
         return self.planner.layout(tensor)
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
@@ -162,8 +163,8 @@ class Plan:
 
     def shard_range(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (start, stop) within the flattened local block of parameter `p` of the elements whose master copy and
-        optimizer state the rank at `coordinates` keeps: all of the block, or what of it lies in the rank's shard of the
-        bucket's buffer, which may be nothing."""
+        optimizer state the rank at `coordinates` keeps: the whole block without ZeRO, else its part in the rank's shard
+        of the bucket (start equals stop if there is none)."""
         bucket = self.bucket_of[p.name]
         return bucket.shard(p.name, self.mesh.index(coordinates, self.sharded), self.shards)
 
@@ -177,6 +178,7 @@ class Plan:
 
     @cached_property
     def itemsize(self) -> dict[str, int]:
+        """Return the bytes per element of the plan's precision, by dtype class: compute, accumulate, master."""
         return ITEMSIZE[self.precision]
 
     @cached_property
@@ -209,9 +211,9 @@ class Plan:
         return tuple(a for a in axes if a in self.sharded)
 
     def reduction(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
-        """Return the steps that reduce a bucket's gradients, laid out as [shards, elements of a shard]: first in each
-        microbatch (ZeRO-2 and 3), then at the end of the step. The reduce-scatter comes before the all-reduce, an order
-        that moves the fewest bytes."""
+        """Return two lists of collective steps that sum a bucket's gradients over ranks, laid out as [shards, elements
+        of a shard]: the steps of each microbatch (ZeRO-2 and 3, else none), and the steps at the end of the training
+        step. A reduce-scatter comes before an all-reduce, the order that moves the fewest bytes."""
         scattered = self.scattered(bucket.axes)
         summed = tuple(a for a in bucket.axes if a not in scattered)
         scatter = [Step("reduce_scatter", scattered, only=bucket.only)] if scattered else []
@@ -219,17 +221,18 @@ class Plan:
         return (scatter, add) if self.zero >= 2 else ([], scatter + add)
 
     def gathering(self, bucket: Bucket) -> list[Step]:
-        """Return the steps that gather a bucket's compute copies from their shards."""
+        """Return the collective steps that gather a bucket's parameters from their ZeRO shards on all ranks."""
         return [Step("all_gather", self.sharded, only=bucket.only)]
 
     def joining(self, p: Parameter) -> tuple[Step, ...]:
-        """Return the steps that make the block of a parameter the whole tensor, on every rank that has a block."""
+        """Return the collective steps that gather a parameter's blocks into the whole on every rank that has one."""
         layout = self.layout(p)
         return relayout_steps(p.dims, layout, Layout.of({}, layout.only))
 
     @cached_property
     def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:
-        """Map the number of each chunk to the buckets that must be whole in each span of its forward pass (ZeRO-3)."""
+        """Map the number of each chunk to the buckets whose parameters must be gathered in each span of its forward
+        pass (ZeRO-3)."""
         order = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         by_span = {c.number: [{id(b): b for b in map(self.bucket_of.get, names) if b} for names in c.spans]
                    for c in self.chunks}  # fmt: skip
@@ -240,6 +243,7 @@ class Plan:
 
     @cached_property
     def parameter_count(self) -> int:
+        """Return the number of elements of all parameters that the plan or its stage has, each counted once."""
         return sum(prod(self.global_shape(p)) for p in self.parameters)
 
     @cached_property
@@ -252,17 +256,17 @@ class Plan:
         return self._elements(coordinates, self.mesh.extent(self.storage))
 
     def masters_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return of how many elements a worker at `coordinates` updates master copies, with optimizer state."""
+        """Return the number of elements whose master copy and optimizer state the worker at `coordinates` keeps."""
         return self._elements(coordinates, self.shards)
 
     def masters_of(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
-        """Return how many of the elements of `masters_at` are of the parameters `names`."""
+        """Return how many elements of the parameters `names` the worker at `coordinates` keeps as master copies."""
         here = (p for p in self.at(coordinates["stage"]).parameters if p.name in names)
         ranges = (self.shard_range(p, coordinates) for p in here if self.present(p, coordinates))
         return sum(max(0, stop - start) for start, stop in ranges)
 
     def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
-        """Return how many elements, padding included, a worker at `coordinates` has in one of `shards` per bucket."""
+        """Return the elements, padding included, that the worker at `coordinates` has in one of `shards` per bucket."""
         return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
 
     @cached_property
@@ -275,6 +279,7 @@ class Plan:
 
     @cached_property
     def tokens_per_step(self) -> int:
+        """Return the tokens of one training step: sequences per step times their length."""
         return self.sequences * self.sizes["length"]
 
     @cached_property

@@ -78,8 +78,8 @@ def _encoded(value: Any, done: dict[int, Any]) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Rebuild one value of a plan from the plain data that `_encoded` made of it, recursively. Errors of foreign data
-    are KeyError, TypeError or AttributeError."""
+    """Rebuild one value of a plan from plain data made by `_encoded`, recursively. Raises KeyError, TypeError or
+    AttributeError for data that is no plan."""
     if isinstance(value, list):
         return tuple(map(_decoded, value))
     if not isinstance(value, Mapping):

@@ -26,8 +26,9 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
 
 def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
-    """Yield what `step_collectives` lists, and with each collective the stages whose ranks launch it; with a send the
-    stage that sends and the one that receives."""
+    """Yield (place, collective, launches per rank, stages) for every collective of one training step under a plan, as
+    `step_collectives` lists them, with the pipeline stages whose ranks launch it: for a send, the sending and the
+    receiving stage."""
     for chunk in plan.chunks:
         here = (chunk.stage,)
         for (kind, name), o in chunk.operations.items():
@@ -126,7 +127,6 @@ def communication(plan: Plan) -> dict[str, int]:
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of every process group that training steps of the plan need, in the same order on all
-    ranks."""
+    """Return the mesh axes of every process group that the plan's training steps need, in one order on all ranks."""
     used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
     return sorted(used, key=lambda axes: (len(axes), axes))

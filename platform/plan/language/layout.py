@@ -46,9 +46,11 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """Return all mesh axes that split some dim in this layout, dim by dim."""
         return tuple(a for _, axes in self.items_ for a in axes)
 
     def restrict(self, dims: Iterable[str]) -> Layout:
+        """Return the layout of a tensor that has only the dims `dims`, split over the same mesh axes as here."""
         kept = set(dims)
         return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
 
@@ -73,7 +75,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
 
 def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
-    """Return True if `coordinates` have index 0 along all `axes`: this rank has the tensors that exist only there."""
+    """Return True if the mesh `coordinates` are 0 along all `axes`: the ranks at which such tensors exist."""
     return not any(coordinates[a] for a in axes)
 
 
@@ -88,7 +90,7 @@ def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
 
 
 def padded(size: int, parts: int) -> int:
-    """Return the smallest multiple of `parts` >= `size`: the size with padding of data divided equally among ranks."""
+    """Return the smallest multiple of `parts` >= `size`: the padded size of a dim split equally among ranks."""
     return -(-size // parts) * parts
 
 

@@ -30,10 +30,12 @@ class Mesh:
 
     @cached_property
     def axes(self) -> dict[str, int]:
+        """Return the size of every mesh axis by name, from outer to inner."""
         return dict(self.shape)
 
     @cached_property
     def size(self) -> int:
+        """Return the number of ranks in the mesh."""
         return prod(n for _, n in self.shape)
 
     def extent(self, axes: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ class ModelMistake(ValueError):
     would be legal there (empty if they cannot be listed)."""
 
     def __init__(self, name: str, reason: str, legal: Iterable[str] = (), place: str = ""):
+        """Construct the error; `place`: file:line in the user's model, by default of the call being recorded."""
         self.name, self.legal = name, list(legal)
         self.reason = f"{reason} (at {place or _place_of_call()})"
         super().__init__(f"{name}: {self.reason}")
@@ -95,10 +96,12 @@ def as_model_mistakes(model: Any) -> Iterator[None]:
 
 
 def _module(frame: FrameType) -> str:
+    """Return the name of the module that a stack frame runs in: of a user's model or of this package."""
     return frame.f_globals.get("__name__", "")
 
 
 def _is_ours(module: str) -> bool:
+    """Return True if a module on the stack belongs to this package, and so is not a user's model."""
     return module.startswith("platform.") or module == "contextlib"
 
 
@@ -119,8 +122,10 @@ def defined_at(model: Any) -> str:
 
 
 def _place(frame: FrameType, line: int) -> str:
+    """Return file:line of a line in a user's model, for a ModelMistake."""
     return f"{_short(frame.f_code.co_filename)}:{line}"
 
 
 def _short(path: str) -> str:
+    """Return a source file's path for a ModelMistake: absolute or relative, the shorter of the two."""
     return min(path, os.path.relpath(path), key=len)

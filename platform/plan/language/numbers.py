@@ -28,11 +28,11 @@ def count_of(number: int, noun: str, form: str = "") -> str:
 
 
 def matrix_shape(role: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of a parameter as a matrix: how many numbers its layer gives, and how many it takes."""
+    """Return (rows, columns) of a parameter seen as a matrix: its layer's outputs and its inputs, by its `role`."""
     rows = row_dims(role, len(shape))
     return prod(shape[:rows]), prod(shape[rows:])
 
 
 def row_dims(role: str, dims: int) -> int:
-    """Return how many of the first of a parameter's `dims` are the rows of its matrix."""
+    """Return how many leading dims, of a parameter's number of `dims`, form the rows of its matrix, by its `role`."""
     return dims - 1 if role == "in" else 1

@@ -29,6 +29,7 @@ class Spec:
 
     @classmethod
     def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = ()) -> Spec:
+        """Build the type of an activation from its region and its dims in one text, such as "length batch d_model"."""
         return cls(region, tuple(dims.split()), sizes)
 
     def renamed(self, old: str, new: str) -> Spec:
@@ -77,15 +78,17 @@ class Operation:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
+        """Return the model parameters among the operation's inputs."""
         return tuple(t for t in self.inputs if isinstance(t, Parameter))
 
     @property
     def anonymous(self) -> tuple:
-        """Return a key of all that the plan of an operation depends on, without names: equal layers share it."""
+        """Return a key of all, but names, on which the plan of a recorded operation depends: equal layers share it."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
         return self.kind, tuple(inputs), self.outputs, self.attributes
 
     def __getitem__(self, attribute: str) -> Any:
+        """Return an attribute of the recorded operation by name, such as `scale`. Raises KeyError if unknown."""
         return dict(self.attributes)[attribute]
 
 
@@ -109,5 +112,5 @@ def scores_of(query: Spec, key: Spec) -> Spec:
 
 
 def lengthened(spec: Spec, length: int) -> Spec:
-    """Return the type of an activation whose dim length has another size."""
+    """Return the type of an activation with another size of dim length, such as of all keys in a cache."""
     return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != "length"), ("length", length)))

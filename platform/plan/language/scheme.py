@@ -57,6 +57,7 @@ class Scheme:
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
 
     def activation(self, region: str, dims: Sequence[str]) -> Layout:
+        """Return the layout that the scheme gives to an activation with dims `dims` in a `region` of the model."""
         return self.regions[region].restrict(dims)
 
     def fuses_attention(self, region: str) -> bool:
@@ -64,6 +65,7 @@ class Scheme:
         return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
+        """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
         return Layout.of(self.parameters[role].restrict(dims), self.parameters_only)
 
     @property
@@ -75,7 +77,7 @@ class Scheme:
 
 
 def _replicas(data: int, zero: int) -> dict[str, int]:
-    """Return the axes along which `data` replicas lie, in groups of `zero`, with their sizes."""
+    """Return the mesh axes, with sizes, of `data` replicas: data, and zero for groups of `zero` that share shards."""
     return {"data": data} if zero == 1 else {"data": data // zero, "zero": zero}
 
 
@@ -91,10 +93,12 @@ def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: i
     branches = list(branch["axes"])
 
     def region(name: str) -> dict[str, list[str]]:
+        """Return the tensor scheme's map from dims to mesh axes for a region of the model."""
         fallback = "attention" if name == "core" and "attention" in tensor["regions"] else "stream"
         return dict(tensor["regions"].get(name, tensor["regions"].get(fallback, {})))
 
     def split(name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """Add the branch axes to a map from dims to mesh axes: before or behind the axes of each dim."""
         key = "attention" if name == "core" and not any("core" in branch[k] for k in ("append", "prepend")) else name
         out = {dim: list(axes) for dim, axes in rules.items()}
         for dim in branch["prepend"].get(key, ()):
@@ -104,11 +108,13 @@ def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: i
         return out
 
     def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
+        """Return the layout of a region or role from its map of dims to mesh axes, behind the axes `first`."""
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
         live = {**_replicas(data, zero), **sizes}
         return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
 
     def only(name: str) -> tuple[str, ...]:
+        """Return the branch axes at whose index 0 alone the tensors of a region or the parameters exist."""
         return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
 
     roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}

@@ -34,19 +34,19 @@ class Tiers:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Return the names of the ways between two ranks, from within the innermost tier to the outermost."""
+        """Return labels of how far a message goes, from inside the innermost tier (a node) to between the outermost."""
         inner = self.names[::-1]
         return (f"inside a {inner[0]}", *(f"between {name}s" for name in inner)) if inner else ("everywhere",)
 
     def row(self, a: int, b: int) -> int:
-        """Return the position in `rows` of the way between two ranks: 0 inside the innermost tier, and one more for
-        each tier that they do not share."""
+        """Return the position in `rows` of a message between ranks `a` and `b`: 0 inside the innermost tier (a node),
+        one more for each tier that they do not share."""
         for depth, (one, other) in enumerate(zip(self.paths[a], self.paths[b], strict=True)):
             if one != other:
                 return len(self.names) - depth
         return 0
 
     def domain(self, rank: int, row: int) -> tuple[str, ...]:
-        """Return what a message leaves on its way through the links of `rows[row]`, row >= 1: the node (1) or a larger
-        part that a rank is in."""
+        """Return the path of the part of the cluster (node, rack, ...) of `rank` whose link a message of `rows[row]`,
+        row >= 1, leaves by: the node for 1, larger parts above."""
         return self.paths[rank][: len(self.names) - row + 1]

@@ -40,6 +40,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
+        """Return the predicted bytes of a worker's memory at its peak: the sum of all parts."""
         return self.parameters + self.optimizer + self.gradients + self.activations + self.working
 
 
@@ -141,7 +142,8 @@ def measure(
 
 
 def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
-    """Run a chunk's forward pass, with the data that it reads, from the activations `flow`; return its outputs."""
+    """Run a chunk's forward pass on the memory `meter`, with the data that it reads, from the activations `flow` by
+    name; return its outputs by name."""
     readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
     read = {(name, o.tokens): o.token_count for name, o in readers}  # a tensor is read once per layout
     tokens = meter.integers(sum(read.values()))
@@ -158,6 +160,7 @@ class _Walk:
     forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
 
     def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float, device: str):
+        """Begin a memory forecast of one stage's schedule row, on the worker at mesh coordinates `at`."""
         self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
         self.kept = self.gradients = self.live = self.standing = 0
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
@@ -186,15 +189,15 @@ class _Walk:
         return self.most
 
     def reach(self, extra: int = 0, kept: int = 0) -> None:
-        """Record a peak of memory if with `extra` bytes there are more than ever before; `kept` of the extra are
-        activations of a further forward pass."""
+        """Record a new peak of the memory forecast if the bytes now in use and `extra` exceed it; `kept`: the bytes of
+        `extra` that are activations of one more forward pass."""
         working = sum(self.held.values()) + sum(self.sending) + self.standing + extra - kept
         if self.gradients + self.kept + kept + working > sum(self.most[:3]):
             self.most = self.gradients, self.kept + kept, working, self.live + bool(kept)
 
     def passes(self, chunk: int) -> Passes:
-        """Return the measured passes of a chunk, given which of its parameters already have a gradient; measured once
-        for each such set."""
+        """Return the bytes that passes of a chunk take (`Passes`), given the buckets whose gradients are already being
+        summed; measured once for each such set."""
         one = self.chunks[chunk]
         here = {n for n, b in enumerate(self.plan.buckets) if not one.parameters.isdisjoint(b.ranges)}
         summed, reduced = (frozenset(here & numbers) for numbers in (self.sums.keys(), self.parts))
@@ -242,7 +245,7 @@ class _Walk:
         self._accumulate(p.gradients, p.parts)
 
     def _accumulate(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
-        """Account for the sums of gradients that a pass has begun, and for the shards to which it has reduced some."""
+        """Add to the memory forecast a pass's new gradient sums and reduced shards: bytes by number of the bucket."""
         self.sums |= begun
         self.gradients += sum(begun.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
         self.parts |= parts.keys()

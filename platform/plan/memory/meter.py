@@ -46,6 +46,8 @@ class Meter(Ops):
     method = "meter"
 
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu"):
+        """Construct the memory meter of the worker at mesh coordinates `at`; `device`: cpu or cuda, `dropout`: its
+        rate."""
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.device = device
         self.ledger, self.tape = Ledger(), Tape()
@@ -72,17 +74,21 @@ class Meter(Ops):
 
     @staticmethod
     def is_block(value: Any) -> bool:
+        """Return True if `value` is the meter's stand-in for a tensor."""
         return isinstance(value, Value)
 
     @staticmethod
     def absent(x: Value) -> bool:
+        """Return True if the metered worker has no block of the tensor: x has no elements."""
         return not x.elements
 
     @staticmethod
     def empty_of(blocks: Sequence[Value]) -> Value:
+        """Return the empty stand-in with which a metered worker without blocks passes an operation on."""
         return blocks[0]
 
     def integers(self, elements: int, itemsize: int = INTEGER) -> MeteredStorage:
+        """Allocate a counted storage of `elements` integers or booleans, of `itemsize` bytes each."""
         return MeteredStorage(self.ledger, elements * itemsize, 0)
 
     def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
@@ -94,6 +100,7 @@ class Meter(Ops):
         return self.tensor(prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at))
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
+        """Record an operation on the metered autograd tape, if gradients are wanted; arguments as in `Tape.note`."""
         if self.grad:
             self.tape.note(outs, ins, saved, backward)
 
@@ -104,6 +111,7 @@ class Meter(Ops):
         sizes = [(x.elements, x.itemsize) for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
+            """Allocate the gradients of all inputs, while the scratch memory is held."""
             held = self.new(work, itemsize) if work else None  # noqa: F841  (until all gradients are allocated)
             return [self.new(*size) for size in sizes]
 
@@ -184,12 +192,12 @@ class Meter(Ops):
         return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
 
     def in_place(self, key: GradientKey) -> bool:
-        """Return True if the operand is a parameter whose gradient is accumulated in place, and count it."""
+        """Return True if an operand is a parameter whose gradient adds up in place, and count that gradient."""
         return isinstance(key, str) and self.leaves.in_place(key)
 
     def seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
-        """Count what hides scores behind a `window` or between `documents`, as `ParallelOps.seen` makes it: once for
-        all layers of a pass, and without documents once for all passes."""
+        """Count the memory of attention's mask for a `window` or for `documents`, made as `ParallelOps.seen` does: once
+        for all layers of a pass, and without documents once for all passes."""
         made = self.of_pass if documents else self.standing
         positions = a.length * a.memory_length
         if (window, positions) not in made:
@@ -208,6 +216,7 @@ class Meter(Ops):
         return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
 
     def planned(self, kind: str, name: str) -> PlannedOperation:
+        """Return the planned operation of this `kind` and `name`, whose memory is metered."""
         return self.plan.operations[kind, name]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
@@ -215,29 +224,29 @@ class Meter(Ops):
         return self.tensor(prod(leave.before) * at_zero(planned.only, self.at))
 
     def begin(self, chunk: Chunk) -> None:
-        """Begin the forward pass of a chunk: gather what its first span needs (ZeRO-3)."""
+        """Begin a metered forward pass of a chunk: count the parameters gathered for its first span (ZeRO-3)."""
         self._spans = self.plan.resident[chunk.number] if self.plan.storage else []
         self._span = 0
         self.ahead.begin()
         self._move(0, 1)
 
     def turn(self) -> None:
-        """End the forward pass of a chunk: what it gathered is freed, unless the backward pass needs it at once."""
+        """End a metered forward pass: free gathered parameters unless the backward pass follows at once."""
         if not self.plan.turns:
             self.end()
 
     def back(self, chunk: Chunk) -> None:
-        """Begin the backward pass of a chunk."""
+        """Begin a metered backward pass of a chunk: count the parameters gathered for its last span (ZeRO-3)."""
         self._spans = self.plan.resident[chunk.number] if self.plan.storage else []
         self._move(len(self._spans) - 1, -1)
 
     def end(self) -> None:
-        """End a pass: what it gathered is freed."""
+        """End a metered pass: free the parameters that it gathered."""
         self._whole.clear()
 
     def _enter(self, x: Value) -> Value:
-        """Move on to the next span of the forward pass, as `platform.parallel.sharding.residency` does, and back in the
-        backward pass."""
+        """Count the move to the model's next span, whose parameters are gathered (ZeRO-3, as
+        `platform.parallel.sharding.residency` does), and back in the backward pass; return x."""
         if not self._spans:
             return x
         before, out = self._span, Value(x.storage, x.elements)
@@ -245,6 +254,7 @@ class Meter(Ops):
         self._move(self._span, 1)
 
         def backward(gs: Gradients, _: Saved) -> Gradients:
+            """Return to the parameters of the span before, in the backward pass."""
             self._move(before, -1)
             return gs
 
@@ -252,14 +262,14 @@ class Meter(Ops):
         return out
 
     def _move(self, at: int, way: int) -> None:
-        """Keep as whole only the buckets of span number `at` and of the next span in direction `way` that has any."""
+        """Count as gathered (ZeRO-3) the parameters of span `at` and of the next; `way`: 1 forward, -1 backward."""
         if self._spans:
             onwards = self._spans[at + 1 :] if way > 0 else self._spans[:at][::-1]
             self._keep(self._spans[at])
             self._keep((*self._spans[at], *next(filter(None, onwards), ())))
 
     def _keep(self, buckets: Sequence[Bucket]) -> None:
-        """Free the whole buffers of all buckets but these, and allocate theirs."""
+        """Count as gathered only these parameter `buckets`: free the buffers of others, and allocate missing ones."""
         wanted = {id(b): b for b in buckets}
         self._whole = {key: kept for key, kept in self._whole.items() if key in wanted}
         self._whole |= {k: self.new(b.elements, parameter=True) for k, b in wanted.items() if k not in self._whole}
@@ -285,6 +295,8 @@ class Meter(Ops):
         sizes = [v and v.elements for v in more]
 
         def backward(gs: Gradients, saved: Saved) -> Gradients:
+            """Count the memory of the recomputed forward pass and of its backward pass; return the inputs'
+            gradients."""
             others = iter(saved[1:])
             whole = Value(self.new(elements) if axes else saved[0], elements)
             arguments = [None if n is None else Value(next(others), n) for n in sizes]

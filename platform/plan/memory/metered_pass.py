@@ -33,6 +33,7 @@ class MeteredPass(Meter):
     `platform.parallel.parallel_ops.ParallelOps` runs it on tensors."""
 
     def __init__(self, plan: Plan, at: Mapping[str, int], device: str, capacity: int):
+        """Construct the meter of generation on the worker at `at`; `capacity`: tokens of a sequence in the cache."""
         super().__init__(settled(plan, device, 0.0), 0.0, at, device)
         self._capacity, self.grad = capacity, False
         self.ahead = Ahead(self.plan, lambda p, conversion: self.forward(self.parameter(p), conversion), on=False)
@@ -72,8 +73,8 @@ def reading_shape(scored: PassShape, length: int) -> PassShape:
 
 
 def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: int, device: str) -> int:
-    """Return the bytes that passes of a `shape` take at their peak, with what they leave in the cache, on a stage's
-    worker that has a block of every tensor. `model`: the run's model, as passes run it."""
+    """Return the peak bytes of generation passes of a `shape`, their key-value cache included, on a stage's worker that
+    has a block of every tensor. `model`: the run's model, as passes of generation run it."""
     found, at = plan_pass(plan, model, shape, stage), {**plan.mesh.coordinates(0), "stage": stage}
     meter = MeteredPass(found.body, at, device, shape.capacity)
     for chunk in found.body.chunks:
@@ -82,7 +83,8 @@ def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: in
 
 
 def _run(meter: MeteredPass, model: RecordableModel, found: PlannedPass, chunk: Chunk, last: bool) -> None:
-    """Count the pass of one chunk and, if it is the last, the head and the probabilities of its logits."""
+    """Count the memory of one chunk in a pass of generation and, if it is the `last`, of the head and of the
+    probabilities of its logits."""
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     readers = {(name, o.tokens): o.token_count for o in chunk.operations.values() for name in o.operation.reads}
     tokens = meter.integers(sum(readers.values()))
@@ -101,7 +103,7 @@ def _run(meter: MeteredPass, model: RecordableModel, found: PlannedPass, chunk: 
 
 
 def _choose(meter: MeteredPass, found: PlannedPass, logits: Value) -> None:
-    """Count the probabilities of logits, for which vocab is gathered; they are of the type of statistics."""
+    """Count the memory of turning logits into probabilities, in the type of statistics, for which vocab is gathered."""
     planner, spec = found.head.planner, found.logits
     layouts = planner.layout(spec), Layout.of({"batch": planner.layout(spec)["batch"]})
     steps = Conversion(relayout_steps(spec.dims, *layouts), ())

@@ -18,6 +18,7 @@ class MeteredSums(Leaves):
     `early`: buckets are reduced as soon as all their gradients have come, where each pass does so (ZeRO-2 and 3)."""
 
     def __init__(self, meter: Meter, chunk: Chunk, summed: Collection[int], reduced: Collection[int], *, early: bool):
+        """Construct the metered gradient sums of the buckets that `chunk` uses; arguments as in the class."""
         self._meter, self._plan, self._early = meter, meter.plan, early
         self._summed, self._reduced = summed, reduced
         buckets = enumerate(meter.plan.buckets)
@@ -44,17 +45,18 @@ class MeteredSums(Leaves):
 
     @property
     def _direct(self) -> bool:
+        """Return True if gradients add straight into a bucket's sums: same type, or ZeRO-2 and 3."""
         return self._plan.zero >= 2 or self._plan.itemsize["master"] == self._plan.itemsize["compute"]
 
     def _add(self, n: int) -> None:
-        """Count a gradient that is computed where it is added."""
+        """Count the buffer into which a gradient of bucket `n` is added as it is computed."""
         if self._direct:
             self._begin(n)
         elif n not in self._coming:
             self._coming[n] = self._meter.new(self._buckets[n].elements)
 
     def _begin(self, n: int) -> None:
-        """Count the sums of a bucket, if they are not there."""
+        """Allocate the metered gradient sums of bucket `n`, if no earlier pass has."""
         if n not in self._sums:
             wide = 0 if self._plan.zero >= 2 else self._plan.itemsize["master"]
             self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
@@ -111,7 +113,7 @@ class MeteredSums(Leaves):
                 self._settle()
 
     def held(self) -> list[MeteredStorage]:
-        """Return the sums and shards that stay for the next pass."""
+        """Return the metered gradient sums and reduced shards that stay in memory for the next pass."""
         return [*self._sums.values(), *self._parts.values()]
 
     def begun(self) -> dict[int, int]:

@@ -53,6 +53,7 @@ class SavedElements:
 
     @property
     def total(self) -> int:
+        """Return all elements that autograd saves per worker and microbatch."""
         return self.activations + self.gathered
 
 

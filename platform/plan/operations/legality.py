@@ -17,6 +17,7 @@ class IllegalPlan(ValueError):
     """Error for layouts, sizes or stages under which a model cannot be executed. `violations` has one line each."""
 
     def __init__(self, violations: Sequence[str]):
+        """Construct the error from one line for each violation of the plan."""
         self.violations = list(violations)
         super().__init__("\n".join(self.violations))
 

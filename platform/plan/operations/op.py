@@ -37,22 +37,27 @@ class Op:
     kind: str
 
     def __set_name__(self, owner: type, name: str) -> None:
+        """Set the operation's `kind` to the name of the attribute of `Ops` that it is."""
         self.kind = name
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
+        """Return the operation bound to `ops`: its `record`, `run` or `meter`, as `ops.method` says."""
         return self if ops is None else partial(getattr(self, ops.method), ops)
 
     def compose(self, ops: Any, *arguments: Any, **options: Any) -> Any:
-        """Say the operation in other ones."""
+        """Compose the operation of a model from other operations, called on `ops`; return its results."""
         raise NotImplementedError(f"operation {self.kind} has neither this method nor `compose`")
 
     def record(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        """Record the operation in a model's forward pass for the plan; return symbols of its results."""
         return self.compose(ops, *arguments, **options)
 
     def run(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        """Compute the operation's forward pass on this rank's blocks; return its results."""
         return self.compose(ops, *arguments, **options)
 
     def meter(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        """Count the memory that the operation takes on the metered worker; return stand-ins for its results."""
         return self.compose(ops, *arguments, **options)
 
     def whole(self, operation: Operation) -> Sequence[str]:
@@ -94,7 +99,8 @@ class BlockOp(Op):
         return partial(self._between, ops, getattr(self, ops.method))
 
     def _between(self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
-        """Convert the arguments as planned, compute, and convert the result."""
+        """Convert an operation's activations and parameters to their planned layouts, call `compute` (its `run` or
+        `meter`) on the blocks, and convert the result. `first`, `more`: its arguments."""
         parameters = [a for a in (first, *more) if isinstance(a, Parameter)]
         name = first if isinstance(first, str) else parameters[0].name if parameters else ""
         found = ops.plan.operations.get((self.kind, name))

@@ -24,6 +24,7 @@ class Ledger:
     peak: int = 0
 
     def add(self, nbytes: int) -> None:
+        """Add the bytes of a new metered storage, and raise the peak if more are in use than ever."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
@@ -37,6 +38,7 @@ class MeteredStorage:
     permuted: bool
 
     def __init__(self, ledger: Ledger, nbytes: int, counted: int, parameter: bool = False):
+        """Construct a storage of `nbytes` and add them to the `ledger`; the other arguments as in the class."""
         self._ledger, self.nbytes, self.counted, self.parameter = ledger, nbytes, counted, parameter
         self.permuted = False
         ledger.add(nbytes)
@@ -46,6 +48,7 @@ class MeteredStorage:
         return MeteredStorage(self._ledger, self.nbytes, self.counted, self.parameter)
 
     def __del__(self) -> None:
+        """Remove the storage's bytes from the ledger of the memory meter once nothing refers to it."""
         self._ledger.now -= self.nbytes
 
 
@@ -60,6 +63,7 @@ class Value:
     __slots__ = ("elements", "key", "storage")
 
     def __init__(self, storage: MeteredStorage | None, elements: int, key: GradientKey | None = None):
+        """Construct a metered tensor; `key`: name of the parameter that it is, by default a new number."""
         self.storage, self.elements = storage, elements
         self.key: GradientKey = next(_KEYS) if key is None else key
 
@@ -88,10 +92,10 @@ class Leaves:
     """Takes the gradients of parameters as they come in a backward pass, by name; this one drops them."""
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
-        """Take a gradient."""
+        """Accept the metered gradient of the parameter `name` in a backward pass; here it is dropped."""
 
     def in_place(self, name: GradientKey) -> bool:
-        """Take a gradient that is computed where it stays, if that is possible; return True if it is."""
+        """Return True, and count it, if the gradient of parameter `name` adds up in place; here never."""
         return False
 
 
@@ -99,9 +103,11 @@ class Tape:
     """Autograd tape of the memory meter: the operations of forward passes, in order."""
 
     def __init__(self) -> None:
+        """Construct an empty tape of metered operations."""
         self._nodes: list[_Node] = []
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
+        """Append an operation with outputs, inputs, `saved` storages and backward function to the metered tape."""
         self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
 
     def saved(self) -> list[MeteredStorage]:

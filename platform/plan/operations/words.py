@@ -94,7 +94,7 @@ class Ops:
 
 
 def word_of(operation: Operation) -> Op:
-    """Return the word of the models' language of which a recorded model has this `operation`."""
+    """Return the `Op` of the models' language that a recorded `operation` is, by its kind."""
     return getattr(Ops, operation.kind)
 
 

@@ -51,6 +51,7 @@ def _stages(plan: Plan) -> list[tuple[int, str]]:
     layers.11`) by stage; [] for one stage."""
 
     def shown(units: Sequence[str]) -> str:
+        """Return the units of a model chunk as text: the first and the last."""
         return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
 
     stages = range(plan.stages if plan.stages > 1 else 0)

@@ -43,6 +43,7 @@ def explain(
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
+        """Return the parameters, bytes and saved elements of the worker at mesh coordinates `at`."""
         saved = saved_for_backward(plan, model, dropout, at)
         return {
             "parameters_per_worker": plan.parameters_at(at),
@@ -165,6 +166,7 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _moved(found: dict[str, Any]) -> list[list[str]]:
+    """Return the rows (op and axes, bytes per step) of the plan explanation's table of communication."""
     rows = [[k, f"{v:,}"] for k, v in found["communication"].items()]
     return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
 

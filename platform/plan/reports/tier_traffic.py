@@ -90,7 +90,7 @@ _Pairs = Iterator[tuple[tuple[int, int], Fraction, Fraction]]
 
 
 def _between_stages(mesh: Mesh, op: str, axes: Sequence[str], only: Sequence[str], stages: Sequence[int]) -> _Pairs:
-    """Yield what `_in_groups` does for a send from stages[0] to stages[1]."""
+    """Yield (sender, receiver), messages and share of a rank's input for a send between two pipeline stages."""
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
         if at["stage"] == stages[0] and at_zero(only, at):

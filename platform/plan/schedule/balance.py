@@ -22,6 +22,7 @@ def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
     total = [0.0, *accumulate(costs)]
 
     def cost(start: int, end: int) -> float:
+        """Return the cost of the units from `start` to `end` - 1 in one pipeline chunk."""
         return total[end] - total[start]
 
     limit = _smallest_maximum(costs, parts)
@@ -36,6 +37,7 @@ def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
     found by bisection among the sums of all contiguous ranges: under a limit, chunks are filled one after the other."""
 
     def ranges(limit: float) -> int:
+        """Return how many pipeline chunks it takes if none may cost more than `limit`."""
         count, filled = 1, 0.0
         for c in costs:
             if filled + c > limit:

@@ -69,11 +69,13 @@ def zb_h1(stages: int, chunks: int, microbatches: int) -> Rows:
 
 
 def _one_chunk(name: str, chunks: int) -> None:
+    """Raise ScheduleError if the pipeline schedule `name`, which takes one chunk per stage, is given more."""
     if chunks != 1:
         raise ScheduleError(f"{name} has one chunk per stage, not {chunks}; interleaved and zb_h1 have several")
 
 
 def _group(stages: int, microbatches: int) -> int:
+    """Return the microbatches per group of an interleaved schedule: the least divisor of all >= `stages`, or all."""
     return next((n for n in range(stages, microbatches) if microbatches % n == 0), microbatches)
 
 
@@ -109,6 +111,7 @@ def _row(
     """
 
     def actions(kind: Kind) -> list[Action]:
+        """Return the stage's actions of one kind in order; backward passes take the chunks in reverse."""
         mirrored = kind is not Kind.FORWARD
         return [Action(kind, m, (chunks - 1 - c if mirrored else c) * stages + stage) for m, c in order]
 
@@ -172,6 +175,7 @@ def legal_microbatches(
     (`generate`)."""
 
     def legal(m: int) -> bool:
+        """Return True if the pipeline schedule can be generated for `m` microbatches."""
         try:
             generate(kind, stages, chunks, m, by)
         except ScheduleError:

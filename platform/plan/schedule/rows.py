@@ -21,7 +21,7 @@ class StageRows:
     steps: tuple[tuple[Action, ...], ...]
 
     def step(self, microbatches: int) -> tuple[Action, ...]:
-        """Return the row of a training step of so many microbatches; further ones in it are padding."""
+        """Return the schedule row of a training step for so many microbatches, the shortest with room for them."""
         return next(row for row in self.steps if any(a.microbatch + 1 >= microbatches for a in row))
 
     def plain(self) -> list[list[list[int]]]:
@@ -39,7 +39,7 @@ class StageRows:
 
     @classmethod
     def from_plain(cls, rows: Sequence[Sequence[Sequence[int]]]) -> StageRows:
-        """Make the rows of which `plain` returned `rows`. Raises ValueError for anything else."""
+        """Rebuild a stage's schedule rows from the lists of numbers made by `plain`. Raises ValueError if illegal."""
         forward, *steps = (
             tuple(
                 Action(_KINDS[kind], microbatch, chunk, None if peer < 0 else peer)

@@ -59,7 +59,7 @@ def _nominal(schedule: Schedule) -> Simulation:
 
 
 def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
-    """Simulate one step, as `simulate` says."""
+    """Simulate one step of a pipeline schedule action by action; arguments and errors as of `simulate`."""
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> (end, stage)
     at = [0] * len(schedule.rows)
@@ -102,6 +102,6 @@ def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> s
 
 
 def _peak_live(row: tuple[Action, ...]) -> int:
-    """Return `peak_live` of `Simulation` for one stage's row."""
+    """Return the most microbatches in flight in one pipeline stage's row: forward done, backward not."""
     steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
     return max(accumulate(steps[a.kind] for a in row), default=0)

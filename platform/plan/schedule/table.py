@@ -57,6 +57,7 @@ class ScheduleError(ValueError):
     the message ends with the table `rows`, if given."""
 
     def __init__(self, violations: Sequence[str] | str, rows: Rows = ()):
+        """Construct the refusal of a pipeline schedule; arguments as in the class."""
         self.violations = [violations] if isinstance(violations, str) else list(violations)
         self.rows = rows
         super().__init__("\n".join([*self.violations, *([table(rows)] if rows else [])]))
@@ -77,6 +78,7 @@ class Schedule:
 
     @property
     def total_chunks(self) -> int:
+        """Return the number of model chunks on all pipeline stages together."""
         return self.stages * self.chunks
 
     @cached_property

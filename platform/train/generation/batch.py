@@ -22,6 +22,9 @@ class Batch:
     def __init__(
         self, texts: AskedTexts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0, most: int = 0
     ):
+        """Pad texts, given as token ids, to the rows of generation passes. `unit`: number of which the texts' is made a
+        multiple; `left`: pad in front, for texts to be continued; `copies`: rows per text; `source`: tokens of an
+        encoder's row, 0 without an encoder; `most`: limit of tokens of a text to be scored."""
         count = len(texts.ids)
         more = padded(count, unit) - count
         rows = [*texts.ids, *[[0]] * more]
@@ -42,7 +45,7 @@ class Batch:
 
     @staticmethod
     def _source(sources: Sequence[Sequence[int]], rows: int, length: int) -> Tensor:
-        """Return what an encoder reads, int64 [rows, length], padded with -1; rows without a text read one token."""
+        """Return an encoder's input for a batch, int64 [rows, length], padded with -1; rows without a text have a 0."""
         out = torch.full((rows, length), -1)
         out[:, 0] = 0
         for row, found in zip(out, sources, strict=False):
@@ -50,7 +53,7 @@ class Batch:
         return out
 
     def data(self, tokens: Tensor, offset: int) -> dict[str, Tensor]:
-        """Return the data tensors of a pass that reads `tokens` [rows, n] at the indices from `offset` on."""
+        """Return the inputs of a generation pass, by name, that reads `tokens` [rows, n] from index `offset` on."""
         index = torch.arange(offset, offset + tokens.shape[1])
         begins = torch.minimum(index, self.begins.unsqueeze(1))  # padding sees itself, lest it see nothing
         found = {"tokens": tokens, "begins": begins, "positions": (index - begins).contiguous()}

@@ -26,6 +26,7 @@ class Beams:
     the ones that have `ended`, as (score, ids, log-probability)."""
 
     def __init__(self, how: Choice, ends: Sequence[int]):
+        """Start the beam search of one text, with how.beams empty beams. `ends`: token ids that end a text."""
         self._how, self._ends = how, frozenset(ends)
         self.ids: list[list[int]] = [[] for _ in range(how.beams)]
         self.totals = [0.0] + [-inf] * (how.beams - 1)  # all are the same text at first
@@ -33,8 +34,8 @@ class Beams:
         self.done = False
 
     def step(self, found: Tensor) -> list[int]:
-        """Choose the beams that go on among the `candidates` [beams, count, 2] of each; return of each the beam that it
-        continues."""
+        """Take a step of the beam search: keep the likeliest continuations among each beam's next tokens, `found`
+        [beams, count, 2] from `candidates`; return, for every kept beam, the index of the beam that it continues."""
         count = found.shape[1]
         values = found[:, :, 0] + torch.tensor(self.totals, dtype=torch.float64).unsqueeze(-1)
         order = values.flatten().argsort(descending=True, stable=True)[: 2 * self._how.beams].tolist()
@@ -55,15 +56,16 @@ class Beams:
         return [beam for beam, *_ in kept]
 
     def _end(self, ids: list[int], total: float, more: int) -> None:
-        """Add a continuation to the ended ones, of which as many as there are beams are kept."""
+        """Add a continuation to the ended beams, of which the best are kept; `more`: tokens that count beside `ids`."""
         self.ended.append((self._score(total, len(ids) + more), ids, total))
         self.ended = sorted(self.ended, key=lambda found: -found[0])[: self._how.beams]
 
     def _score(self, total: float, length: int) -> float:
+        """Return the score of a beam: its log-probability `total` / length^length_penalty."""
         return float(total / length**self._how.length_penalty)
 
     def best(self) -> Written:
-        """Return the best continuation: one that has ended, or one that would have gone on."""
+        """Return the best continuation of the beam search: one that has ended, or one that would have gone on."""
         ended = {id(ids) for _, ids, _ in self.ended}
         if not self.done:
             for ids, total in zip(self.ids, self.totals, strict=True):

@@ -55,6 +55,7 @@ class RankPass:
     rank's, laid out as the run's `plan` says."""
 
     def __init__(self, plan: Plan, communicator: Communicator, weights: Weights, model: Any, shape: PassShape):
+        """Plan the passes of generation of `shape` on this rank. `model`: the model that answers; `plan`: the run's."""
         self._communicator, self._model, self._shape = communicator, model, shape
         self._stage = communicator.coordinates["stage"]
         self._planned = found = plan_pass(plan, model, shape, self._stage)
@@ -69,7 +70,8 @@ class RankPass:
         self._dtype = DTYPES[plan.precision][0]
 
     def _residency(self, weights: Weights) -> Residency:
-        """Construct what gathers the parameters of each span of the pass, where they are stored in shards (ZeRO-3)."""
+        """Construct the Residency that gathers the parameters of each span of a generation pass from their shards
+        (ZeRO-3)."""
         flats = {p.name: flat for flat in weights.buckets for p in flat.bucket.parameters}
         head = tuple(p for spans in self._planned.head.chunks[-1].spans for p in spans)
         spans = {}
@@ -115,7 +117,7 @@ class RankPass:
         return {name: x for name, x in out.items() if x is not None}
 
     def _rows_of(self, logits: Tensor) -> Tensor:
-        """Gather the vocabulary of logits, whose sequences stay divided over ranks."""
+        """Return logits with the vocabulary gathered from the ranks; their sequences stay divided over ranks."""
         planner, spec = self._planned.head.planner, self._planned.logits
         source = planner.layout(spec)
         target = Layout.of({"batch": source["batch"]})
@@ -133,7 +135,7 @@ class RankPass:
 
     @property
     def speaks(self) -> bool:
-        """Return True if this rank's logits are the ones that count: others may have the same."""
+        """Return True if this rank's logits are the ones to be read; other ranks may have the same."""
         plan, here = self._planned.head, self._communicator.coordinates
         axes = plan.layout(self._planned.logits)["batch"]
         last = here["stage"] == plan.chunks[-1].stage
@@ -145,6 +147,7 @@ class Generator:
     call its methods together, with equal arguments, and get equal results."""
 
     def __init__(self, config: Config, plan: Plan, communicator: Communicator, weights: Weights):
+        """Prepare the generation of texts on this rank; its passes are planned when they are first needed."""
         self._config, self._plan, self._communicator, self._weights = config, plan, communicator, weights
         self._unit = rows_at_once(plan.scheme, plan.mesh)
         self._room = lcm(ROOM, memory_unit(plan.scheme, plan.mesh))
@@ -152,7 +155,8 @@ class Generator:
         self._passes: dict[tuple[PassShape, int], RankPass] = {}
 
     def write(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int] = ()) -> list[Written]:
-        """Continue each text by up to `tokens` tokens, chosen as `how` says, until one of `ends`."""
+        """Return the continuation of each text, of up to `tokens` tokens that are chosen as `how` says, until one of
+        `ends`, the token ids that end it."""
         if how.beams > 1:
             return self._search(texts, tokens, how, ends)
         batch = self._batch(texts)
@@ -191,7 +195,8 @@ class Generator:
         return [b.best() for b in beams[: batch.texts]]
 
     def score(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
-        """Score each text from token number `starts[i]`, which is 1 or more, to its end."""
+        """Return the log-probability of each text from token number `starts[i]`, which is 1 or more, to its end, and
+        whether all of its tokens are the likeliest."""
         batch = self._batch(texts, left=False)
         cache = self._cache(batch.longest)
         place = torch.arange(1, batch.longest).expand(batch.rows, -1)
@@ -211,7 +216,7 @@ class Generator:
         return [Scored(found, misses == 0) for found, misses in total[: batch.texts].tolist()]
 
     def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
-        """Return a batch of texts for passes under this plan."""
+        """Return texts padded to a batch that generation passes of this plan read; `left`, `copies`: see `Batch`."""
         source = self._source(texts)
         return Batch(texts, self._unit, left=left, copies=copies, source=source, most=self._config.model.length + 1)
 
@@ -223,10 +228,11 @@ class Generator:
         return most if m.positions == "learned" or not most else min(most, padded(max(map(len, texts.sources)), 16))
 
     def _cache(self, tokens: int) -> KeyValueCache:
+        """Return an empty key-value cache with room for `tokens` tokens of each text, rounded up."""
         return KeyValueCache(padded(tokens, self._room))
 
     def _read(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
-        """Run the passes that read the texts of a batch; return what `_pass` does, of the last one."""
+        """Run the generation passes that read a batch's texts into `cache`; return the last `_pass` and its logits."""
         *others, last = range(0, batch.longest, PIECE)
         for first in others:
             self._pass(batch, batch.ids[:, first : first + PIECE], first, cache)
@@ -250,8 +256,9 @@ class Generator:
             return run, run.run(batch.data(tokens, offset), offset, cache)
 
     def _told(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
-        """Return `out` [rows, ...] filled, on all ranks, with the `numbers` that the ranks that speak for rows compute
-        of their logits."""
+        """Return `out` [rows, ...] filled, equally on all ranks, with the numbers that are computed of each row's
+        logits on a rank that has them. `numbers`: function of a rank's logits and the slice of its rows; `run`: the
+        pass that gave `logits`, None on ranks of other stages."""
         communicator = self._communicator
         if logits is not None and run.speaks:
             first, count = run.sequences
@@ -267,7 +274,7 @@ class Generator:
 
 
 def _written(ids: Tensor, stops: Tensor) -> Written:
-    """Return a continuation, from all its ids up to the one that ended it."""
+    """Return generated token ids as a continuation, without the last one if that is in `stops`, which end a text."""
     ended = bool(torch.isin(ids[-1:], stops).any())
     return Written(ids[: len(ids) - ended].tolist(), ended)
 
@@ -281,8 +288,9 @@ def _scores(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, how: Choice, sequences: Tensor, position: int) -> Tensor:
-    """Return the ids, int64 [batch], of the tokens at `position` of the answers, from `logits` [batch, vocab]. A draw
-    depends on the seed, the number of the sequence in `sequences`, int64 [batch], and the position alone."""
+    """Choose the next token of each text as `how` says: return ids, int64 [batch], for `position` of the answers, from
+    `logits` [batch, vocab]. A draw depends on the seed, the number of the sequence in `sequences`, int64 [batch], and
+    the position alone."""
     logits = logits[:, : how.vocab].double()
     if not how.temperature:
         return logits.argmax(-1)

@@ -19,6 +19,7 @@ class GpuQuery:
     Where the command is missing or does not know, nothing is found."""
 
     def __init__(self) -> None:
+        """Start `nvidia-smi` for this worker's GPU, without waiting for its answer."""
         self._process: subprocess.Popen[str] | None = None
         uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
         command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
@@ -27,7 +28,7 @@ class GpuQuery:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
     def answer(self, found: Findings) -> None:
-        """Add what `nvidia-smi` says to the findings on this worker."""
+        """Wait for `nvidia-smi`, and add its report on this worker's GPU to the doctor's findings."""
         if self._process is None:
             return
         try:

@@ -45,6 +45,7 @@ class Bench:
     measurements so far."""
 
     def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
+        """Prepare the doctor's examination of this worker: its `device`, cpu | cuda, and its checkpoint storage."""
         self.device, self.sizes, self.found = device, sizes, Findings()
         self.storage_url = urls.home(config) if urls.saves(config) else str(run_dir)
         self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)

@@ -37,11 +37,12 @@ class Check:
     remedy: str
 
     def better(self, value: float, other: float) -> bool:
-        """Return True if a measurement is better than another."""
+        """Return True if a worker's measurement by this health check is better than another."""
         return value > other if self.more else value < other
 
     def bad(self, value: float, usual: float, device: str) -> str:
-        """Return why a measurement is bad, in a phrase, "" if it is not. `usual`: the median of its peers'."""
+        """Return why a worker's measurement by this health check is bad, in a phrase, "" if it is not. `usual`: the
+        median of its peers'; `device`: cpu | cuda."""
         if device not in self.bounds:
             return ""
         bound = self.bounds[device]
@@ -55,7 +56,7 @@ class Check:
         return f"{self.shown(value)}, where its peers have {self.shown(usual)}" if self.better(limit, value) else ""
 
     def shown(self, value: float) -> str:
-        """Format a measurement with its unit, for people."""
+        """Format a measurement of this health check with its unit, for people."""
         return f"{human(value)}{self.unit}" if self.unit.endswith("/s") else f"{value:.3g} {self.unit}"
 
     def cell(self, value: float | None) -> str:
@@ -165,7 +166,7 @@ def _bad(
 
 
 def _median_beside(value: float, ordered: list[float]) -> float:
-    """Return the median of a sorted list that holds `value`, without it; `value` itself if it is the only one."""
+    """Return the median of all workers' sorted measurements without this one, `value`; `value` if it is alone."""
     others, own = len(ordered) - 1, bisect_left(ordered, value)
     if not others:
         return value

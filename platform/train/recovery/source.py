@@ -25,8 +25,7 @@ from platform.train.step.training_state import held_of
 
 
 def is_divided(config: Config) -> bool:
-    """Return True if ranks that share memory write an equal part of what they hold alike into their snapshots; False if
-    each writes all of it, to compare with."""
+    """Return True if ranks that share memory divide equal state in their snapshots; not under train.verify_every."""
     return not config.train.verify_every
 
 
@@ -115,7 +114,8 @@ def find_source(
 
     `newest`: generation number -> the newest step of which all its members have taken a snapshot; `formed`: its
     formation; `plans`: its plan, where that is known; `distrusted`: (generation number, member) whose memory is
-    damaged. `alive`: members that can read their home's memory; `size`: number of ranks of the new generation.
+    damaged. `alive`: members that live, and so can read the memory in which their rank's snapshots are; `size`: number
+    of ranks of the new generation.
     """
     reasons: list[str] = []
     for generation, step in sorted(newest.items(), key=lambda item: item[::-1], reverse=True):
@@ -136,8 +136,8 @@ def find_source(
 
 
 def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
-    """Return `source` with the member at every rank of the new generation, `seats`; None if no survivor is among
-    them. If some that hold a needed part are not, all survivors are `gathered` first."""
+    """Return `source`, state in workers' memory, with the member at every rank of the new generation, `seats`; None if
+    no survivor is among them. If some that hold a needed part are not, all survivors are `gathered` first."""
     seated = set(seats)
     kept = [rank for rank in source.survivors if source.formed.seats[rank] in seated]
     if set(source.kept) <= set(kept):
@@ -146,9 +146,9 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
 
 
 def _few(found: Keepers, alive: Sequence[int], homes: Sequence[object], size: int) -> list[int]:
-    """Choose a few of the earlier generation's ranks `alive` that together can read the whole state: at most as many as
-    the new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of `keepers` for
-    that state; `homes`: every rank's home."""
+    """Choose a few of the earlier generation's ranks `alive` whose snapshots together are the whole state: at most as
+    many as the new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of
+    `keepers` for that state; `homes`: the memory in which every rank's snapshots are, perhaps shared with others."""
     chosen, left = set(alive), Counter(homes[rank] for rank in alive)
     for rank in reversed(alive):
         home = homes[rank]

@@ -48,6 +48,7 @@ class Faults:
     its step is retried. `texts`: the entries."""
 
     def __init__(self, texts: Sequence[str]):
+        """Parse the entries of elastic.faults, STEP:KIND:RANK[:SECTION], which are to be injected in workers."""
         self._left = [Fault.parse(text) for text in texts]
 
     def take(self, step: int, world_size: int) -> list[Fault]:

@@ -21,7 +21,7 @@ Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the firs
 
 
 def stretches(plan: Plan, communicator: Communicator) -> list[Stretch]:
-    """Return the stretches of a microbatch's sequences (of all replicas together) that this rank's operations read."""
+    """Return the ranges (first, behind the last) of a microbatch's sequences, of all replicas, that this rank reads."""
     layouts = dict.fromkeys(layout for readers in plan.readers.values() for layout in readers.values())
     here = (layout for layout in layouts if layout.present(communicator.coordinates))
     return list(dict.fromkeys(_stretch(plan, communicator, layout) for layout in here))

@@ -40,6 +40,8 @@ class Weights:
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, seed: int | None, overlap: bool = True):
+        """Allocate this rank's weights and gradients under a plan, with the initial values that `seed` gives; None
+        leaves these out. `overlap`: reduce gradients during backward passes, and gather shards ahead."""
         self._plan, self._overlap = plan, overlap
         low, high = DTYPES[plan.precision]
         self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
@@ -61,7 +63,8 @@ class Weights:
         self._users = [{c.number for c in plan.chunks if c.parameters & flat.compute.keys()} for flat in self.buckets]
 
     def _residency(self, communicator: Communicator) -> Residency:
-        """Construct the residency of the buckets in the spans of this stage's chunks."""
+        """Construct the Residency that gathers sharded parameters (ZeRO-3) for the spans of this stage's model
+        chunks."""
         flats = {id(flat.bucket): flat for flat in self.buckets}
         spans = {
             c.number: [
@@ -79,7 +82,7 @@ class Weights:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Return the entries of `owned` that updates change."""
+        """Return name -> master copy of the parameters of which this rank has a part, without frozen ones."""
         return {n: w for n, w in self.owned.items() if n not in self._plan.frozen}
 
     @property
@@ -94,7 +97,7 @@ class Weights:
         self._left = {chunk.number for chunk in self._plan.chunks}
 
     def last(self, chunk: int) -> None:
-        """Note that the last backward pass of a chunk begins: gradients that it completes can be reduced at once."""
+        """Note that a model chunk's last backward pass of a step begins: gradients it completes can be reduced."""
         self._left.discard(chunk)
 
     def _complete(self, flat: FlatBucket) -> None:
@@ -141,7 +144,7 @@ class Weights:
         return {next(iter(flat.compute)): flat.finish() for flat in here}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Set the gradients for the optimizer from the result of `finish`."""
+        """Set the optimizer's gradients from `reduced`, the result of `finish`, by a bucket's first parameter."""
         for flat in self.buckets:
             if (found := reduced.get(next(iter(flat.compute)))) is not None:
                 flat.receive(found)
@@ -167,19 +170,18 @@ class Weights:
 
     @torch.no_grad()
     def begin_averages(self) -> None:
-        """Keep averages of the master copies from now on, which begin with what these are."""
+        """Keep moving averages of the master weights from now on (train.ema), which begin with their values now."""
         self.averages = {n: w.detach().clone() for n, w in self.trained.items()}
 
     @torch.no_grad()
     def average(self, decay: float) -> None:
-        """Add an update to the averages, if they are kept: average = decay * average + (1 - decay) * master."""
+        """Update the weights' moving averages, if they are kept: average = decay * average + (1 - decay) * master."""
         if self.averages:
             torch._foreach_lerp_(list(self.averages.values()), list(self.trained.values()), 1 - decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the averages into the place of the master and compute copies; after it these are what they were, in every
-        bit. All ranks do so together."""
+        """Swap the moving averages into the weights during the block, and back after it, in every bit; on all ranks."""
         self._swap()
         yield
         self._swap()

@@ -24,6 +24,7 @@ class Combiner:
     the sizes of gradients and activations by layer."""
 
     def __init__(self, plan: Plan, communicator: Communicator, slow: float, layers: int = 0):
+        """Prepare to combine ranks' step reports. `slow`: ratio that makes a rank slow; `layers`: monitor.layers."""
         self._communicator, self._slow, self._every = communicator, slow, layers
         self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
         moved = {label(c.op, plan.mesh.ordered(c.axes)) for _, c, _ in step_collectives(plan)}

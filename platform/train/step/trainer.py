@@ -69,6 +69,9 @@ class Trainer:
         rows: StageRows,
         fresh: bool = True,
     ):
+        """Build the model, weights and optimizer of this rank for its training steps. `rows`: the pipeline schedule of
+        its stage; `fresh`: the weights get their initial values; if False they are undefined until they are
+        restored."""
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.settle: Callable[[], None] = lambda: None
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
@@ -296,7 +299,7 @@ class Trainer:
         self.weights.refresh()
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are the ones to be evaluated."""
+        """Return a context in which the weights to evaluate are in place: moving averages if eval.averaged is set."""
         return self.weights.averaged() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
@@ -320,7 +323,7 @@ class Trainer:
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:
-    """Return what a clock has read in a step, for the driver."""
+    """Return a clock's record of a training step as this rank's timeline: sections, spans and collectives."""
     return RankTimeline(
         [SectionSpan(*section) for section in reading.sections],
         [SectionSpan(*span) for span in reading.spans],

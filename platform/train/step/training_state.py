@@ -50,14 +50,14 @@ def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
 
 
 def _is_kept(plan: Plan, moment: str, name: str) -> bool:
-    """Return True if a moment is kept of the parameter `name`, which is trained."""
+    """Return True if the training state has this optimizer moment of the trained parameter `name`."""
     if moment in SIDES:
         return name in plan.factored
     return name not in {NOT_OF_MATRICES: plan.matrices, NOT_OF_FACTORED: plan.factored}.get(moment, ())
 
 
 def side_size(plan: Plan, side: str, name: str) -> int:
-    """Return how many numbers an optimizer keeps of one side, rows or columns, of the matrix that a parameter is."""
+    """Return the rows or columns (`side`) of a parameter's matrix, for each of which an optimizer keeps a number."""
     p = next(p for p in plan.parameters if p.name == name)
     return matrix_shape(p.role, plan.global_shape(p))[SIDES.index(side)]
 
@@ -76,6 +76,7 @@ class State:
     the `moments` that are kept of it: the optimizer's, and the average."""
 
     def __init__(self, trainer: Trainer):
+        """List the tensors of the training state, weights and moments, of the rank that `trainer` trains."""
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         dtype = DTYPES[self._plan.precision][1]
         own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
@@ -217,7 +218,8 @@ class State:
 
 
 def tried(fill: Callable[[], None]) -> Unrestored | None:
-    """Fill the training state from storage, by `fill`; return why it is undefined then, None if it is not."""
+    """Run `fill`, which fills the training state from storage; return why that failed, so that the state is undefined,
+    None if it did not."""
     try:
         fill()
     except Corrupt as error:

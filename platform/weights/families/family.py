@@ -48,7 +48,7 @@ class Family:
 
 
 def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
-    """Yield the rows of weights and biases; `names`: module -> our weights in it, apart by spaces."""
+    """Yield rows for weight and bias of transformers' modules; `names`: module -> our parameters, spaces between."""
     for theirs, ours in names.items():
         endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
         for kind, ending in zip(("weight", "bias"), endings, strict=True):
@@ -65,4 +65,5 @@ GATED |= {"swish": "swiglu", "gelu_python": "geglu", "gelu_pytorch_tanh": "geglu
 
 
 def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
+    """Return the keys of a config.json for the ids of special tokens, and use_cache, as a family's defaults."""
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "use_cache": True}

@@ -26,19 +26,20 @@ class Rule:
 
     @property
     def names(self) -> Sequence[str]:
+        """Return the keys of a config.json of transformers that this rule is about."""
         return self.theirs.split()
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return what a config.json says of our model keys. Raises Inexpressible."""
+        """Return the keys of our model that this rule reads in a config.json of transformers. Raises Inexpressible."""
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return what a model is in their keys."""
+        """Return the keys of a config.json of transformers that this rule writes for a model."""
         raise NotImplementedError
 
 
 def told(value: Any) -> str:
-    """Return a value of a config.json as JSON, cut where it is long."""
+    """Return a value of a config.json as JSON text of about 60 characters at most, for a refusal."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -47,6 +48,7 @@ class Inexpressible(ValueError):
     """Signals a key of a config.json whose value our words do not express; the message is the refusal, in a line."""
 
     def __init__(self, key: str, value: Any, why: str):
+        """Construct the refusal of the value of a config.json's key, for the reason `why`."""
         super().__init__(f"{key}={told(value)}: {why}")
 
 
@@ -72,7 +74,7 @@ class Renamed(Rule):
     written: Callable[[Model], Any] | None = None
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our key with the value of theirs, in our type; `null` in place of null."""
+        """Return our model key with the value of the config.json's key, in our type; `null` in place of null."""
         kind = type(getattr(Model(), self.ours))
         kinds = (int, float) if kind is float else (kind,)
         value = value_of(found, self.theirs, self.default, kinds if self.null is None else (*kinds, type(None)))
@@ -94,7 +96,7 @@ class Words(Rule):
     default: Any = NEEDED
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our key with our word for their value. Raises Inexpressible if there is none."""
+        """Return our model key with our word for the value in a config.json. Raises Inexpressible if there is none."""
         value = value_of(found, self.theirs, self.default, tuple({type(word) for word in self.words}))
         if value not in self.words:
             known = ", ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in self.words)
@@ -115,7 +117,7 @@ class Only(Rule):
     written: bool = True
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return {}. Raises Inexpressible if the key has a value that is not accepted."""
+        """Return {}. Raises Inexpressible if the config.json's key has a value that is not accepted."""
         value = found.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
             raise Inexpressible(self.theirs, value, f"our words express {told(self.accepted[0])} alone")
@@ -147,7 +149,7 @@ class Dropouts(Rule):
     default: float
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return model.dropout. Raises Inexpressible if the keys differ."""
+        """Return our model key dropout. Raises Inexpressible if the dropout keys of a config.json differ."""
         first, *others = self.names
         rate = value_of(found, first, self.default, (int, float))
         for name in others:
@@ -166,7 +168,8 @@ class Rotary(Rule):
     theirs: str = "rope_parameters rope_theta rope_scaling"
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our rope_* keys. Raises Inexpressible for other kinds of scaling, or numbers of them."""
+        """Return our model keys rope_* for the rotary positions in a config.json. Raises Inexpressible for other kinds
+        of scaling, or numbers of them."""
         maps = (dict, type(None))
         place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
         given = dict(value_of(found, place, None, maps) or {})
@@ -188,7 +191,7 @@ class Rotary(Rule):
         return out
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return `rope_parameters`, without numbers that are at their defaults."""
+        """Return `rope_parameters` of a config.json for a model, without numbers that are at their defaults."""
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
         numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
         given = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}
@@ -208,7 +211,7 @@ _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
 def _positive(name: str, value: Any) -> float:
-    """Return a number that is at least 0; raises Inexpressible for any other value."""
+    """Return a number >= 0 of a config.json; raises Inexpressible, with its key `name`, for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise Inexpressible(name, "" if value is None else value, "is no number" if value is not None else "is missing")
     return value
@@ -222,7 +225,8 @@ class LayerWindows(Rule):
     theirs: str = "use_sliding_window sliding_window max_window_layers layer_types"
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our window and window_layers. Raises Inexpressible if their keys contradict each other."""
+        """Return our model keys window and window_layers for a config.json. Raises Inexpressible if its keys contradict
+        each other."""
         layers = value_of(found, "num_hidden_layers", NEEDED, (int,))
         if not 0 < layers <= MOST_LAYERS:
             return {}  # refused by the bounds of model.layers
@@ -243,7 +247,8 @@ class LayerWindows(Rule):
         }
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return their four keys; `max_window_layers` where the windowed layers are the last ones."""
+        """Return the four keys of a config.json on attention windows; `max_window_layers` where the windowed layers are
+        the last."""
         windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
         last = windowed and windowed == list(range(windowed[0], m.layers))
         return {
@@ -258,4 +263,5 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _kinds(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
+    """Yield each layer's word for `layer_types` of a config.json: sliding_attention if `windowed`."""
     return (_KINDS[windowed(i)] for i in range(layers))

@@ -23,8 +23,8 @@ _LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias
 
 
 def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[Rule]:
-    """Return the rules that these families share, with the defaults in which they differ; `heads`: number of heads of
-    keys and values."""
+    """Return the rules for a config.json that Llama, Mistral and Qwen share, with the defaults in which they differ;
+    `heads`: number of heads of keys and values."""
     return [
         Renamed("vocab_size", "vocab", vocab),
         Renamed("hidden_size", "d_model", 4096),

@@ -21,7 +21,8 @@ class _FeedForward(Rule):
     theirs: str = "feed_forward_proj dense_act_fn is_gated_act"
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our activation. Raises Inexpressible if it is unknown or a derived key contradicts it."""
+        """Return our model key activation for a config.json of T5. Raises Inexpressible if it is unknown or a derived
+        key contradicts it."""
         given = value_of(found, "feed_forward_proj", "relu", (str,))
         if given not in _WORDS:
             raise Inexpressible("feed_forward_proj", given, f"our words express {', '.join(_WORDS)}")
@@ -38,6 +39,7 @@ class _FeedForward(Rule):
 
     @staticmethod
     def _parts(given: str) -> dict[str, Any]:
+        """Return the keys of T5's config.json that follow from `feed_forward_proj`: dense_act_fn, is_gated_act."""
         kind = given.removeprefix("gated-")
         return {"dense_act_fn": "gelu_new" if given == "gated-gelu" else kind, "is_gated_act": kind != given}
 
@@ -50,7 +52,7 @@ class _Scaled(Rule):
     theirs: str = "scale_decoder_outputs tie_word_embeddings"
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our logit_scale: d_model^-1/2, or 1."""
+        """Return our model key logit_scale for a config.json of T5: d_model^-1/2, or 1."""
         tied = value_of(found, "tie_word_embeddings", True, (bool,))
         width = value_of(found, "d_model", 512, (int,))
         scaled = value_of(found, "scale_decoder_outputs", tied, (bool,))
@@ -67,7 +69,7 @@ class _Layers(Rule):
     theirs: str = "num_layers num_decoder_layers"
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our layers. Raises Inexpressible if the stacks differ in theirs."""
+        """Return our model key layers for T5's config.json. Raises Inexpressible if its two stacks differ in theirs."""
         layers = value_of(found, "num_layers", 6, (int,))
         decoder = value_of(found, "num_decoder_layers", None, (int, type(None)))
         if decoder not in (None, layers):
@@ -86,7 +88,8 @@ _PARTS = {  # of our layers, by their sublayer: their module -> our weight
 
 
 def _t5_rows(stack: str, sublayers: Sequence[str]) -> list[TensorRow]:
-    """Return the rows of T5's encoder or decoder (`stack`), of these sublayers."""
+    """Return the names of the tensors of T5's encoder or decoder (`stack`) at transformers, with our parameters in
+    them. `sublayers`: transformers' names of the sublayers of a layer, in order."""
     names: dict[str, str] = {}
     for number, name in enumerate(sublayers):
         part, weights = _PARTS[name]

@@ -22,6 +22,7 @@ class AttentionOp(Op):
         grouped = fused and not masks  # kernels that take masks want every head
 
         def core(q, k, v, bias):
+            """Compute attention from q, k and v by one fused kernel or by einsums and a softmax."""
             if kv.dims != spec.dims:
                 k = ops.expand_kv(f"{name}.key", k, kv, heads, grouped=grouped)
                 v = ops.expand_kv(f"{name}.value", v, kv, heads, grouped=grouped)

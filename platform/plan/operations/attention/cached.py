@@ -64,6 +64,6 @@ class RecallOp(Op):
 
 
 def _first(ops, kv) -> int:
-    """Return the first sequence of this rank's block of keys or values."""
+    """Return the number of the first sequence in this rank's block of cached keys or values, of type `kv`."""
     assert kv.dims[:2] == ("length", "batch")
     return ops.blocks[kv][1][0]

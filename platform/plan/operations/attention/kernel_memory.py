@@ -27,18 +27,21 @@ class AttentionBlock:
 
     @property
     def rows(self) -> int:
+        """Return the number of rows of scores in a worker's block of the attention: one per query and head."""
         return self.batch * self.heads * self.length
 
     @property
     def scores(self) -> int:
+        """Return the number of attention scores in a worker's block."""
         return self.rows * self.memory_length
 
 
 def permuted(ops, x: Value) -> Value:
-    """Return an operand whose gradient will have its dims in attention's order."""
+    """Return a metered operand of attention whose gradient will have its dims in the kernel's order, not its own."""
     out = Value(x.storage, x.elements)
 
     def backward(gs: Gradients, _: Saved) -> Gradients:
+        """Mark the gradient as lying in the attention kernel's order of dims."""
         if gs[0]:
             gs[0].permuted = True
         return gs

@@ -15,7 +15,7 @@ _OF_RESULT = {"relu", "tanh", "sigmoid"}  # functions that save their result, no
 
 @cache
 def _functions() -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of tensors by the names that models call them."""
+    """Return torch's implementations of a model's pointwise functions (gelu, add, ...) by name."""
     import torch.nn.functional as F
 
     def gated_silu(gate, x):

@@ -37,7 +37,7 @@ class RecurrenceOp(BlockOp):
 
 @cache
 def _scan() -> Any:
-    """Return the autograd function of the recurrence: h = scan(gate, x), whose backward is one from the end."""
+    """Return the autograd function of a gated linear recurrence, called as apply(gate, x, dim)."""
     import torch
 
     def scan(gate, x, dim, way=1):

@@ -42,6 +42,7 @@ def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
     (Jain et al.), which has none: `branch.slice_via=all_gather`."""
 
     def replaced(steps: Sequence[Step]) -> tuple[Step, ...]:
+        """Return the steps with an all-gather and a slice in place of each all-to-all."""
         out: list[Step] = []
         for s in steps:
             if s.op == "all_to_all" and s.axes[0] in axes:
