@@ -322,6 +322,7 @@ class _Opening:
             return kind.write_tokens(folder, vocabulary, self.vocab, [(iter(documents), 0), (iter(()), 0)])
 
         def cut(place: Path, found: TokenFiles) -> Any:
+            """Return the training rows of the token files `found` in the folder `place`."""
             train = {TRAIN: entry.streams_of(place, found, self.vocab)[TRAIN]}
             return self._rows_of(data, train, place, vocabulary, trusted=False)[TRAIN]
 

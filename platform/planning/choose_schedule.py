@@ -59,19 +59,20 @@ def count_microbatches(config: Config, data: int) -> int:
     if kind == "file":
         return needed
 
-    def passes(stages: int, microbatches: int) -> int:
-        """Return the forward passes in the pipeline schedule's table for so many stages and at least `microbatches`."""
+    def forward_passes(stages: int, microbatches: int) -> int:
+        """Return the number of forward passes that all stages together make of at least `microbatches` microbatches: of
+        as many as the schedule takes at least."""
         least = least_microbatches(kind, stages, chunks, microbatches) if kind in SHIPPED else microbatches
         return stages * chunks * least
 
-    if passes(stages, 1) > MOST_PASSES:  # whatever the batch
+    if forward_passes(stages, 1) > MOST_PASSES:  # whatever the batch
         constraint = (
-            f"with pipeline.chunks={chunks}, {count_of(passes(stages, 1), 'pass')} at least, of which a schedule may"
-            f" have {MOST_PASSES}"
+            f"with pipeline.chunks={chunks}, {count_of(forward_passes(stages, 1), 'pass')} at least, of which a"
+            f" schedule may have {MOST_PASSES}"
         )
-        legal = [n for n in range(1, stages) if passes(n, needed) <= MOST_PASSES]
+        legal = [n for n in range(1, stages) if forward_passes(n, needed) <= MOST_PASSES]
         raise ConfigError(violation("pipeline.stages", stages, constraint, legal[-1:]))
-    if (made := passes(stages, needed)) > MOST_PASSES:
+    if (made := forward_passes(stages, needed)) > MOST_PASSES:
         constraint = (
             f"is {count_of(needed, 'microbatch')} on pipeline.stages={stages} x pipeline.chunks={chunks}:"
             f" {made} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"

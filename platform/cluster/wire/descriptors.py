@@ -24,7 +24,8 @@ def allow_many_files() -> int:
 
 
 def lack_of_files(members: int) -> str:
-    """Return why the limit on open files, raised first, is too low for `members` workers; "" if it is not."""
+    """Raise this process's limit on open files as far as it may; return why it is still too low for `members` workers,
+    "" if it is not."""
     needed, limit = PER_MEMBER * members + OWN, allow_many_files()
     if limit >= needed:
         return ""

@@ -96,8 +96,8 @@ def _names(folder: str) -> Iterator[str]:
 
 def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
     """Find the files of data under `folder` with one of the endings (or that and a compression's), in one order on
-    every machine; hidden folders and those named in `skip` are left out. Raises OSError, and ConfigError if MOST names
-    do not do."""
+    every machine; hidden folders and those named in `skip` are left out. Raises OSError, and ConfigError if there are
+    more than MOST names to look at."""
 
     def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
         raise error

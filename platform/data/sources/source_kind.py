@@ -148,6 +148,7 @@ class SourceKind:
         chosen = set() if others else held_out(sizes, data.validation)
 
         def split(held: bool) -> Documents:
+            """Return the documents held out for validation if `held`, else those to train on."""
             if others and held:
                 return held_documents()
             return (found for found in self.read(files, data, "data.path") if (found[0] in chosen) == held)

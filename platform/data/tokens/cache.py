@@ -91,8 +91,9 @@ def fetch_shared(
 
 @contextmanager
 def _published(key: str, entry: Path) -> Iterator[Path]:
-    """Give an empty private folder that becomes the cache entry after the block, in the place of a corrupt one, unless
-    another process is faster. Raises ConfigError, naming the `key` of the entry's folder, if that takes nothing."""
+    """Give an empty private folder that becomes the cache entry after the block, in the place of a corrupt one; it is
+    dropped if another process has made the entry meanwhile. Raises ConfigError, naming the configuration's `key` of
+    caches, if their folder cannot be written."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), TemporaryDirectory(dir=entry.parent, prefix=".building-") as aside:

@@ -50,6 +50,7 @@ class Progress:
     state is one tuple, replaced as a whole, so that a reader in another thread never sees half of a change."""
 
     def __init__(self) -> None:
+        """Construct the progress of a worker that is in no call and no section, and whose device has passed no mark."""
         self._call = ""
         self._now = ("", False, monotonic())  # section, waiting for other ranks, since
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device

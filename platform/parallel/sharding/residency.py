@@ -56,7 +56,8 @@ class Residency:
         self._move(self._chunk, 0, 1)
 
     def block(self, function: Callable[..., Any], x: Tensor) -> Tensor:
-        """Run a model block on the stream x as a span of its own, whose parameters are gathered for it (ZeRO-3)."""
+        """Run a block of the model on the activations x as a span of its own, whose parameters are gathered for it
+        (ZeRO-3); return its activations."""
         y = function(self._enter(x))
         return self._enter(y)
 

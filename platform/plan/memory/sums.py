@@ -117,7 +117,7 @@ class MeteredSums(Leaves):
         return [*self._sums.values(), *self._parts.values()]
 
     def begun(self) -> dict[int, int]:
-        """Return the bytes of the sums that passes have begun and not reduced, by number of the bucket."""
+        """Return the bytes of the gradient sums that passes have begun and not reduced, by number of the bucket."""
         return {n: sum_.nbytes for n, sum_ in self._sums.items() if n not in self._summed}
 
     def parts(self) -> dict[int, int]:

@@ -36,8 +36,8 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
 
 def state_elements(plan: Plan, moments: int) -> int:
     """Return how many numbers the optimizer keeps of the whole model, each once: `moments` per element of a parameter
-    that is not frozen; one less for matrices that it updates as a whole and for factored second moments, which are one
-    number per row and per column."""
+    that is not frozen; `moments` - 1 per element of a matrix that it updates as a whole; and where second moments are
+    factored, `moments` - 1 per element besides one number per row and per column."""
     sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
     factors = sum(sum(matrix_shape(p.role, plan.global_shape(p))) for p in plan.parameters if p.name in plan.factored)
     return moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors

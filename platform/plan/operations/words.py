@@ -64,7 +64,7 @@ class Ops:
 
     def remembered(self, spec: Spec) -> Spec:
         """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`:
-        the same, unless passes before have made others."""
+        `spec` itself, or, with a cache of keys and values, longer by those of earlier passes."""
         return spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:

@@ -51,7 +51,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """Let a first stop signal only make the next `check` raise Stopped, as there is work to lose from now on."""
+        """Hold a first stop signal from now on, as there is work to lose, until the next `check` raises Stopped."""
         self._deferred = True
 
     def finish(self, status: int) -> None:

@@ -77,8 +77,8 @@ def in_one_kernel(ops, a: AttentionBlock, out: Value, operands: Sequence[Value],
 
 
 def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | None, dropout: float) -> Value:
-    """Count an attention of Q, K and V, the `operands`, that torch's math path computes operation by operation, in the
-    type of statistics; return its result."""
+    """Count the bytes of an attention of Q, K and V, the `operands`, on torch's math path, operation by operation, in
+    the type of statistics; return the metered value of its result."""
     narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
 
     def step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:

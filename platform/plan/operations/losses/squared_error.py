@@ -14,7 +14,8 @@ class SquaredErrorOp(Op):
         return ops.record(self.kind, name, [y], [spec], [], [ids])
 
     def plan(self, planner, operation):
-        """Plan a loss of each rank's own elements, so that `tokens` has all axes that split them."""
+        """Plan a loss that each rank computes of its own elements; the planned operation's `tokens`, the axes over
+        which ranks' losses are summed, are all axes that split these."""
         spec = operation.inputs[0]
         layout = planner.layout(spec)
         return planned(planner, operation, layout, **reading(planner, spec, layout))
