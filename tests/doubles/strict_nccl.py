@@ -3,7 +3,9 @@
 A group that is not connected when it is made connects in its first call, which all members must make; the operations of
 a group run in the order in which each rank issued them, so that one holds back those behind it; a send ends only when
 it is received, and the first one between two ranks of a group holds its host until then; waiting takes no timeout. If
-every rank waits and nothing can run, all of them raise `Stuck`. Groups of gloo are as lenient as gloo.
+every rank waits and nothing can run, all of them raise `Stuck`. To make a group is a collective of the whole world,
+in which all call alike; the ranks of a split that give one colour are in one group; the abort of a group waits while
+another group of the rank hangs that is not aborted. Groups of gloo are as lenient as gloo.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from platform.plan.language.mesh import Mesh
 from tests.harness.threads import summed
 
 GPU = torch.device("cuda", 0)
+ABORT_SECONDS = 1.0  # for the other threads of a rank to abort what its abort waits for
 
 
 class Stuck(RuntimeError):
@@ -42,14 +46,15 @@ class Operation:
 class Group:
     """Members that share one queue each; `strict`: of NCCL."""
 
-    def __init__(self, members: tuple[int, ...], strict: bool, connected: bool):
-        self.members, self.strict, self.connected = members, strict, connected
+    def __init__(self, world: World, members: tuple[int, ...], strict: bool, connected: bool):
+        self.world, self.members, self.strict, self.connected = world, members, strict, connected
         self.queues: dict[Any, dict[int, deque[Operation]]] = defaultdict(lambda: {m: deque() for m in members})
         self.called: set[int] = set()
         self.opened: set[tuple[int, int]] = set()  # (sender, receiver) that have exchanged a message
 
     def abort(self) -> None:
-        raise AssertionError("a single group is aborted: they are aborted together or wait for each other")
+        """Abort the group on the rank that this thread belongs to."""
+        self.world.abort(self)
 
 
 class Work:
@@ -69,10 +74,13 @@ class World:
         self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self.live, self.size, self.failure = set(range(size)), size, None
         self.groups: dict[Any, Group] = {}
-        self.aborts: list[int] = []
+        self.aborted: dict[int, set[Group]] = defaultdict(set)  # of each rank
+        self.calls: dict[str, int] = defaultdict(int)  # collectives of the whole world, by what they make
+        self.calling: dict[int, dict[int, Any]] = defaultdict(dict)  # the ranks in each of them, with what they ask for
+        self.color = lambda ranks: tuple(ranks)  # of the ranks of a split's group
         self.issued: dict[tuple[int, Any], int] = defaultdict(int)
         names = ("all_gather reduce_scatter all_to_all_single broadcast scatter gather reduce all_reduce isend irecv "
-                 "new_group new_subgroups_by_enumeration init_process_group").split()  # fmt: skip
+                 "new_group new_subgroups_by_enumeration split_group init_process_group").split()  # fmt: skip
         self.dist = SimpleNamespace(
             **{name: getattr(self, name) for name in names},
             ReduceOp=torch.distributed.ReduceOp,
@@ -81,12 +89,21 @@ class World:
             get_backend=lambda: "nccl" if self.here.default.strict else "gloo",
             is_initialized=lambda: self.here.default is not None,
             destroy_process_group=lambda: setattr(self.here, "default", None),
-            distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda *_: None, _abort_process_group=self.abort),
+            distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda *_: None, _abort_process_group=self.abort_all),
         )
 
     @property
     def WORLD(self) -> Group:
         return self.here.default
+
+    def threads_of_rank(self, count: int) -> ThreadPoolExecutor:
+        """Return threads that belong to the rank of this one."""
+        rank, default = self.here.rank, self.here.default
+
+        def belong() -> None:
+            self.here.rank, self.here.default = rank, default
+
+        return ThreadPoolExecutor(count, initializer=belong)
 
     # the engine
 
@@ -143,7 +160,7 @@ class World:
     def _pair(self, group: Group, rank: int, peer: int) -> Group:
         with self.changed:
             members = min(rank, peer), max(rank, peer)
-            return self.groups.setdefault(("pair", id(group), members), Group(members, group.strict, True))
+            return self.groups.setdefault(("pair", id(group), members), Group(self, members, group.strict, True))
 
     def _run(self, group: Group, queues: dict[int, deque[Operation]]) -> None:
         """Run whatever is at the head of the queues of all whom it concerns."""
@@ -181,26 +198,73 @@ class World:
         with self.changed:
             strict = backend == "nccl"
             made = self.groups.setdefault(
-                "world", Group(tuple(range(world_size)), strict, device_id == GPU or not strict)
+                "world", Group(self, tuple(range(world_size)), strict, device_id == GPU or not strict)
             )
         self.here.default = made
+
+    def _together(self, what: str, asked: Any) -> int:
+        """Hold this rank until the whole world has called this collective with the same arguments; return the number of
+        the call."""
+        rank, default = self.here.rank, self.here.default
+        number = self.issued[rank, "made"] = self.issued[rank, "made"] + 1
+        with self.changed:
+            asking = self.calling[number]
+            asking[rank] = what, asked
+            if any(other != asking[rank] for other in asking.values()):
+                self.fail(RuntimeError(f"ranks make other groups: {asking}"))
+            self.calls[what] += len(asking) == 1
+            self.changed.notify_all()
+        if default.strict and default.connected:
+            self.until(lambda: len(asking) == self.size, f"all ranks in {what} number {number}")
+        return number
 
     def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: Any = None) -> Any:
         """Like torch's: created by all ranks alike, and connected at once if the default group is."""
         default = self.here.default
         members = tuple(ranks if ranks is not None else default.members)
         strict = default.strict if backend is None else backend == "nccl"
-        count = self.issued[self.here.rank, "groups"] = self.issued[self.here.rank, "groups"] + 1
+        count = self._together("new_group", members)
         with self.changed:
-            group = self.groups.setdefault((count, members), Group(members, strict, default.connected or not strict))
+            connected = default.connected or not strict
+            group = self.groups.setdefault((count, members), Group(self, members, strict, connected))
         return group if self.here.rank in members else None
 
     def new_subgroups_by_enumeration(self, lists, timeout=None):
         made = [self.new_group(ranks) for ranks in lists]
         return next((g for g in made if g), None), made
 
-    def abort(self) -> None:
-        self.aborts.append(self.here.rank)
+    def split_group(self, parent_pg=None, split_ranks=None, timeout=None):
+        """Like torch's: one collective of the parent for all groups; None for a rank in none of them."""
+        rank, default = self.here.rank, self.here.default
+        assert default.strict and default.connected, "only a connected group of NCCL can be split"
+        assert len({r for ranks in split_ranks for r in ranks}) == sum(map(len, split_ranks)), "groups overlap"
+        count = self._together("split_group", tuple(map(tuple, split_ranks)))
+        mine = next((tuple(sorted(ranks)) for ranks in split_ranks if rank in ranks), None)
+        if mine is None:
+            return None
+        alike = [r for ranks in split_ranks if self.color(sorted(ranks)) == self.color(mine) for r in ranks]
+        with self.changed:
+            members = tuple(sorted(alike))
+            return self.groups.setdefault((count, members), Group(self, members, True, True))
+
+    def abort(self, group: Group) -> None:
+        """Abort a group on this rank; wait until no other group of this rank hangs that is not aborted."""
+        rank = self.here.rank
+        others = [g for g in {*self.groups.values()} if g.strict and g is not group and rank in g.members]
+
+        def free() -> bool:
+            return not any(queue[rank] for g in others if g not in self.aborted[rank] for queue in g.queues.values())
+
+        with self.changed:
+            self.aborted[rank].add(group)
+            self.changed.notify_all()
+            if group.strict and not self.changed.wait_for(free, ABORT_SECONDS):
+                raise Stuck(f"rank {rank}: the abort of {group.members} waits for another group")
+
+    def abort_all(self) -> None:
+        """Abort all groups of this rank, one after the other, and forget them."""
+        for group in [g for g in {*self.groups.values()} if self.here.rank in g.members]:
+            self.abort(group)
         self.here.default = None
 
     def isend(self, x, peer, group=None):
@@ -275,6 +339,7 @@ def run_strictly(
     monkeypatch.setattr(torch_distributed, "dist", world.dist)
     monkeypatch.setattr(torch_distributed, "_all_gather", world.all_gather)
     monkeypatch.setattr(torch_distributed, "_reduce_scatter", world.reduce_scatter)
+    monkeypatch.setattr(torch_distributed, "ThreadPoolExecutor", world.threads_of_rank)
     results: list[Any] = [None] * mesh.size
 
     def main(rank: int) -> None:

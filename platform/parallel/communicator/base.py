@@ -210,19 +210,29 @@ class Communicator(ABC):
                 self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
 
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
-        """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging one
-        number between this rank and its peer in each, in one order on all ranks, before the first send of a step needs
-        one. The lower stage sends first and the upper one receives first, since a transport may hold a send back until
-        it is received. Not counted."""
+        """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging
+        their ranks between this rank and its peer in each, in one order on all ranks, before the first send of a step
+        needs one. The lower stage sends first and the upper one receives first, since a transport may hold a send back
+        until it is received. Not counted. Raises RuntimeError if another rank than the peer is there."""
         here = self.coordinates["stage"]
         with self._uncounted():
             for lower, upper in neighbours:
                 if here == lower:
-                    self.send(torch.zeros(1, device=self.device), upper).wait()
-                    self.receive((1,), torch.float32, upper).wait()
+                    self._send_rank(upper)
+                    self._receive_rank(upper)
                 elif here == upper:
-                    self.receive((1,), torch.float32, lower).wait()
-                    self.send(torch.zeros(1, device=self.device), lower).wait()
+                    self._receive_rank(lower)
+                    self._send_rank(lower)
+
+    def _send_rank(self, stage: int) -> None:
+        """Send this rank's number to its peer in pipeline stage `stage`."""
+        self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()
+
+    def _receive_rank(self, stage: int) -> None:
+        """Receive the number of this rank's peer in pipeline stage `stage`. Raises RuntimeError if it is another's."""
+        [found] = self.read(self.receive((1,), torch.float32, stage).wait())
+        if found != self._peer(stage):
+            raise RuntimeError(f"rank {found:.0f} is where rank {self._peer(stage)} sends to rank {self.rank}")
 
     def read(self, x: Tensor) -> list[float]:
         """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so

@@ -3,13 +3,15 @@
 NCCL differs from gloo in what its users must do themselves: a group connects in its first call, which all its members
 must make together; a send ends only when it is received; and the operations of a group run on the device in the order
 in which they were issued. So groups are connected while a generation forms, and what one stage sends another has a
-group of its own per direction: a send that is not received yet holds back nothing but later sends of the same pair.
+group of its own per direction: a send that is not received yet holds back nothing but later sends of the same pair. To
+make a group is a collective of the whole world, of which all groups that share no rank take one (`_make_groups`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,9 +28,8 @@ from platform.plan.language.mesh import Mesh
 TIMEOUT = timedelta(minutes=10)  # of one collective
 ABORTED = timedelta(seconds=0.25)  # for a collective to end once it is aborted
 _ANNOUNCED = 504  # bytes of an announcement that need no second message
-CONNECT = timedelta(
-    seconds=4
-)  # of creating a group, once all ranks have joined: a rank that dies meanwhile leaves the others waiting
+CONNECT = timedelta(seconds=4)  # of creating a group of few ranks, once all have joined
+CONNECT_OF_EACH = timedelta(seconds=0.02)  # rank more
 # before torch 2.13: all_gather_into_tensor, reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -37,11 +38,17 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def join(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
     """Join the default group of torch.distributed as `rank` of `size`, by NCCL on a CUDA device, where it connects at
     once, else by gloo. All ranks call it together. `store`: a store of this generation alone."""
-    device = torch.device(device)
+    device, timeout = torch.device(device), connect_timeout(size)
     if device.type == "cuda":
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=CONNECT, device_id=device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def connect_timeout(size: int) -> timedelta:
+    """Return how long the creation of a group may take in a world of `size` ranks that have all joined: a rank that
+    dies meanwhile leaves the others waiting."""
+    return CONNECT + size * CONNECT_OF_EACH
 
 
 class ProcessGroups(Communicator):
@@ -69,22 +76,42 @@ class ProcessGroups(Communicator):
         self.posts_early = not self._nccl
         made = {tuple(mesh.groups(mesh.ordered(mesh.axes))): dist.group.WORLD}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
-        for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
+        for axes in axes_of_groups:  # in one order on every rank: creating groups is collective
             members = tuple(mesh.groups(axes))
             if members not in made:
-                made[members] = _own_group(members)
+                made[members] = self._make_groups(members)
             self._groups[tuple(axes)] = made[members]
         self._messages: dict[dist.ProcessGroup, Messages] = {}
-        self._control = dist.new_group(backend="gloo", timeout=CONNECT) if self._nccl else None
+        self._control = dist.new_group(backend="gloo", timeout=connect_timeout(mesh.size)) if self._nccl else None
         self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
         self._lines |= self._nccl_lines(neighbours) if self._nccl else self._gloo_lines(list(neighbours))
-        for group in filter(None, (*made.values(), self._control, *self._lines.values())):
+        for group in self._own():
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
 
+    def _own(self) -> set[dist.ProcessGroup]:
+        """Return the process groups that this rank is a member of."""
+        made = dist.group.WORLD, self._control, *self._groups.values(), *self._lines.values()
+        return {group for group in made if group is not None}
+
+    def _make_groups(self, groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Make a process group of each of the disjoint `groups`, which need not cover the world; return this rank's,
+        None if it is in none. All ranks call it together. With NCCL it is one split of the world, however many groups
+        there are: each new_group would be another, one after the other on all ranks."""
+        listed, timeout = [list(group) for group in groups], connect_timeout(self.mesh.size)
+        if self._nccl:
+            return dist.split_group(split_ranks=listed, timeout=timeout)
+        return dist.new_subgroups_by_enumeration(listed, timeout=timeout)[0]
+
     def _nccl_lines(self, neighbours: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
-        """Make a group of each pair of neighbouring stages and direction: (sending, receiving stage) -> group."""
-        directed = [way for pair in neighbours for way in (pair, pair[::-1])]
-        return {way: _own_group(_line(self.mesh, *way)) for way in directed}
+        """Make a group of each pair of neighbouring stages and direction: (sending, receiving stage) -> group. Pairs
+        that share no stage are made together."""
+        made: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        here = self.coordinates["stage"]
+        for pairs in disjoint(neighbours):
+            for ways in (pairs, [pair[::-1] for pair in pairs]):
+                group = self._make_groups([ends for way in ways for ends in _line(self.mesh, *way)])
+                made |= {way: group if here in way else None for way in ways}
+        return made
 
     def _gloo_lines(self, neighbours: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
         """Return the group of each pair of neighbouring stages and direction: up the stages the default one, down them
@@ -94,8 +121,19 @@ class ProcessGroups(Communicator):
             return {}
         down = self._groups.get(("stage",))
         if down in (None, dist.group.WORLD):
-            down = _own_group(self.mesh.groups(("stage",)))
+            down = self._make_groups(self.mesh.groups(("stage",)))
         return {way: None if way[0] < way[1] else down for pair in neighbours for way in (pair, pair[::-1])}
+
+    def meet(self, neighbours):
+        """Open NCCL's connections of all groups along axes too, and count the ranks in each: NCCL puts those into one
+        group that give the same colour, and torch takes a hash of the members for it. Raises RuntimeError if there are
+        too many in one."""
+        with self._uncounted():
+            for axes in self._groups if self._nccl else ():
+                [found] = self.read(self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait())
+                if found != self.mesh.extent(axes):
+                    raise RuntimeError(f"{found:.0f} ranks are in the group along {axes} of {self.mesh.extent(axes)}")
+        super().meet(neighbours)
 
     def _start(self, op, given, out, axes, group, reduce, root):
         g = self._groups[axes]
@@ -196,25 +234,39 @@ class ProcessGroups(Communicator):
 
     def _abort(self) -> None:
         if self._nccl and dist.is_initialized():
-            # All groups in one call of NCCL: one after the other, they wait for each other on different ranks.
-            dist.distributed_c10d._abort_process_group()
+            # Each from a thread of its own, all at the same time: an abort waits for the device, which the hung kernel
+            # of another group holds until that one is aborted too.
+            groups = self._own()
+            with ThreadPoolExecutor(len(groups)) as threads:
+                for _ in threads.map(lambda group: group.abort(), groups):
+                    pass
+            dist.distributed_c10d._abort_process_group()  # forgets them
         shut_down(self.connections)
 
     def close(self) -> None:
         if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
-            for group in {*filter(None, (dist.group.WORLD, *self._groups.values(), *self._lines.values()))}:
+            for group in self._own():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create a process group of each of the disjoint `groups`; return this rank's. All ranks call it together."""
-    mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout=CONNECT)
-    return mine
+def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Divide `pairs` into lists in which nobody is in two, as few as taking each in turn gives: two for a chain or an
+    even ring, three for an odd one.
+
+    >>> disjoint([(0, 1), (1, 2), (0, 2)])
+    [[(0, 1)], [(1, 2)], [(0, 2)]]
+    """
+    lists: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        free = (found for found in lists if not any({*pair} & {*other} for other in found))
+        if (chosen := next(free, None)) is None:
+            lists.append(chosen := [])
+        chosen.append(pair)
+    return lists
 
 
 def _line(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
     """Return pairs of global ranks, in stage `sender` and `receiver`, with the same index along all other axes."""
-    ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["stage"] == sender]
-    return [(rank, mesh.rank({**mesh.coordinates(rank), "stage": receiver})) for rank in ranks]
+    return [(ranks[sender], ranks[receiver]) for ranks in mesh.groups(("stage",))]

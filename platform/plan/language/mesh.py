@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -77,12 +76,29 @@ class Mesh:
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the ranks of every process group along `axes`, which partition all ranks, by first rank."""
-        return list(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
+        others = tuple(axis for axis in self.axes if axis not in axes)
+        inside = _offsets(self, tuple(axes))
+        return [tuple(first + offset for offset in inside) for first in _offsets(self, others)]
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """Return by how many ranks two neighbours along each axis are apart."""
+        return {axis: prod(n for _, n in self.shape[i + 1 :]) for i, (axis, _) in enumerate(self.shape)}
+
+
+@cache
+def _offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the ranks at 0 along all axes but `axes`, in the order of the positions along `axes`, the first major."""
+    offsets = [0]
+    for axis in axes:
+        steps = range(0, mesh.axes[axis] * mesh._strides[axis], mesh._strides[axis])
+        offsets = [offset + step for offset in offsets for step in steps]
+    return tuple(offsets)
 
 
 @cache
 def _group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the ranks that differ from `rank` along `axes` alone, itself included."""
     here = mesh.coordinates(rank)
-    steps = itertools.product(*(range(mesh.axes[a]) for a in axes))
-    return tuple(mesh.rank({**here, **dict(zip(axes, step, strict=True))}) for step in steps)
+    first = rank - sum(here[axis] * mesh._strides[axis] for axis in axes)
+    return tuple(first + offset for offset in _offsets(mesh, axes))

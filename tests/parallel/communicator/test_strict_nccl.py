@@ -8,7 +8,7 @@ import torch
 
 from platform.parallel.communicator import torch_distributed
 from platform.parallel.communicator.base import Aborted, Communicator
-from platform.parallel.communicator.torch_distributed import join
+from platform.parallel.communicator.torch_distributed import ProcessGroups, join
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
@@ -69,21 +69,20 @@ def test_a_direction_of_its_own_for_every_pair_of_stages(monkeypatch):
     pairs = [(0, 1), (1, 2)]
     assert run_strictly(monkeypatch, STAGES, work, (), pairs)[1] == [1.0, 1.0, 0.0, 0.0, 2.0, 2.0]
     monkeypatch.setattr(torch_distributed, "_line", lambda mesh, a, b: _line(mesh, *sorted((a, b))))
-    monkeypatch.setattr(World, "new_subgroups_by_enumeration", _one_queue_per_pair)
+    monkeypatch.setattr(World, "split_group", _one_queue_per_pair)
     with pytest.raises(Stuck):
         run_strictly(monkeypatch, STAGES, work, (), pairs)
 
 
 _line = torch_distributed._line
-_subgroups = World.new_subgroups_by_enumeration
 
 
-def _one_queue_per_pair(self, lists, timeout=None):
+def _one_queue_per_pair(self, parent_pg=None, split_ranks=None, timeout=None):
     """Return the group of these ranks that there is already, if there is one."""
     known = self.issued.setdefault((self.here.rank, "pairs"), {})
-    key = tuple(map(tuple, lists))
+    key = tuple(map(tuple, split_ranks))
     if key not in known:
-        known[key] = _subgroups(self, lists)
+        known[key] = _split(self, split_ranks=split_ranks)
     return known[key]
 
 
@@ -128,11 +127,13 @@ def test_a_first_call_waits_for_nobody(monkeypatch):
         torch_distributed.dist.group.WORLD.connected = False
 
     monkeypatch.setattr("tests.doubles.strict_nccl.join", lazily)
+    monkeypatch.setattr(ProcessGroups, "meet", Communicator.meet)  # which connects groups along axes
+    monkeypatch.setattr(ProcessGroups, "_make_groups", _new_groups)
     with pytest.raises(Stuck, match="to connect"):  # the negative control
         run_strictly(monkeypatch, STAGES, work, [("t",)])
 
 
-def test_abort_is_one_call_and_what_was_read_after_it_counts_for_nothing(monkeypatch):
+def test_what_was_read_after_an_abort_counts_for_nothing(monkeypatch):
     def work(groups):
         total = groups.launch("all_reduce", torch.ones(2), ("t",)).wait()
         assert groups.read(total) == [2.0, 2.0]
@@ -143,7 +144,54 @@ def test_abort_is_one_call_and_what_was_read_after_it_counts_for_nothing(monkeyp
         groups.close()
 
     world, _ = run_strictly(monkeypatch, STAGES, work, [("t",)])
-    assert sorted(world.aborts) == list(range(6))
+    assert all(group in world.aborted[rank] for group in world.groups.values() for rank in group.members)
+
+
+def _new_groups(self, groups):
+    return torch_distributed.dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])[0]
+
+
+def _hang_and_abort(groups):
+    """Hang in a collective of two groups, whose peer never comes, and abort them."""
+    if groups.rank == 0:
+        for axes in [("t",), ("stage",)]:
+            groups.launch("all_reduce", torch.ones(1), axes)
+        groups.abort()
+
+
+def test_all_groups_are_aborted_at_once(monkeypatch):
+    axes = [("t",), ("stage",)]
+    run_strictly(monkeypatch, STAGES, _hang_and_abort, axes, [(0, 1), (1, 2)])
+
+    def one_after_the_other(self):
+        for group in sorted(self._own(), key=lambda g: g.members):
+            group.abort()
+
+    monkeypatch.setattr(ProcessGroups, "_abort", one_after_the_other)
+    with pytest.raises(Stuck, match="waits for another group"):  # the negative control
+        run_strictly(monkeypatch, STAGES, _hang_and_abort, axes, [(0, 1), (1, 2)])
+
+
+def test_groups_that_became_one_are_found_while_forming(monkeypatch):
+    """torch's colours are hashes: two groups of a split may get the same one."""
+    monkeypatch.setattr(World, "split_group", _split_with_one_color)
+    with pytest.raises(RuntimeError, match="6 ranks are in the group along .* of 2"):
+        run_strictly(monkeypatch, STAGES, lambda groups: None, [("t",)])
+
+
+def _split_with_one_color(self, *args, **kwargs):
+    self.color = lambda ranks: 0
+    return _split(self, *args, **kwargs)
+
+
+_split = World.split_group
+
+
+@pytest.mark.parametrize("neighbours", [[(0, 1), (1, 2)], [(0, 1), (0, 2), (1, 2)]], ids=["chain", "odd ring"])
+def test_the_world_is_split_once_per_axis_and_a_few_times_for_all_lines(neighbours, monkeypatch):
+    """However many groups there are: each is otherwise a collective of the whole world, one after the other."""
+    world, _ = run_strictly(monkeypatch, STAGES, lambda groups: None, [("t",), ("stage",)], neighbours)
+    assert world.calls == {"split_group": 2 + 2 * (len(neighbours) if len(neighbours) == 3 else 2), "new_group": 1}
 
 
 def test_gloo_has_one_group_down_the_stages_and_none_of_its_own_for_control(monkeypatch):
@@ -154,4 +202,4 @@ def test_gloo_has_one_group_down_the_stages_and_none_of_its_own_for_control(monk
 
     world, results = run_strictly(monkeypatch, STAGES, work, [("t",)], [(0, 1), (1, 2)], torch.device("cpu"))
     default_upwards = {(0, 1): True, (1, 0): False, (1, 2): True, (2, 1): False}
-    assert results == [(default_upwards, True, None)] * 6 and not world.aborts and GPU.type == "cuda"
+    assert results == [(default_upwards, True, None)] * 6 and not world.aborted and GPU.type == "cuda"
