@@ -14,6 +14,7 @@ gradient:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import islice
 
 from platform.plan.schedule.lowering import validate
@@ -135,7 +136,14 @@ def generate(kind: str, stages: int, chunks: int, microbatches: int, by: Generat
     """Generate the table of a shipped pipeline schedule or of a user's, by its name `kind` in SCHEDULES, and validate
     it. `chunks`: per stage; `by`: its function, if not the one in SCHEDULES. Raises ScheduleError if the schedule
     cannot take these numbers."""
-    rows = tuple(tuple(row) for row in (by or SCHEDULES[kind])(stages, chunks, microbatches))
+    return _generated(kind, stages, chunks, microbatches, by or SCHEDULES[kind])
+
+
+@lru_cache(maxsize=8)
+def _generated(kind: str, stages: int, chunks: int, microbatches: int, generator: Generator) -> Schedule:
+    """Generate and validate a table once for all plans of a process that follow it; arguments and errors as of
+    `generate`."""
+    rows = tuple(tuple(row) for row in generator(stages, chunks, microbatches))
     schedule = Schedule(kind, stages, chunks, microbatches, rows)
     validate(schedule)
     return schedule
