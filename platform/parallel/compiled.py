@@ -38,13 +38,11 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         signature = torch.is_grad_enabled(), *(_signature(a) for a in arguments)
         if signature in known:
             return made(*arguments)
-        with _LOCK:
-            before = PROGRESS.enter(f"compile {function.__name__}")
+        with _LOCK, PROGRESS.preparing(f"compile {function.__name__}"):
             try:
                 return made(*arguments)
             finally:
                 known.add(signature)
-                PROGRESS.enter(*before)
 
     return run
 
@@ -76,8 +74,9 @@ def _lacking(device: str) -> str:
         return "triton is not installed"
     if not any(map(which, [os.environ.get("CXX", "g++"), "clang++", "gcc", "cc"])):
         return "there is no C++ compiler"
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes beside a worker
     try:
+        if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # no pool of processes beside each worker
+            import_module("torch._inductor").config.compile_threads = 1  # the variable has been read by now
         x = torch.ones(64, device=device)
         right = torch.equal(torch.compile(_probed, dynamic=False)(x), _probed(x))
     except Exception as error:  # whatever a compiler, its headers or its cache may lack

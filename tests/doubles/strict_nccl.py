@@ -87,6 +87,7 @@ class World:
             GroupMember=torch.distributed.GroupMember,
             group=self,
             get_backend=lambda: "nccl" if self.here.default.strict else "gloo",
+            ProcessGroupNCCL=SimpleNamespace(Options=SimpleNamespace),
             is_initialized=lambda: self.here.default is not None,
             destroy_process_group=lambda: setattr(self.here, "default", None),
             distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda *_: None, _abort_process_group=self.abort_all),
@@ -194,7 +195,7 @@ class World:
 
     # torch.distributed
 
-    def init_process_group(self, backend, *, store, rank, world_size, timeout, device_id=None):
+    def init_process_group(self, backend, *, store, rank, world_size, timeout, device_id=None, pg_options=None):
         with self.changed:
             strict = backend == "nccl"
             made = self.groups.setdefault(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Buffer:
         if not self._pinned:
             self._copy(blocks)
             return lambda: None
-        stream = torch.cuda.Stream()
+        stream = _stream_of_copies()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._copy(blocks)
@@ -103,3 +103,9 @@ class Buffer:
             if part.box.overlap(outer) == part.box:
                 return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]
         return None
+
+
+@cache
+def _stream_of_copies() -> torch.cuda.Stream:
+    """Return the one stream of this process in which all buffers are filled."""
+    return torch.cuda.Stream()  # torch hands out 32 in turn: of many, some would be the streams of collectives

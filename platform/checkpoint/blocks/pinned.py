@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from platform.parallel.communicator.progress import PROGRESS
+
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -29,7 +31,9 @@ def lock_pages(mapping: mmap.mmap) -> Tensor:
     tensor uses it any longer. Raises RuntimeError if CUDA cannot lock them."""
     array = np.frombuffer(mapping, dtype=np.uint8)
     address = array.ctypes.data
-    if error := int(torch.cuda.cudart().cudaHostRegister(address, len(array), _PORTABLE)):
+    with PROGRESS.preparing("lock pages"):  # 10 s for tens of GB
+        error = int(torch.cuda.cudart().cudaHostRegister(address, len(array), _PORTABLE))
+    if error:
         raise RuntimeError(f"{len(array)} bytes of host memory cannot be page-locked: CUDA error {error}")
     weakref.finalize(array, _unlock, address)  # runs before the memory is unmapped: the array refers to it
     return torch.from_numpy(array)

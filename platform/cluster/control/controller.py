@@ -21,6 +21,7 @@ from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.cluster.crew.base.watch import FIRST_STEP_SECONDS
 from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
 from platform.monitor.patience import learned_out
@@ -30,7 +31,6 @@ from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
 from platform.train.protocol.replies import StepReport
 from platform.train.step.faults import Faults
 
-FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
 COLD = 4  # times the usual: for a generation's first step, as the mesh may have shrunk and buffers are allocated
 HUNG_AFTER = 3  # usual durations that a step may last before a worker that is blocked in it counts as hung
 

@@ -1,4 +1,5 @@
-"""File descriptor limit of the driver process, which bounds the number of workers that it can have."""
+"""File descriptor limit of a process, which bounds the number of workers that a driver can have and that a worker can
+be connected to."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ OWN = 128  # descriptors of the driver itself: libraries, logs, checkpoints
 
 def allow_many_files() -> int:
     """Raise this process's soft limit on open files (RLIMIT_NOFILE), usually 1024, to its hard limit or MANY, whichever
-    is less, so that the driver can hold a connection to every worker.
+    is less, so that it can hold a connection to every worker.
 
     Returns the limit now in force; MANY if there is none.
     """
@@ -24,8 +25,7 @@ def allow_many_files() -> int:
 
 
 def lack_of_files(members: int) -> str:
-    """Raise this process's limit on open files as far as it may; return why it is still too low for `members` workers,
-    "" if it is not."""
+    """Raise the limit on open files; return why it is still too low for `members` workers, "" if it is not."""
     needed, limit = PER_MEMBER * members + OWN, allow_many_files()
     if limit >= needed:
         return ""

@@ -28,7 +28,8 @@ class DevicePlace(NamedTuple):
 @dataclass(frozen=True)
 class Activity:
     """Heartbeat of a worker: the driver's call that it is in, "" for none; the innermost section; True if it waits
-    there for other ranks; and the seconds since any of these changed. While the host waits for its device, `device` is
+    there for other ranks; and the seconds since any of these changed. `preparing`: True while it compiles, loads or
+    pins something. While the host waits for its device, `device` is
     the section that the device is in, `device_waits` says whether it waits for other ranks there, and `completed` how
     many waits for others (collectives and messages) it has completed in this step; its passing on counts as a change.
     `busy`: the share of the time since the heartbeat before in which the main thread ran, or waited for a processor or
@@ -43,6 +44,7 @@ class Activity:
     device_waits: bool = False
     completed: Count = 0
     busy: Annotated[float, Span(0, 1e12)] = 0.0
+    preparing: bool = False
 
 
 class Progress:
@@ -52,7 +54,7 @@ class Progress:
     def __init__(self) -> None:
         """Construct the progress of a worker that is in no call and no section, and whose device has passed no mark."""
         self._call = ""
-        self._now = ("", False, monotonic())  # section, waiting for other ranks, since
+        self._now = ("", False, False, monotonic())  # section, waiting for other ranks, preparing, since
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
         self._thread = 0  # that executes the driver's calls, by its number in the kernel
@@ -60,15 +62,25 @@ class Progress:
 
     def begin(self, call: str) -> None:
         """Record that this worker begins to execute `call`, the driver's call as text; "" when the call has ended."""
-        self._call, self._now, self._device = call, ("", False, monotonic()), None
+        self._call, self._now, self._device = call, ("", False, False, monotonic()), None
         self._thread, self._looked = get_native_id(), None
 
-    def enter(self, section: str, waiting: bool = False) -> tuple[str, bool]:
+    def enter(self, section: str, waiting: bool = False, preparing: bool = False) -> tuple[str, bool, bool]:
         """Record that the main thread enters the clock section `section`, in which it only waits for other ranks if
-        `waiting`. Returns the arguments with which `enter` restores the section before."""
-        section_before, waiting_before, _ = self._now
-        self._now = (section, waiting, monotonic())
-        return section_before, waiting_before
+        `waiting`, or prepares something for the first time if `preparing`. Returns the arguments with which `enter`
+        restores the section before."""
+        before = self._now[:3]
+        self._now = (section, waiting, preparing, monotonic())
+        return before
+
+    @contextmanager
+    def preparing(self, section: str) -> Iterator[None]:
+        """Mark the context as the section `section`, in which this rank compiles, loads or pins something new."""
+        before = self.enter(section, preparing=True)
+        try:
+            yield
+        finally:
+            self.enter(*before)
 
     @contextmanager
     def waiting(self, section: str, device: Callable[[], DevicePlace] | None = None) -> Iterator[None]:
@@ -85,8 +97,8 @@ class Progress:
     def beat(self) -> Activity:
         """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where
         the device is looked at for the first time, that counts as its last movement, as nothing was known before."""
-        (section, waiting, since), device, now = self._now, self._device, monotonic()
-        beat = Activity(self._call, section, waiting, now - since, busy=self._busy(now))
+        (section, waiting, preparing, since), device, now = self._now, self._device, monotonic()
+        beat = Activity(self._call, section, waiting, now - since, busy=self._busy(now), preparing=preparing)
         if device is None:
             return beat
         try:

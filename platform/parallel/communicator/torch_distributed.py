@@ -28,7 +28,7 @@ from platform.plan.language.mesh import Mesh
 TIMEOUT = timedelta(minutes=10)  # of one collective
 ABORTED = timedelta(seconds=0.25)  # for a collective to end once it is aborted
 _ANNOUNCED = 504  # bytes of an announcement that need no second message
-CONNECT = timedelta(seconds=4)  # of creating a group of few ranks, once all have joined
+CONNECT = timedelta(seconds=4)  # of creating a group of few ranks: one that dies meanwhile leaves the others waiting
 CONNECT_OF_EACH = timedelta(seconds=0.02)  # rank more
 # before torch 2.13: all_gather_into_tensor, reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,14 +40,17 @@ def join(store: dist.Store, rank: int, size: int, device: torch.device | str) ->
     once, else by gloo. All ranks call it together. `store`: a store of this generation alone."""
     device, timeout = torch.device(device), connect_timeout(size)
     if device.type == "cuda":
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+        # Collectives first, and in streams that nothing else takes; groups that are split off inherit it.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device, pg_options=options
+        )
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def connect_timeout(size: int) -> timedelta:
-    """Return how long the creation of a group may take in a world of `size` ranks that have all joined: a rank that
-    dies meanwhile leaves the others waiting."""
+    """Return how long the creation of a group may take in a world of `size` ranks that have all joined."""
     return CONNECT + size * CONNECT_OF_EACH
 
 
@@ -94,11 +97,9 @@ class ProcessGroups(Communicator):
         return {group for group in made if group is not None}
 
     def _make_groups(self, groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make a process group of each of the disjoint `groups`, which need not cover the world; return this rank's,
-        None if it is in none. All ranks call it together. With NCCL it is one split of the world, however many groups
-        there are: each new_group would be another, one after the other on all ranks."""
+        """Make a process group of each of the disjoint `groups`, on all ranks together; return this rank's, if any."""
         listed, timeout = [list(group) for group in groups], connect_timeout(self.mesh.size)
-        if self._nccl:
+        if self._nccl:  # each new_group would be a split of the whole world, one after the other
             return dist.split_group(split_ranks=listed, timeout=timeout)
         return dist.new_subgroups_by_enumeration(listed, timeout=timeout)[0]
 
@@ -125,10 +126,8 @@ class ProcessGroups(Communicator):
         return {way: None if way[0] < way[1] else down for pair in neighbours for way in (pair, pair[::-1])}
 
     def meet(self, neighbours):
-        """Open NCCL's connections of all groups along axes too, and count the ranks in each: NCCL puts those into one
-        group that give the same colour, and torch takes a hash of the members for it. Raises RuntimeError if there are
-        too many in one."""
         with self._uncounted():
+            # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
             for axes in self._groups if self._nccl else ():
                 [found] = self.read(self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait())
                 if found != self.mesh.extent(axes):
@@ -252,8 +251,8 @@ class ProcessGroups(Communicator):
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Divide `pairs` into lists in which nobody is in two, as few as taking each in turn gives: two for a chain or an
-    even ring, three for an odd one.
+    """Divide `pairs` into few lists in which no number is in two pairs: two lists for a chain or an even ring, three
+    for an odd ring.
 
     >>> disjoint([(0, 1), (1, 2), (0, 2)])
     [[(0, 1)], [(1, 2)], [(0, 2)]]

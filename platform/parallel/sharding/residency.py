@@ -56,8 +56,7 @@ class Residency:
         self._move(self._chunk, 0, 1)
 
     def block(self, function: Callable[..., Any], x: Tensor) -> Tensor:
-        """Run a block of the model on the activations x as a span of its own, whose parameters are gathered for it
-        (ZeRO-3); return its activations."""
+        """Run a block of the model on activations x, as a span whose parameters are gathered for it (ZeRO-3)."""
         y = function(self._enter(x))
         return self._enter(y)
 

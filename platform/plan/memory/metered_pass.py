@@ -33,8 +33,7 @@ class MeteredPass(Meter):
     `platform.parallel.parallel_ops.ParallelOps` runs it on tensors."""
 
     def __init__(self, plan: Plan, at: Mapping[str, int], device: str, capacity: int):
-        """Construct the meter of the bytes that generation takes on the worker at mesh coordinates `at`, with the
-        kernels of `device`; `capacity`: tokens of a sequence for which the cache of keys and values has room."""
+        """Construct the meter of generation's bytes on the worker at `at`; `capacity`: tokens of a sequence's cache."""
         super().__init__(settled(plan, device, 0.0), 0.0, at, device)
         self._capacity, self.grad = capacity, False
         self.ahead = Ahead(self.plan, lambda p, conversion: self.forward(self.parameter(p), conversion), on=False)

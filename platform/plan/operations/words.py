@@ -63,8 +63,8 @@ class Ops:
         raise NotImplementedError
 
     def remembered(self, spec: Spec) -> Spec:
-        """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`:
-        `spec` itself, or, with a cache of keys and values, longer by those of earlier passes."""
+        """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`;
+        a cache of keys and values makes it longer, by the ones of earlier passes."""
         return spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:

@@ -141,8 +141,7 @@ def generate(kind: str, stages: int, chunks: int, microbatches: int, by: Generat
 
 @lru_cache(maxsize=8)
 def _generated(kind: str, stages: int, chunks: int, microbatches: int, generator: Generator) -> Schedule:
-    """Generate and validate a table once for all plans of a process that follow it; arguments and errors as of
-    `generate`."""
+    """Generate and validate a schedule's table, once for all plans of a process that follow it."""
     rows = tuple(tuple(row) for row in generator(stages, chunks, microbatches))
     schedule = Schedule(kind, stages, chunks, microbatches, rows)
     validate(schedule)

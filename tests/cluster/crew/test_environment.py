@@ -11,20 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from platform.cluster.crew.base.job import ALSO, CUDA_ENVIRONMENT, DETERMINISTIC_ENVIRONMENT, Job, assign
+from platform.cluster.crew.base.job import (
+    ALSO,
+    CUDA_ENVIRONMENT,
+    DETERMINISTIC_ENVIRONMENT,
+    GLOO_ENVIRONMENT,
+    TENSOR_ENVIRONMENT,
+    Job,
+    assign,
+)
 from platform.cluster.crew.launchers import ray_session
-from platform.config.fields import Config, Train
+from platform.config.fields import Config, Parallel, Tensor, Train
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 
 
 @pytest.fixture
 def place(monkeypatch):
-    for name in (*CUDA_ENVIRONMENT, *DETERMINISTIC_ENVIRONMENT, *ALSO.values()):
+    for name in (*CUDA_ENVIRONMENT, *TENSOR_ENVIRONMENT, *DETERMINISTIC_ENVIRONMENT, *GLOO_ENVIRONMENT, *ALSO.values()):
         monkeypatch.delenv(name, raising=False)
 
-    def made(device="cuda", deterministic=False):
-        config = Config(train=Train(deterministic=deterministic))
+    def made(device="cuda", deterministic=False, t=2, zero=0):
+        tensor = Tensor(scheme="1d", axes={"t": t})
+        config = Config(train=Train(deterministic=deterministic), tensor=tensor, parallel=Parallel(zero=zero))
         job = Job(config, [{"data": 0}], device, Path("runs"))
         return assign(job, 0, local_rank=0, local_world_size=1, group_rank=0)
 
@@ -45,15 +54,22 @@ def entered(place, **own) -> dict[str, str]:
 
 
 def test_a_worker_on_a_gpu_has_ours(place):
-    assert place().defaults == CUDA_ENVIRONMENT and place("cpu").defaults == {}
-    found = entered(place())
-    assert CUDA_ENVIRONMENT.items() <= found.items()
+    ours = GLOO_ENVIRONMENT | CUDA_ENVIRONMENT | TENSOR_ENVIRONMENT
+    assert place().defaults == ours and place("cpu").defaults == GLOO_ENVIRONMENT
+    assert ours.items() <= entered(place()).items()
+
+
+def test_one_hardware_queue_is_for_tensor_parallelism_alone(place):
+    """In one queue, whatever waits for an event holds up all that is launched after it: a send that is not received
+    yet, a gather of ZeRO-3 for the next span."""
+    for few in ({"t": 1}, {"t": 1, "zero": 3}, {"zero": 3}):
+        assert not TENSOR_ENVIRONMENT.keys() & place(**few).defaults.keys()
 
 
 def test_a_deterministic_one_has_more_before_cuda_starts(place):
     found = entered(place(deterministic=True))
     assert (CUDA_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT).items() <= found.items()
-    assert place("cpu", deterministic=True).defaults == {}
+    assert place("cpu", deterministic=True).defaults == GLOO_ENVIRONMENT
     assert entered(place(deterministic=True), NCCL_ALGO="Ring")["NCCL_ALGO"] == "Ring"
 
 
@@ -71,7 +87,7 @@ def test_what_the_user_has_set_wins_at_the_driver_and_at_the_worker(place, monke
 
 def test_the_page_lists_all_of_it():
     rows = dict(re.findall(r"^\| `([A-Z_]+)=(\S+)` \|", PAGE.read_text(), re.MULTILINE))
-    assert rows == CUDA_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT
+    assert rows == CUDA_ENVIRONMENT | TENSOR_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT | GLOO_ENVIRONMENT
 
 
 def test_an_embedded_ray_has_no_more_gpus_than_there_are(monkeypatch):

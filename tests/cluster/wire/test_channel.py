@@ -310,3 +310,14 @@ def test_who_hangs_where_all_wait_for_their_devices():
     assert judge({0: waits, 1: moves}) == ({}, set()), "a device that is slow goes on"
     behind = lambda now: beat(now, waiting=True, section="collect")  # noqa: E731
     assert judge({0: behind, 1: works})[1] == {1}
+
+
+def test_who_prepares_has_as_long_as_a_first_step():
+    """Kernels are compiled by other threads and processes, while the main thread is idle."""
+    for preparing, known in ((False, 3.0), (True, 120.0)):
+        watch = Watch(3.0, start=0.0)
+        assert watch.ask({0, 1}, 2.0)
+        watch.heard(0, beat(2.0, waiting=True), 2.0)
+        for now in (3.0, 9.99, 60.0, 100.0, 120.0):
+            watch.heard(1, replace(beat(0.9 * now), preparing=preparing), now)
+            assert (1 in watch.hung({0, 1}, now)[1]) == (now >= known), (preparing, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -18,14 +19,18 @@ CUDA_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the driver's heartbeats find what hangs
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the error, and reports it
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # kernels start in the order of their launch: collectives before products
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
 }
+# The same where a tensor scheme splits layers: one hardware queue, so that kernels start in the order of their launch,
+# the collectives of a backward pass before the products beside them. Under ZeRO-3 a gather would hold up what follows.
+TENSOR_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # The same under train.deterministic.
 DETERMINISTIC_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one workspace per stream, so that cuBLAS splits its sums alike each time
     "NCCL_ALGO": "^NVLS,NVLSTree",  # NVSwitches add in the order in which numbers come
 }
+# Environment of every worker. gloo's ranks tell each other 4 bytes of each connection in place of a record of it.
+GLOO_ENVIRONMENT = {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
 ALSO = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}  # older names that the user may have set instead
 START = 0  # call number of the answer that reports the construction of the worker
 
@@ -114,17 +119,22 @@ def assign(
             "GROUP_RANK": str(group_rank),
             "OMP_NUM_THREADS": str(threads),
         },
-        defaults=cuda_environment(job.config.train.deterministic) if job.device == "cuda" else {},
+        defaults=worker_environment(job.config, job.device),
         secrets=dict(job.secrets),
     )
 
 
-def cuda_environment(deterministic: bool) -> dict[str, str]:
-    """Return the environment variables of worker processes on GPUs, name -> value: CUDA_ENVIRONMENT and, in a
-    `deterministic` run, DETERMINISTIC_ENVIRONMENT. A value that is set in the environment of this process, the driver,
-    replaces ours; if it is set under the variable's older name (ALSO), that name takes the variable's place."""
+def worker_environment(config: Config, device: str) -> dict[str, str]:
+    """Return the environment variables of the run's worker processes on this kind of `device` (cpu, cuda), name ->
+    value. A value that is set in the environment of this process, the driver, replaces ours; if it is set under the
+    variable's older name (ALSO), that name takes the variable's place."""
+    ours = dict(GLOO_ENVIRONMENT)
+    if device == "cuda":
+        ours |= CUDA_ENVIRONMENT
+        ours |= TENSOR_ENVIRONMENT if prod(config.tensor.axes.values()) > 1 and config.parallel.zero < 3 else {}
+        ours |= DETERMINISTIC_ENVIRONMENT if config.train.deterministic else {}
     found = {}
-    for name, value in (CUDA_ENVIRONMENT | (DETERMINISTIC_ENVIRONMENT if deterministic else {})).items():
+    for name, value in ours.items():
         chosen = name if name in os.environ or ALSO.get(name, name) not in os.environ else ALSO[name]
         found[chosen] = os.environ.get(chosen, value)
     return found

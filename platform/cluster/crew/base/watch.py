@@ -14,6 +14,7 @@ NEARLY = 0.9  # fraction of `within` that counts as hung: a hang from soon after
 BEAT_SECONDS = 1.0  # allowed for the answer to a beat once the call is late; also sets the interval of requests
 CALM_SECONDS = 10.0  # at least, before a member that is at work hangs, or a silence that may be the driver's own
 LONGER = 5 / 3  # times `within`, likewise
+FIRST_STEP_SECONDS = 120.0  # for a first step, which allocates buffers and opens connections, or to prepare otherwise
 BUSY = 0.2  # share of its time from which a member is at work, and not blocked
 SLOWER = 3.0  # times the slowest answer to a beat that another one may take
 
@@ -21,7 +22,8 @@ SLOWER = 3.0  # times the slowest answer to a beat that another one may take
 class Watch:
     """Detects members that hang in one call of the driver: says which members to ask for a heartbeat (beat), and which
     ones hang. `within`: seconds without progress after which a member that is blocked hangs; one that is at work, or
-    starved of processors, after LONGER times that and at least CALM_SECONDS. `silence`: seconds without any answer
+    starved of processors, after LONGER times that and at least CALM_SECONDS, one that prepares something for the
+    first time after FIRST_STEP_SECONDS. `silence`: seconds without any answer
     after which it hangs, however long the call may take. All times are readings of one clock, which stands for as long
     as the driver itself does not run (stopped, or its machine asleep): time in which it did not listen counts as no
     member's silence.
@@ -117,6 +119,8 @@ class Watch:
 
     def _bound(self, beat: Activity) -> float:
         """Return the seconds after which a member with this heartbeat hangs, if it does not wait for others."""
+        if beat.preparing:  # by other processes or threads too, while its main thread is idle
+            return max(self._calm, FIRST_STEP_SECONDS)
         return self._within if beat.busy < BUSY else self._calm
 
 

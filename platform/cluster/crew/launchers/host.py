@@ -29,6 +29,7 @@ from platform.cluster.crew.base.crew import call_text
 from platform.cluster.crew.base.job import START, Assignment
 from platform.cluster.crew.base.near_gpu import keep_near_gpu
 from platform.cluster.wire.channel import Garbled, Line, dial, encode, read
+from platform.cluster.wire.descriptors import allow_many_files
 from platform.cluster.wire.interface import interface_of
 from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Order, Raised
 from platform.parallel.communicator.progress import PROGRESS
@@ -59,6 +60,8 @@ def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
     calls until it closes the connection, as `serve` does; close `line`. Unless the environment names another network
     interface for gloo, it is the one that leads to the driver."""
     register_secrets(place.secrets)
+    if own_process:
+        allow_many_files()  # a connection to each rank in host memory's group
     if interface := interface_of(line.host):  # gloo would take the one of the machine's name, which may be loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if own_process and place.device == "cpu":

@@ -14,8 +14,7 @@ class SquaredErrorOp(Op):
         return ops.record(self.kind, name, [y], [spec], [], [ids])
 
     def plan(self, planner, operation):
-        """Plan a loss that each rank computes of its own elements; the planned operation's `tokens`, the axes over
-        which ranks' losses are summed, are all axes that split these."""
+        """Plan a loss that each rank computes of its own elements, summed over all axes that split these (`tokens`)."""
         spec = operation.inputs[0]
         layout = planner.layout(spec)
         return planned(planner, operation, layout, **reading(planner, spec, layout))

@@ -1,0 +1,80 @@
+"""What a process prepares before its first step: compiled functions, and streams of a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import torch
+
+from platform.checkpoint.blocks import buffer
+from platform.checkpoint.blocks.buffer import Buffer
+from platform.parallel import compiled
+from platform.parallel.communicator.progress import PROGRESS
+
+THREADS = """
+import torch._dynamo  # as worker processes import it, before anything is compiled
+from torch._inductor import config
+before = config.compile_threads
+from platform.parallel.compiled import uncompiled
+uncompiled("on", "cpu")
+print(before, config.compile_threads)
+"""
+
+
+def test_no_pool_of_processes_compiles_beside_a_worker():
+    """Each of 8 workers would start one for every core of its machine."""
+    out = subprocess.run([sys.executable, "-c", THREADS], check=True, capture_output=True, text=True).stdout
+    assert out.split()[-1] == "1"
+
+
+def test_a_heartbeat_says_that_a_function_is_being_compiled(monkeypatch):
+    seen = []
+    monkeypatch.setattr(compiled, "BACKEND", lambda graph, inputs: seen.append(PROGRESS.beat()) or graph)
+    compiled.region.cache_clear()
+    PROGRESS.begin("step(1)")
+    doubled = compiled.region(_doubled)
+    assert doubled(torch.ones(3)).tolist() == [2.0] * 3
+    assert doubled(torch.ones(3)).tolist() == [2.0] * 3
+    [beat] = seen
+    assert (beat.section, beat.preparing, beat.waiting) == ("compile _doubled", True, False)
+    assert not PROGRESS.beat().preparing
+    PROGRESS.begin("")
+    compiled.region.cache_clear()
+
+
+def _doubled(x):
+    return 2 * x
+
+
+def test_all_snapshots_are_copied_in_one_stream(monkeypatch):
+    """torch hands out 32 streams in turn: of a hundred, some would be those in which collectives run."""
+    made = []
+
+    class Stream:
+        def __init__(self):
+            made.append(self)
+
+        def wait_stream(self, other):
+            pass
+
+        def record_event(self):
+            return SimpleNamespace(synchronize=lambda: None)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    buffer._stream_of_copies.cache_clear()
+    pinned = Buffer([], data=torch.zeros(0, dtype=torch.uint8))
+    pinned._pinned = True
+    for _ in range(100):
+        pinned.fill([])
+    assert len(made) == 1
+    buffer._stream_of_copies.cache_clear()
