@@ -13,7 +13,9 @@ from platform.optimizer.parameter_groups import factors_of
 from platform.optimizer.scratch import Update, parts_of
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import process_groups
 from platform.plan.memory.footprint import Footprint, footprint
+from platform.plan.memory.hardware import reserved_bytes
 from platform.plan.memory.metered_pass import answer_bytes, reading_shape, scoring_shape
 from platform.plan.memory.worker_bytes import state_elements, weight_bytes
 from platform.plan.schedule.generators import generate, representative_microbatches
@@ -65,11 +67,18 @@ def needed_bytes(config: Config, plan: Plan) -> int:
 
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
     """Return the predicted memory (`Footprint`) of one worker of every pipeline stage under the plan, in stage order:
-    in a training step, or while tasks score its model, where that takes more."""
+    in a training step, or while tasks score its model, where that takes more; on a GPU with what its libraries
+    reserve."""
     found = training(config, plan)
-    if not config.eval.tasks:
+    if config.eval.tasks:
+        pairs = zip(found, answering_memory(config, plan, found), strict=True)
+        found = [max(pair, key=lambda f: f.total) for pair in pairs]
+    if device_kind(config) != "cuda":
         return found
-    return [max(pair, key=lambda f: f.total) for pair in zip(found, answering_memory(config, plan, found), strict=True)]
+    groups = {tuple(plan.mesh.groups(axes)) for axes in (plan.mesh.ordered(plan.mesh.axes), *process_groups(plan))}
+    lines = [2 * sum(stage in pair for pair in plan.neighbours) for stage in range(plan.stages)]
+    count = len(groups) if plan.mesh.size > 1 else 0
+    return [replace(f, reserved=reserved_bytes(count, n, f.total)) for f, n in zip(found, lines, strict=True)]
 
 
 def training(config: Config, plan: Plan) -> list[Footprint]:

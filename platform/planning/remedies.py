@@ -38,6 +38,7 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
         "gradients": most.gradients,
         f"activations of {most.in_flight} passes in flight": most.activations,
         "working": most.working,
+        **({"reserved": most.reserved} if most.reserved else {}),
     }
     shares = ", ".join(f"{name} {n / 1e9:.3g}" for name, n in parts.items())
     where = f"of stage {stage} " if plan.stages > 1 else ""

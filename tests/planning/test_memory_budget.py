@@ -9,9 +9,12 @@ import torch
 
 from platform.jobs.options import JobOptions
 from platform.jobs.sizing import job_size
+from platform.launch import compose
 from platform.parallel.communicator.base import SingleRank
+from platform.plan.memory.hardware import CONTEXT, GROUP, LINE, ROUNDING
 from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import MemoryBudget
+from platform.planning.memory_budget import MemoryBudget, footprints
+from platform.planning.remedies import Device, lack_of_memory
 from tests.harness.oracle import configure, trainer_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -43,3 +46,20 @@ def test_state_is_what_the_optimizer_keeps(name, frozen):
     assert budget.may_hold(c)
     budget.memory -= 1
     assert not budget.may_hold(c)
+
+
+def test_a_gpu_has_room_for_its_own_libraries():
+    """Every worker of gpt175b is in its group along t, in the world, and in two lines to each neighbour of the ring."""
+    c = compose(["+experiment=gpt175b"])
+    plan = make_plan(c)
+    found = footprints(c, plan)
+    for stage, f in enumerate(found):
+        neighbours = sum(stage in pair for pair in plan.neighbours)
+        there = f.total - f.reserved
+        assert f.reserved == CONTEXT + 2 * GROUP + 2 * neighbours * LINE + round(ROUNDING * there)
+    most = max(found, key=lambda f: f.total)
+    assert not lack_of_memory(c, plan, Device(most.total, "it"))
+    line = lack_of_memory(c, plan, Device(most.total - most.reserved + 1, "it"))  # tensors alone would fit
+    assert f"reserved {most.reserved / 1e9:.3g}" in line
+    on_cpus = compose(["+experiment=gpt_quick", "cluster.device=cpu"])
+    assert all(f.reserved == 0 for f in footprints(on_cpus, make_plan(on_cpus)))

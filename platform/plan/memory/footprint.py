@@ -29,7 +29,7 @@ from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_com
 class Footprint:
     """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `in_flight` forward
     passes whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends and
-    receives take."""
+    receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors."""
 
     parameters: int
     optimizer: int
@@ -37,11 +37,13 @@ class Footprint:
     activations: int
     working: int
     in_flight: int
+    reserved: int = 0
 
     @property
     def total(self) -> int:
         """Return the predicted bytes of a worker's memory at its peak: the sum of all parts."""
-        return self.parameters + self.optimizer + self.gradients + self.activations + self.working
+        tensors = self.parameters + self.optimizer + self.gradients + self.activations + self.working
+        return tensors + self.reserved
 
 
 @dataclass(frozen=True)

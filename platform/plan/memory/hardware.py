@@ -51,6 +51,12 @@ ACCELERATORS = (
 )
 
 
+# Bytes of a GPU that no tensor of ours can have: estimates, until they are measured. CUDA's context, workspaces of its
+# libraries and compiled kernels; a communicator of NCCL for each group along axes, and for each neighbouring stage and
+# direction; and what the allocator loses by rounding, as a share of the rest.
+CONTEXT, GROUP, LINE, ROUNDING = 1_500_000_000, 400_000_000, 100_000_000, 0.04
+
+
 def accelerator(device: str) -> Accelerator | None:
     """Find the speed and memory of an accelerator by its device name, None if the table of accelerators lacks it. Names
     are compared by whole words.
@@ -78,3 +84,9 @@ def dense_bf16_peak(device: str) -> float | None:
     """
     found = accelerator(device)
     return found and found.peak
+
+
+def reserved_bytes(groups: int, lines: int, needed: int) -> int:
+    """Return the bytes of a GPU that CUDA, its libraries and NCCL take beside the `needed` bytes of a worker that is
+    in so many `groups` along axes and `lines` to other stages."""
+    return CONTEXT + groups * GROUP + lines * LINE + round(ROUNDING * needed)

@@ -202,6 +202,7 @@ def _memory(found: Mapping[str, int]) -> list[list[str]]:
         "gradients": "summed over the microbatches",
         "activations": f"of {found['in_flight']} forward passes in flight",
         "working": "operations, collectives, what is sent and received",
+        **({"reserved": "for CUDA, NCCL and rounding"} if found["reserved"] else {}),
         "total": "at once",
     }
     return [[name, f"{human(found[name])}B", what] for name, what in more.items()]

@@ -10,7 +10,7 @@ import pytest
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.communication.planned import JOINS_GRADIENTS
 from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
+from platform.planning.memory_budget import footprints, needed_bytes
 from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure
 
@@ -100,7 +100,8 @@ def test_probabilities_are_what_the_kernels_differ_in():
     dropped = configured(**LONG, dropout=0.1, fused_dropout=True)
     assert needed_bytes(dropped, make_plan(dropped)) > 1.75 * flash
     on_gpu = replace(dropped, precision="bf16", cluster=replace(dropped.cluster, device="cuda"))
-    assert needed_bytes(on_gpu, make_plan(on_gpu)) < flash  # a kernel there draws its masks
+    [there] = footprints(on_gpu, make_plan(on_gpu))
+    assert there.total - there.reserved < flash  # a kernel there draws its masks
 
 
 WIDE: dict[str, Any] = {"vocab": 32, "d_ff": 16, "d_model": 32, "d_kv": 32, "length": 64, "recompute": "full"}
