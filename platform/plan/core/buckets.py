@@ -15,6 +15,9 @@ from platform.plan.language.ops import Parameter
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)|[^.]*")  # a parameter's name up to the layer's number, else its first word
 # elements of a reduced bucket whose squares are summed at once in fp64: what fits a cache, or pays a launch
 SQUARED_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
+# Elements of which shards of at least that many times as many are multiples, so that each begins where the kernels of
+# NCCL and of fused updates read it by whole vectors, whatever number of ranks divides the buffer.
+SHARD_UNIT = 128
 BUCKET_BYTES = 25 << 20  # most bytes of gradients that are reduced together, unless one span of the model has more
 
 
@@ -23,8 +26,8 @@ class Bucket:
     """Parameters whose local blocks lie one after another in one flat buffer on every rank that has them.
 
     Their gradients are summed over the mesh axes `axes`, by the ranks at index 0 of the axes `only`. `sizes`: elements
-    of each block; `elements`: size of the buffer in elements, with zeros at its end up to a multiple of the ranks that
-    divide it into equal shards (ZeRO).
+    of each block; `elements`: size of the buffer in elements, with zeros at its end so that the ranks that divide it
+    (ZeRO) have equal shards, large ones in multiples of SHARD_UNIT.
     """
 
     axes: tuple[str, ...]
@@ -120,7 +123,9 @@ def make_buckets(
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
         for (axes, only), found in open_.items():
             each = tuple(sizes[p] for p in found)
-            out.append(Bucket(axes, only, tuple(found), each, padded(sum(each), ranks)))
+            large = ranks > 1 and sum(each) >= SHARD_UNIT * SHARD_UNIT * ranks
+            unit = SHARD_UNIT if large else 1
+            out.append(Bucket(axes, only, tuple(found), each, padded(sum(each), ranks * unit)))
         open_.clear()
 
     for key, parameters in groups:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
+from platform.launch import compose
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import share
+from platform.plan.core.buckets import SHARD_UNIT
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
@@ -216,6 +218,20 @@ def test_what_a_bucket_holds():
     assert all(n.startswith(f"layers.{i}.") for i in (0, 1) for n in names[2 + i]) and len(names) == 5
     (one, table) = sorted(make_plan(configure(data=2, zero=1, layers=2)).buckets, key=lambda b: len(b.ranges))[::-1]
     assert [p.name for p in table.parameters] == ["embedding"] and len(one.ranges) == len(plan.parameters) - 1
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("data", [5, 6, 7, 8])
+def test_large_shards_begin_where_whole_vectors_do(data, zero):
+    """Also after a re-form to an odd number of replicas: each begins at a multiple of 256 bytes in 16 bits. At most
+    one element in a hundred is padding."""
+    c = compose(["+experiment=one_gpu", f"parallel.data={data}", f"parallel.zero={zero}", "train.global_batch=840"])
+    plan = make_plan(c)
+    large = [b for b in plan.buckets if b.elements // data >= SHARD_UNIT**2]
+    assert sum(b.elements for b in large) > 0.99 * plan.parameter_count
+    for bucket in large:
+        assert bucket.elements % (data * SHARD_UNIT) == 0
+        assert bucket.elements - sum(bucket.sizes) < bucket.elements / 100
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 3), (7,), (4, 2)], ids=str)
