@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from platform.boundary.refusals import violation
+from platform.boundary.refusals import NEAREST, violation
 from platform.config.fields import Config
 from platform.plan.core.plan import Plan
+from platform.plan.reports.describe import human
 from platform.planning.make_plan import plan_quickly
 from platform.planning.memory_budget import footprints, needed_bytes
 
 SHOWN = 2  # fitting changes named to the user
+LESS = 0.9  # of the memory that was not there
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,22 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
         f"a worker {where}needs {most.total / 1e9:.4g} GB ({shares}), {device.name} has {device.memory / 1e9:.4g} GB"
     )
     weights = most.parameters + most.optimizer + most.gradients
-    fitting = [
-        f"{change} ({n / 1e9:.3g} GB)" for change, n in islice(fitting_changes(config, device.memory, weights), SHOWN)
-    ]
+    fitting = _shown(fitting_changes(config, device.memory, weights))
     legal = [*fitting, *(["warn"] if not fitting else [])]
     return violation("cluster.memory", config.cluster.memory, reason, legal)
+
+
+def more_room(config: Config, plan: Plan) -> str:
+    """Return the end of a line for the user whose worker has no memory left under the plan: what it needs by our count,
+    and the smallest changes of the configuration that need LESS of it. Pure."""
+    needed = needed_bytes(config, plan)
+    fitting = ", ".join(_shown(fitting_changes(config, LESS * needed)))
+    return f"; the plan needs {human(needed)}B of a worker by our count{NEAREST if fitting else ''}{fitting}"
+
+
+def _shown(changes: Iterable[tuple[str, int]]) -> list[str]:
+    """Format the first SHOWN of the changes that fit, each with the bytes that the neediest worker then needs."""
+    return [f"{change} ({human(n)}B)" for change, n in islice(changes, SHOWN)]
 
 
 def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:

@@ -28,6 +28,7 @@ from platform.monitor.patience import learned_out
 from platform.monitor.records import events
 from platform.plan.language.numbers import count_of
 from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
+from platform.planning.remedies import more_room
 from platform.train.protocol.replies import StepReport
 from platform.train.step.faults import Faults
 
@@ -349,7 +350,8 @@ class Controller:
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
         """Journal and print the failure of a worker, after which the next generation can form. Raise GaveUp if none
         can: the crew is not elastic, the step has failed elastic.attempts times, a worker's own error came before any
-        step was done, or the failure, while the run trains, is a user's mistake."""
+        step was done, a worker has no memory left, which the same plan would take again, or the failure, while the run
+        trains, is a user's mistake."""
         culprit, step = failure.culprit, self.done + 1
         if culprit.refusal and self.state is RunState.RUNNING:
             raise GaveUp(culprit.refusal)
@@ -373,10 +375,12 @@ class Controller:
         count = self._failures[step]
         # A run that has never worked will not work; but a checkpoint that was to be read may just have been deleted.
         wrong = culprit.kind == "failed" and not self.worked and not culprit.method.startswith("restore(")
-        if wrong or count >= self._config.elastic.attempts or not crew.elastic:
+        if wrong or culprit.out_of_memory or count >= self._config.elastic.attempts or not crew.elastic:
+            now = self._generation
+            room = more_room(now.formed.config, now.plan) if now and culprit.out_of_memory else ""
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""
-            raise GaveUp(f"{failure}{often}{where}")
+            raise GaveUp(f"{failure}{often}{room}{where}")
 
     def _release(self, crew: Crew) -> RunState:
         """Make all workers leave their generation, journal which were lost, and return FORMING."""

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from platform.monitor import MetricsLog
 from platform.train.protocol.replies import Damage, Differences, Dispute
@@ -124,3 +125,15 @@ def test_replicas_of_which_nobody_is_right_end_the_run(config, drive):
     assert drive(prepare=lambda crew: crew.verdicts.update({4: [verdict]})) == 1
     assert events(config, "undecided")[0]["tensors"] == [[[0, 2], "model.embedding"]]
     assert "model.embedding of rank0[data0] and rank2[data2] differ" in drive.out
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("NCCL: out of memory")])
+def test_what_has_no_memory_left_is_not_tried_again_unchanged(config, drive, error):
+    """The line names what the plan needs, and changes that need less."""
+    config.train.microbatch, config.train.global_batch = 2, 16
+    unrelated = RuntimeError("DistBackendError: by peer")  # of the ranks that waited for it
+    assert drive({"step(3)": [{0: unrelated, 1: error}]}) == 1
+    assert len(events(config, "failure")) == 1 and events(config, "failure")[0]["number"] == 1
+    assert re.search(
+        r"out of memory.*; the plan needs \S+ [kM]B of a worker by our count; nearest legal: train", drive.out
+    )

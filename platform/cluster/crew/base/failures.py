@@ -45,12 +45,19 @@ class Failure:
         return f"{self.name}{where} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
 
     @property
+    def out_of_memory(self) -> bool:
+        """Return True if there was no memory left for a tensor, a kernel or a communicator on the member's device."""
+        return self.kind == "failed" and bool(
+            re.search(r"OutOfMemoryError|out of memory|t allocate memory", self.cause)
+        )
+
+    @property
     def innocence(self) -> int:
         """Rank this failure among the failures of one call by how unlikely it caused the others, the lowest being the
-        culprit: 0 = the member died, hung, refused a user's mistake, or holds state that differs from its replicas
-        (damaged); 1 = it raised an error of its own; 2 = it raised a communication error, as happens when another rank
-        is gone."""
-        if self.kind != "failed" or self.refusal:
+        culprit: 0 = the member died, hung, refused a user's mistake, had no memory left, or holds state that differs
+        from its replicas (damaged); 1 = it raised an error of its own; 2 = it raised a communication error, as happens
+        when another rank is gone."""
+        if self.kind != "failed" or self.refusal or self.out_of_memory:
             return 0
         return 2 if re.search(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer", self.cause) else 1
 
