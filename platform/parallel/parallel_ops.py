@@ -245,10 +245,10 @@ class ParallelOps(Ops):
         """Return the classes of a planned cross_entropy operation of the logits `spec`; smoothing is for training, and
         so is a loss that takes the place of cross-entropy."""
         first, _ = self.blocks[spec][spec.dims.index("vocab")]
-        vocab = self.plan.sizes["vocab"]
+        vocab, compiled = self.plan.sizes["vocab"], region if self.compiles else None
         if not self.position.training:
-            return Classes(planned.over, first, vocab)
-        return Classes(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]])
+            return Classes(planned.over, first, vocab, region=compiled)
+        return Classes(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]], compiled)
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:

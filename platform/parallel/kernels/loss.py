@@ -18,6 +18,7 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient
 from platform.parallel.kernels.products import local_einsum
+from platform.parallel.kernels.residual import Region
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.sharding.convert import absent, convert
 from platform.parallel.sharding.operands import Operands
@@ -55,13 +56,15 @@ class Slopes:
 class Classes:
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
-    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing."""
+    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: what compiles
+    functions (`platform.parallel.compiled.region`), None: they run eagerly, on a chunk of rows at a time."""
 
     over: tuple[str, ...]
     first: int
     vocab: int
     smoothing: float = 0.0
     loss: TokenLoss | None = None
+    region: Region | None = None
 
     @property
     def sums(self) -> bool:
@@ -91,6 +94,16 @@ def _statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
     target = wide.gather(1, column)
     found = [(target - logs.gather(1, column)).squeeze(1), target.squeeze(1)]
     return torch.stack([*found, wide.sum(1)] if sums else found)
+
+
+def _differentiated(
+    logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
+) -> None:
+    """Replace `logits` as `_differentiate` does, in one kernel where it is compiled."""
+    exponential = (widened(logits) - shift).exp()
+    p = exponential if whole is None else exponential * whole
+    target = torch.arange(logits.shape[1], device=logits.device) == column
+    logits.copy_(torch.where(target, p + share, p if every is None else p + every))
 
 
 def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
@@ -139,7 +152,10 @@ def loss_and_gradient(
     column = labels - classes.first
     mine = (column >= 0) & (column < real)
     column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
-    found = torch.cat([_statistics(known[at], column[at], classes.sums) for at in _chunks(logits)], 1)
+    statistics, differentiate, chunks = _statistics, _differentiate, list(_chunks(logits))
+    if classes.region and real:  # nothing in the type of statistics is kept: all rows at once
+        statistics, differentiate, chunks = classes.region(_statistics), classes.region(_differentiated), [slice(None)]
+    found = torch.cat([statistics(known[at], column[at], classes.sums) for at in chunks], 1)
     if classes.over:
         found = _merged(found, mine, communicator, classes.over)
     losses, slopes = _judged(found, classes, gradient)
@@ -158,9 +174,9 @@ def loss_and_gradient(
         every = None if slopes.every is None else counted(slopes.every)
         share = counted(slopes.label, mine & counts)
         share = share if every is None else share + every
-        for at in _chunks(logits):
+        for at in chunks:
             rows = [x if x is None else x[at] for x in (whole, every)]
-            _differentiate(known[at], shift[at], column[at], share[at], *rows)
+            differentiate(known[at], shift[at], column[at], share[at], *rows)
     return losses.where(counts, 0.0).double().sum()
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from platform.parallel import compiled
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.compiled import region, uncompiled
-from platform.parallel.kernels import random, residual
+from platform.parallel.kernels import loss, random, residual
 from platform.parallel.kernels.dropout import Drawing, dropped
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure, prove, trainer_of, validation_loss
@@ -52,10 +52,10 @@ def graphs_of(c, steps=(1,), evaluates=False) -> int:
 
 
 CASES = [
-    pytest.param({"dropout": 0.1}, 5, id="pre-norm", marks=pytest.mark.full),  # dropped (embedding, probabilities),
-    # sum, sum and norm, its gradients
-    pytest.param({**LLAMA, "dropout": 0.1}, 11, id="rmsnorm, gated, rope"),  # and rms_norm, gated_silu, rotated (q, k)
-    pytest.param({**LLAMA}, 8, id="no dropout", marks=pytest.mark.full),  # neither dropped nor sum alone
+    pytest.param({"dropout": 0.1}, 7, id="pre-norm", marks=pytest.mark.full),  # dropped (embedding, probabilities),
+    # sum, sum and norm, its gradients, the loss's statistics and its gradient
+    pytest.param({**LLAMA, "dropout": 0.1}, 13, id="rmsnorm, gated, rope"),  # and rms_norm, gated_silu, rotated (q, k)
+    pytest.param({**LLAMA}, 10, id="no dropout", marks=pytest.mark.full),  # neither dropped nor sum alone
 ]
 
 
@@ -133,17 +133,24 @@ def launched(function, *arguments) -> tuple[int, float]:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("function", "most"), [("dropped", 4.5), ("sum", 6.5), ("sum and norm", 8.5)])
+@pytest.mark.parametrize(
+    ("function", "most"),
+    [("dropped", 4.5), ("sum", 6.5), ("sum and norm", 8.5), ("loss", 2.5), ("its gradient", 2.5)],
+)
 def test_bytes_per_element_in_bf16(function, most):
-    """One kernel each, in which a mask costs nothing that is read or written: drawn as a whole it costs 280 bytes."""
+    """One kernel each, in which a mask costs nothing that is read or written: drawn as a whole it costs 280 bytes. The
+    loss reads a logit twice, and its gradient is written in the logit's place: 6 bytes in all."""
     block = [(0, 64), (0, 8), (0, 256)]
     drawing = Drawing(random.counters(block, (256, 64 * 256, 1), "cpu"), random.start(1, 0, "cpu"), 0.1)
     x, y = torch.randn(2, 64, 8, 256, dtype=torch.bfloat16)
     gain = torch.ones(256, dtype=torch.bfloat16)
+    logits, column, shift = x.view(512, 256), torch.zeros(512, 1, dtype=torch.int64), torch.zeros(512, 1)
     work = {
         "dropped": (dropped, x, *drawing),
         "sum": (residual._sum, x, y, drawing),
-        "sum and norm": (residual._sum_and_norm, x, y, gain, gain, drawing, True),
+        "sum and norm": (residual._sum_and_norm, x, y, gain, gain, drawing, True, 1e-5),
+        "loss": (loss._statistics, logits, column, False),
+        "its gradient": (loss._differentiated, logits, shift, column, shift, None, None),
     }
     kernels, nbytes = launched(*work[function])
     assert kernels == 1 and nbytes <= most
