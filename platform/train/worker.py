@@ -87,6 +87,8 @@ class Worker(Candidate):
         self._unheld: int | None = None  # the step whose state the next one is to copy
         self._planned: tuple[Config, list[int]] | None = None  # what `plan` has been made of
         torch.set_num_threads(threads)
+        for kind in ("bf16", "fp16"):  # products add in fp32, also where cuBLAS splits them: sums over many tokens
+            setattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction", False)
         self._order = ExitStack()
         if config.train.deterministic:
             self._order.enter_context(deterministic(may_compile(config.train.compile, device)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from platform.config.fields import Config
 from platform.plan.memory.hardware import memory_of
 from platform.planning.remedies import Device
 
+_QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+_SECONDS = 10.0  # for it to answer
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container, if this is one
 
 
@@ -29,14 +32,17 @@ def device_of(config: Config, kind: str, workers: int) -> Device | None:
 
 
 def _seen() -> Device | None:
-    """Return the GPU of this machine that has the least memory; None if there is no GPU."""
+    """Return the GPU of this machine that has the least memory; None if there is no GPU. CUDA is not started in this
+    process, which would keep a context on a GPU for the whole run."""
     if not gpu_count():
         return None
-    import torch
-
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    least = min(found, key=lambda device: device.total_memory)
-    return Device(least.total_memory, least.name)
+    try:
+        shown = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [line.rpartition(",") for line in shown.splitlines()]
+    found = [Device(int(mebibytes) * 2**20, name.strip()) for name, _, mebibytes in rows if mebibytes.strip().isdigit()]
+    return min(found, key=lambda device: device.memory, default=None)
 
 
 def _labelled(config: Config) -> Device | None:

@@ -56,8 +56,8 @@ class Slopes:
 class Classes:
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
-    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: what compiles
-    functions (`platform.parallel.compiled.region`), None: they run eagerly, on a chunk of rows at a time."""
+    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
+    compiles a function (`platform.parallel.compiled.region`), None: all run eagerly, on a chunk of rows at a time."""
 
     over: tuple[str, ...]
     first: int

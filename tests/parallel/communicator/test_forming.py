@@ -107,7 +107,7 @@ os._exit(0)
 """
 
 
-def _bytes_per_rank(ranks: int, environment: dict[str, str]) -> int:
+def bytes_per_rank(ranks: int, environment: dict[str, str]) -> int:
     """Return the bytes that each of so many ranks reads in the store while a group of gloo forms."""
     there = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment}
     command = [sys.executable, "-c", COUNTED, str(ranks)]
@@ -115,6 +115,6 @@ def _bytes_per_rank(ranks: int, environment: dict[str, str]) -> int:
 
 
 def test_bytes_through_the_store_grow_with_the_ranks_and_not_with_their_square():
-    few, many = (_bytes_per_rank(n, GLOO_ENVIRONMENT) for n in (8, 32))
+    few, many = (bytes_per_rank(n, GLOO_ENVIRONMENT) for n in (8, 32))
     assert many == 4 * few
-    assert _bytes_per_rank(32, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "0"}) > 2 * many  # the negative control
+    assert bytes_per_rank(32, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "0"}) > 2 * many  # the negative control

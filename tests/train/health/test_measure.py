@@ -98,11 +98,19 @@ def test_a_run_without_checkpoints_is_measured_in_its_directory(config, tmp_path
     assert measured(config).errors.keys() == {"write"}
 
 
+SICK = {"gpu driver": "550.54.15", "gpu slowdown": "Active", "gpu link": "8 of 16 PCIe lanes"}
+
+
 @pytest.mark.parametrize(
     ("script", "readings", "facts"),
     [
-        ("echo '550.54.15, 3, Active'", {"ecc": 3.0}, {"gpu driver": "550.54.15", "gpu slowdown": "Active"}),
-        ("echo '550.54.15, [N/A], [Not Supported]'", {}, {"gpu driver": "550.54.15"}),
+        ("echo '550.54.15, 3, Active, 8, 16'", {"ecc": 3.0}, SICK),
+        (
+            "case $1 in *event*) exit 2;; esac; echo '525.1, 3, Active, 8, 16'",
+            {"ecc": 3.0},
+            {**SICK, "gpu driver": "525.1"},
+        ),
+        ("echo '550.54.15, [N/A], [Not Supported], [N/A], 16'", {}, {"gpu driver": "550.54.15"}),
         ("echo no devices were found; exit 6", {}, {}),
         ("sleep 60", {}, {}),
         (None, {}, {}),
