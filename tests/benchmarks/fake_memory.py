@@ -36,8 +36,8 @@ from platform.plan.memory.meter import Meter  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.planning.memory_budget import needed_bytes  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
+from tests.harness.card import AsOnNccl, Cached  # noqa: E402
 from tests.harness.live import Live, count  # noqa: E402
-from tests.harness.meta import AsOnNccl, Cached  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402
 
 STREAM = Spec.of("stream", "length batch d_model")

@@ -1,4 +1,10 @@
-"""One rank's work on tensors without memory, in a world that is not there: what it launches and moves on its device."""
+"""A card that is not there, and one rank's work on it, in a world that is not there either.
+
+The card is a device of the kind that torch has for hardware of others (PrivateUse1). Its tensors are fake: they have
+shapes and no memory. As on CUDA, the backward pass runs in the device's own thread of autograd, the optimizer is the
+fused one, tensors of two devices in one operation raise, and so does whatever needs a number that the device has not
+computed yet. What is launched and moved is counted.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,13 +20,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from platform.config.fields import Config
-from platform.optimizer import optimizers
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.plan.core.buckets import SQUARED_AT_ONCE
@@ -30,10 +37,17 @@ from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from tests.harness.oracle import Tokens, trainer_of
 
-META = torch.device("meta")
+_setup_privateuseone_for_python_backend("card")
+CARD = torch.device("card", 0)
 LOADING = "data"  # the section in which tensors may be on the CPU: a batch on its way to the device
 # launch nothing: they make, name or describe tensors
 FREE = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "lift_fresh", "set_"}
+
+
+dist.Backend.register_backend(
+    "card_fake", lambda options, _: FakeProcessGroup._create_internal(options.group_rank, options.group_size),
+    extended_api=True, devices=["cpu", "card"],
+)  # fmt: skip
 
 
 @torch.library.custom_op("budget::attention", mutates_args=())
@@ -63,7 +77,7 @@ attention.register_autograd(
 
 
 class OneAttention(TorchFunctionMode):
-    """Attention as one kernel, as flash attention is, whatever torch would choose for meta tensors."""
+    """Attention as one kernel, as flash attention is, whatever torch would choose for fake tensors."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.scaled_dot_product_attention:
@@ -102,12 +116,14 @@ class KernelCounter(TorchDispatchMode):
         self.sections: dict[str, Counted] = defaultdict(Counted)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "prim":  # a fake tensor is asked for its device
+            return function(*args, **(kwargs or {}))
         out = function(*args, **(kwargs or {}))
         read = [x for x in tree_leaves(_read(function, args, kwargs or {})) if isinstance(x, Tensor)]
         written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         opened = [name for name, _ in self._clock.clock._open]
         if LOADING not in opened:
-            wrong = [x.device for x in written if x.device != META and not ("optimizer" in opened and x.dim() == 0)]
+            wrong = [x.device for x in written if x.device != CARD]
             assert not wrong, f"{function} makes a tensor on {wrong} in {opened}"
         name = function.overloadpacket.__name__
         if function.namespace == "c10d" or name in FREE or _is_view(function):
@@ -141,23 +157,21 @@ def _touched(x: Tensor) -> int:
 
 @contextmanager
 def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
-    """The trainer of one rank on meta tensors, in a world of torch's `fake` transport. `reads`: collects how many
-    numbers each synchronisation with the device reads; all are 1."""
+    """The trainer of one rank on the card, in a world of torch's `fake` transport. `reads`: collects how many numbers
+    each synchronisation with the device reads; all are 1."""
     plan = make_plan(c)
 
     def read(self: Communicator, x: Tensor) -> list[float]:
-        assert x.device == META
+        assert x.device == CARD
         reads.append(x.numel())
         return [1.0] * x.numel()
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
-        patch.setitem(SQUARED_AT_ONCE, "meta", SQUARED_AT_ONCE["cuda"])
-        without = replace(optimizers.OPTIMIZERS["adamw"], make=_foreach, divides=False)
-        patch.setitem(optimizers.OPTIMIZERS, "adamw", without)
+        patch.setitem(SQUARED_AT_ONCE, "card", SQUARED_AT_ONCE["cuda"])
         if plan.mesh.size > 1:
-            dist.init_process_group("fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
+            dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
         try:
             yield trainer_of(c, plan, communicator_of(plan, rank), Cached(c), fresh=False)
         finally:
@@ -169,7 +183,7 @@ class AsOnNccl(ProcessGroups):
     """Groups of the `fake` transport that are used as those of NCCL are; stages send to each other in the world."""
 
     def __init__(self, plan: Plan, rank: int):
-        super().__init__(plan.mesh, rank, process_groups(plan), "meta")
+        super().__init__(plan.mesh, rank, process_groups(plan), CARD)
         self._nccl = True
 
     def _line_to(self, sender: int, receiver: int) -> None:
@@ -177,12 +191,7 @@ class AsOnNccl(ProcessGroups):
 
 
 def communicator_of(plan: Plan, rank: int) -> Communicator:
-    return SingleRank(plan.mesh, META) if plan.mesh.size == 1 else AsOnNccl(plan, rank)
-
-
-def _foreach(groups: list[dict[str, Any]], o: Any) -> torch.optim.Optimizer:
-    """AdamW of our settings; the fused one refuses meta tensors. This one counts its steps on the CPU."""
-    return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, foreach=True)
+    return SingleRank(plan.mesh, CARD) if plan.mesh.size == 1 else AsOnNccl(plan, rank)
 
 
 class Cached(Tokens):
