@@ -128,6 +128,7 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
 
     @cache
     def mean(name: str) -> Tensor:
+        """Return the mean of all rows that the weights have of the table `name`, summed in the order of the files."""
         total = torch.zeros(tables[name][1:], dtype=torch.float64)
         for piece in old[name]:
             memory = torch.empty(piece.nbytes, dtype=torch.uint8)

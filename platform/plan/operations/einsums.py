@@ -221,7 +221,7 @@ def meter_group(
         """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
         multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
         each = zip(keys, sizes, einsums, strict=False)
-        # all of them are there until the first is reduced, but for those that are added in place
+        # all gradients are there until the first is reduced, but for sums in place
         products = [None if not e.operand.backward and ops.in_place(k) else ops.new(n) for k, n, e in each]
         steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
@@ -233,6 +233,7 @@ def meter_group(
         return steps
 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
+        """Count the backward pass of the einsums; `deferred` leaves the operands' gradients for later."""
         local = [ops.backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
