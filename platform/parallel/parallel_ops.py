@@ -30,7 +30,7 @@ from platform.plan.communication.rule import Conversion
 from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
-from platform.plan.language.ops import Parameter, Spec, lengthened
+from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
 
@@ -76,7 +76,6 @@ class ParallelOps(Ops):
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
-        self.cache: KeyValueCache | None = None  # of these, in a pass of generation
         self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
         self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
         self.residency: Residency | None = None  # of parameters that are gathered for each block
@@ -103,9 +102,6 @@ class ParallelOps(Ops):
         self.offset, self.cache, self.position = offset, cache, PassPosition(training=False)
         self.angles.clear()
         self.begin()
-
-    def remembered(self, spec):
-        return lengthened(spec, self.cache.capacity) if self.cache else spec
 
     def watch(self, name, x, spec):
         if self.watched and self.position.training and not self.ahead.again:

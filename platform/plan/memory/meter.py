@@ -45,9 +45,9 @@ class Meter(Ops):
 
     method = "meter"
 
-    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu"):
+    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu", *, ahead: bool = True):
         """Construct the memory meter of the worker at mesh coordinates `at`; `device`: cpu or cuda, `dropout`: its
-        rate."""
+        rate, `ahead`: parameters are gathered one matrix product ahead, see `Ahead`."""
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.device = device
         self.ledger, self.tape = Ledger(), Tape()
@@ -56,7 +56,8 @@ class Meter(Ops):
         self.wide = plan.itemsize["accumulate"]
         self._spans: Sequence[tuple[Bucket, ...]] = []
         self._span = 0  # stretch of the forward pass under way
-        self.ahead: Ahead[Value] = Ahead(plan, lambda p, conversion: self.forward(self.parameter(p), conversion))
+        gather = lambda p, conversion: self.forward(self.parameter(p), conversion)  # noqa: E731
+        self.ahead: Ahead[Value] = Ahead(plan, gather, ahead)
         self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
         # what hides scores, by window and positions: shared by all passes; by the layers of this one
         self.standing: dict[tuple[int, int], MeteredStorage] = {}

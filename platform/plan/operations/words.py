@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, lengthened
 from platform.plan.operations.attention.attention import AttentionOp
-from platform.plan.operations.attention.cached import RecallOp, RememberOp
+from platform.plan.operations.attention.cached import KeyValueCache, RecallOp, RememberOp
 from platform.plan.operations.attention.fused_attention import FusedAttentionOp
 from platform.plan.operations.attention.softmax import SoftmaxOp
 from platform.plan.operations.einsums import ProductOp, ProjectOp
@@ -39,6 +39,7 @@ class Ops:
     method: ClassVar[str]
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
+    cache: KeyValueCache | None = None  # in a pass of generation
 
     lookup, one_hot, features, relative_bias = LookupOp(), OneHotOp(), FeaturesOp(), RelativeBiasOp()
     project, einsum = ProjectOp(), ProductOp()
@@ -64,8 +65,8 @@ class Ops:
 
     def remembered(self, spec: Spec) -> Spec:
         """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`:
-        the same, unless passes before have made others."""
-        return spec
+        the same, or that of the whole cache where passes before have made others."""
+        return lengthened(spec, self.cache.capacity) if self.cache else spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
         """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""
