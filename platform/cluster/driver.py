@@ -46,8 +46,8 @@ from platform.planning.answering import violations_of_asking
 from platform.planning.attention_choice import kernel_violations
 
 if TYPE_CHECKING:
+    from platform.checkpoint.storage.catalogue import Selection
     from platform.cluster.control.saving.checkpoints import Checkpoints
-    from platform.cluster.run.origin import Origin
 
 
 def run(
@@ -154,7 +154,7 @@ def _check_and_drive(
     _drive(run, state, orphan)
     status = end(None, state)
     if config.cluster.check:
-        status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
+        status = state.status = _print_cluster(checkpoints, journal, monitor) or status
     _say_what_next(state, config, size)
     return status
 
@@ -183,7 +183,7 @@ def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
         check_tokenizer(config.data, vocabulary, place, files)
 
 
-def _carried(config: Config, found: Origin | None, corpus: Corpus, say: Callable[[str], None]) -> dict[str, bytes]:
+def _carried(config: Config, found: Selection | None, corpus: Corpus, say: Callable[[str], None]) -> dict[str, bytes]:
     """Return the files that the checkpoints of a run carry: its tokenizer's, and the settings of text generation of the
     checkpoint that it resumes from, else of the weights of train.init, if it reads their tokens."""
     files = dict(corpus.files)
@@ -192,7 +192,7 @@ def _carried(config: Config, found: Origin | None, corpus: Corpus, say: Callable
     from platform.checkpoint.storage.manifest import Refused
     from platform.weights.beside import GENERATION, files_beside
 
-    there = f"{found.storage.url}/{found.directory}" if found and found.manifest else config.train.init
+    there = found.url if found and found.manifest else config.train.init
     try:
         _, beside = files_beside(there)
     except (Refused, OSError) as error:  # the run goes on: none of it is trained on
@@ -212,7 +212,7 @@ def _say_what_next(state: DriverState, config: Config, size: int) -> None:
         state.say(f"next: {line}")
 
 
-def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
+def _print_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
     """Print what a finished run has proven of its cluster; return FAILED if anything is missing, else DONE."""
     from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
 

@@ -168,7 +168,7 @@ def end(error: BaseException | None, state: DriverState) -> int:
     if state.journal and state.monitor:
         _account(state.journal, state.monitor)
         if state.config.monitor.timing:
-            _tell_timing(state.phases, state.journal, state.monitor)
+            _report_timing(state.phases, state.journal, state.monitor)
     return state.status
 
 
@@ -197,7 +197,7 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
         monitor.say(text)
 
 
-def _tell_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
+def _report_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
     """Report to journal and user how long each phase of the run's start and end took; the run ends with this."""
     phases.reach("ended")
     reached: dict[str, Any] = dict(phases.seconds)

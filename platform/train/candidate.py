@@ -49,7 +49,7 @@ class Candidate:
         }
         return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
 
-    def tell_time(self) -> float:
+    def read_clock(self) -> float:
         """Return the time by this machine's clock, in seconds since the epoch."""
         return time.time()
 

@@ -58,7 +58,7 @@ from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State, tell_all, tried
+from platform.train.step.training_state import State, all_gather_values, tried
 
 
 class Worker(Candidate):
@@ -148,9 +148,9 @@ class Worker(Candidate):
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers)
         shared = False
         if c.elastic.snapshot_every:
-            nodes, tell = domains or [""] * self.world_size, partial(tell_all, self.communicator)
+            nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
             how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
-            memory = RankSnapshots.open(self.state.held, nodes, self.rank, tell, **how)
+            memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **how)
             self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
@@ -289,7 +289,7 @@ class Worker(Candidate):
         if memory:
             memory.keep_only(source.step)
         survived = source.survived(memory.held if memory else source.formed.held())
-        self.state.recover(survived, memory.of_home(source.step, source.distrusted) if memory else None)
+        self.state.recover(survived, memory.of_node(source.step, source.distrusted) if memory else None)
         self._hold(source.step)
 
     def _write_launches(self, log: list[Launch]) -> None:

@@ -156,15 +156,26 @@ def quarantine(storage: Storage, directory: str, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """Newest checkpoint that can be trusted, or None; and the newer ones that were refused: (directory, reason).
+    """Checkpoint of a storage that can be trusted, or none; and the newer ones that were refused: (directory, reason).
 
     `sound`: the refused directories that may be undamaged: they are of another format, or the storage failed.
     """
 
+    storage: Storage
     directory: str | None
     manifest: Manifest | None
     refused: tuple[tuple[str, str], ...] = ()
     sound: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Return the number of updates in the checkpoint, 0 if there is none."""
+        return self.manifest.meta.step if self.manifest else 0
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the checkpoint: its directory in the storage."""
+        return f"{self.storage.url}/{self.directory}"
 
 
 def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
@@ -191,7 +202,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
         directory = attempt.directory
         try:
             manifest = (verify if deep else load_manifest)(storage, directory)
-            return Selection(directory, manifest, tuple(refused), tuple(sound))
+            return Selection(storage, directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
             if mark:
@@ -200,7 +211,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
             sound += [directory] if isinstance(error, OtherFormat | OSError) else []
-    return Selection(None, None, tuple(refused), tuple(sound))
+    return Selection(storage, None, None, tuple(refused), tuple(sound))
 
 
 def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
