@@ -70,6 +70,11 @@ def one_line(raw: bytes | bytearray, most: int = 300) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)[:most]
 
 
+def error_line(error: BaseException) -> str:
+    """Return an error that a library, a device or the user's code may raise as one printable line, with its type."""
+    return one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+
+
 def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
     """Parse an untrusted JSON text of at most `most` bytes and `values` values into plain data. Raises Malformed.
 

@@ -12,8 +12,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from platform.boundary import documents
 from platform.boundary.command_line import command_line, run_command
+from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.files.local_files import writing_to
 from platform.boundary.redaction import bare_url
@@ -137,8 +137,7 @@ def _import(given: argparse.Namespace) -> int:
     except (Refused, ConfigError, OSError):
         raise
     except Exception as error:  # the libraries raise their own for what they cannot parse
-        reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
-        raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
+        raise Refused(f"{given.source} does not hold {given.format}: {error_line(error)}") from None
     print(visible(f"{storage.url}/{directory}"))
     return 0
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from platform.boundary.documents import error_line
 from platform.boundary.redaction import redact
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
@@ -136,7 +137,7 @@ def _gave_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
 
 def _unexpected(error: BaseException, state: DriverState) -> Ending:
     """Describe, for journal and user, the end by an unforeseen exception, whose traceback it writes to a log."""
-    cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+    cause = error_line(error)
     where = _write_down(error, state)
     text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {state.done}: {state.kept}"
     return events.GaveUp(cause=cause), f"{text}:{state.resume}"
@@ -190,7 +191,7 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
         cost = goodput(happened)
         text = f"{story(happened)}\n{cost_line(cost)}" if cost.failures or cost.transitions else ""
     except Exception as error:  # affects the account alone: the end of the run is already recorded
-        return monitor.say(f"WARNING: what failures cost cannot be told ({type(error).__name__}: {error})")
+        return monitor.say(f"WARNING: what failures cost cannot be told ({error_line(error)})")
     journal.write(cost)
     monitor.summary(cost.own())
     if text:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from platform.boundary import schema
+from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
@@ -323,7 +324,7 @@ class Worker(Candidate):
         try:
             return self._written.result()
         except OSError as error:
-            return Unwritten(f"{type(error).__name__}: {error}")
+            return Unwritten(error_line(error))
 
     def restore(self, directory: str, own: bool = False) -> Unrestored | None:
         """Restore the training state from the checkpoint `directory`, of any plan, in the storage that the run resumes

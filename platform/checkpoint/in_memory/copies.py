@@ -71,19 +71,14 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
     return out
 
 
-def sent_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
-    """Map receiving ranks to the parts of the state that they keep in memory for `rank`; `kept`: all copies."""
-    out: dict[int, list[Share]] = defaultdict(list)
-    for copy in kept:
+def exchanged(copies: Iterable[Copy], rank: int) -> tuple[dict[int, list[Share]], dict[int, list[Share]]]:
+    """Map the peers of `rank` to the parts of the state that they keep in memory for it, and to those that it keeps for
+    them; `copies`: all copies in peers' memory."""
+    sent: dict[int, list[Share]] = defaultdict(list)
+    kept: dict[int, list[Share]] = defaultdict(list)
+    for copy in copies:
         if copy.sender == rank:
-            out[copy.receiver] += copy.parts
-    return out
-
-
-def kept_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
-    """Map sending ranks to the parts of the state that `rank` keeps in memory for them; `kept`: all copies."""
-    out: dict[int, list[Share]] = defaultdict(list)
-    for copy in kept:
-        if copy.receiver == rank:
-            out[copy.sender] += copy.parts
-    return out
+            sent[copy.receiver] += copy.parts
+        elif copy.receiver == rank:
+            kept[copy.sender] += copy.parts
+    return sent, kept

@@ -13,7 +13,7 @@ from platform.checkpoint.in_memory.copies import copies
 class MemoryMap:
     """Map of the snapshots that the ranks of one generation hold of a step; equal on all of them.
 
-    `memories`: what each rank's snapshots are in. Where the ranks of a node share memory, it is the node's: each can
+    `memories`: the memory of each rank's snapshots. Where the ranks of a node share memory, it is the node's: each can
     read what any of them has written, also after that one is dead. Else every rank has one of its own. If `divided`,
     ranks of one memory that hold the same blocks write an equal part of them each; else each writes all that it holds,
     as one of them may turn out to be damaged. A part that only one failure domain has is copied to others (`copies`);
@@ -47,12 +47,6 @@ class MemoryMap:
             part = chain.share(alike.index(rank), len(alike)) if self._divided else (0, chain.nbytes)
             out += chain.parts(*part)
         return out
-
-    def kept_bytes(self, rank: int) -> dict[str, int]:
-        """Return host memory of two snapshots of `rank` in bytes: {"own": its parts, "copies": of other ranks'
-        parts}."""
-        kept = (copy.nbytes for copy in self.copies if copy.receiver == rank)
-        return {"own": 2 * sum(part.nbytes for part in self.own(rank)), "copies": 2 * sum(kept)}
 
     def readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
         """Map each rank to the ranks of another generation that can read its snapshots. `seats`: rank here -> there."""

@@ -16,7 +16,7 @@ from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import Buffer
 from platform.checkpoint.blocks.pinned import lock_pages
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
-from platform.checkpoint.in_memory.copies import Copy, kept_by, sent_by
+from platform.checkpoint.in_memory.copies import Copy, exchanged
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_node
 
@@ -136,8 +136,8 @@ class RankSnapshots:
     """Snapshots of one rank in one generation; they outlive its process groups and its model, and the process too, in
     the ranks that share its memory.
 
-    Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory
-    (`MemoryMap.kept_bytes`). `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
+    Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory.
+    `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
     for state on a GPU.
     """
 
@@ -146,7 +146,7 @@ class RankSnapshots:
         of every rank that shares memory with this one, its own included; `pinned`: page-locked memory for its own
         parts."""
         self.held, self._rank, self._mates, self._pinned = held, rank, mates, pinned
-        self._own, self._kept, self._sent = held.own(rank), kept_by(held.copies, rank), sent_by(held.copies, rank)
+        self._own, (self._sent, self._kept) = held.own(rank), exchanged(held.copies, rank)
         self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
         self._places: dict[int, Snapshot] = {}  # the snapshots at the two places in memory
         self._order: list[int] = []  # places, that written last at the end
@@ -205,7 +205,7 @@ class RankSnapshots:
         if mate == self._rank:
             yield from self._places.values()
             return
-        own, copies = self.held.own(mate), _all(kept_by(self.held.copies, mate))
+        own, copies = self.held.own(mate), _all(exchanged(self.held.copies, mate)[1])
         for at in (0, Snapshot.size(own, copies)):
             yield Snapshot(self._mates[mate], at, own, copies)
 
@@ -216,7 +216,7 @@ class RankSnapshots:
         meant for it; all ranks of the call, of which this one is `rank`, do so together before a generation in which
         some survivors have no seat."""
         node = self.of_node(step, distrusted)
-        sent, kept = sent_by(passed, rank), kept_by(passed, rank)
+        sent, kept = exchanged(passed, rank)
         handed = Buffer(_all(kept))
         _transfer([(peer, node.bytes_of(parts)) for peer, parts in sent.items()], kept, handed, transfer)
         self._handed = handed

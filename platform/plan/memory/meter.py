@@ -92,6 +92,11 @@ class Meter(Ops):
         """Allocate a counted storage of `elements` integers or booleans, of `itemsize` bytes each."""
         return MeteredStorage(self.ledger, elements * itemsize, 0)
 
+    def data(self, chunk: Chunk) -> MeteredStorage:
+        """Allocate the data tensors that a chunk's operations read: each once per layout."""
+        readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
+        return self.integers(sum({(name, o.tokens): o.token_count for name, o in readers}.values()))
+
     def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
         """Count a cast of x to the type of statistics: a new storage only if that is not the compute type."""
         return x if self.wide == self.plan.itemsize["compute"] else self.new(elements, self.wide)

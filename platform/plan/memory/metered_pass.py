@@ -62,8 +62,7 @@ def _run(meter: Meter, model: RecordableModel, found: PlannedPass, chunk: Chunk,
     """Count the memory of one chunk in a pass of generation and, if it is the `last`, of the head and of the
     probabilities of its logits."""
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
-    readers = {(name, o.tokens): o.token_count for o in chunk.operations.values() for name in o.operation.reads}
-    tokens = meter.integers(sum(readers.values()))
+    tokens = meter.data(chunk)
     inputs = {name: name for name in (*model.inputs, "positions", "begins")}
     meter.begin(chunk)
     out = model.part(meter, inputs, {**found.missing, **flow}, chunk.units)  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
 
 def judge(plan: Plan, checksums: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
     """Judge replicas of weights and optimizer state by their checksums: return the tensors that differ from the
-    majority of their replicas, and the tensors that differ without a majority. `checksums`: of local blocks, by
+    majority of their replicas, and the tensors that differ without a majority. `checksums`: sums over local blocks, by
     rank and tensor (KIND.PARAMETER)."""
     parameters = {p.name: p for p in plan.parameters}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -83,7 +83,7 @@ def _decide(
     undecided: list[Dispute], checksums: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
 ) -> tuple[list[Damage], list[Dispute]]:
     """Split disputes over tensors that replicas hold differently into damage and still undecided ones: a rank whose
-    tensor contradicts its own record is damaged if all other replicas agree. `checksums`: by rank and tensor;
+    tensor contradicts its own record is damaged if all other replicas agree. `checksums`: sums by rank and tensor;
     `changed`: tensors that contradict a rank's record, by rank."""
     damaged, left = [], []
     for ranks, tensor in undecided:
