@@ -75,9 +75,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _show(given: argparse.Namespace) -> int:
     """Print the metadata and the tensors of the checkpoint that the URL names, as text or JSON."""
-    storage, directory, manifest = catalogue.select(
-        given.url, "url", none=f"{bare_url(given.url)}: holds no checkpoint"
-    )
+    storage, directory, manifest = catalogue.select(given.url)
     found = summary(manifest)
     if given.json:
         print(json.dumps({"directory": directory, **found}))
@@ -113,9 +111,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 def _export(given: argparse.Namespace) -> int:
     """Write the tensors of a checkpoint whose names begin with `--only` in another format. Raises ConfigError if there
     are none."""
-    storage, directory, manifest = catalogue.select(
-        given.url, "url", none=f"{bare_url(given.url)}: holds no checkpoint"
-    )
+    storage, directory, manifest = catalogue.select(given.url)
     names = [n for n in manifest.tensors if n.startswith(given.only)]
     if not names:
         raise ConfigError(violation("--only", given.only, "begins no name", closest(given.only, manifest.tensors)[:3]))

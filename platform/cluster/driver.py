@@ -15,7 +15,7 @@ from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.control.forming.context import RunContext
-from platform.cluster.crew.base.job import WORKER, Job
+from platform.cluster.crew.base.job import WORKER, Job, gpu_count
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
@@ -345,9 +345,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
     from platform.planning.remedies import lack_of_memory
 
     c = config.cluster
-    decides = bool(c.device_memory) or (
-        kind == "cuda" and resources.crew_kind(c) != "ray" and not resources.gpu_count()
-    )
+    decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())
     if stated != decides:
         return
     device = device_of(config, kind, plan.mesh.size)

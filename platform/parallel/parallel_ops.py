@@ -58,6 +58,7 @@ class ParallelOps(Ops):
     """
 
     method = "run"
+    plan: Plan
     kernels, in_kernel = kernels, staticmethod(in_kernel)
 
     def __init__(
@@ -128,9 +129,6 @@ class ParallelOps(Ops):
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
-    def fuses_attention(self, name, spec):
-        return ("fused_attention", name) in self.plan.operations
-
     # what operations compute with
 
     absent = staticmethod(conversions.absent)
@@ -143,10 +141,6 @@ class ParallelOps(Ops):
     def empty_of(tensors: Sequence[Tensor]) -> Tensor:
         """Return an empty tensor that is connected to the gradients of several, the first of which is empty."""
         return sum(tensors[1:], tensors[0])
-
-    def planned(self, kind: str, name: str) -> PlannedOperation:
-        """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
-        return self.plan.operations[kind, name]
 
     def parameter(self, p: Parameter) -> Tensor:
         """Return this rank's block of a parameter."""

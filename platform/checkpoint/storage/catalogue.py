@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from platform.boundary.files.file_storage import Storage, open_storage, read_note, write_note
 from platform.boundary.files.local_files import UNKNOWN
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import bare_url, redact
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, OtherFormat, Refused
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
@@ -50,10 +50,11 @@ def split_url(url: str) -> tuple[str, str | None]:
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
 
 
-def select(url: str, key: str, none: str = "holds no checkpoint") -> tuple[Storage, str, Manifest]:
+def select(url: str, key: str = "url", none: str = "") -> tuple[Storage, str, Manifest]:
     """Return the storage, directory and manifest of the checkpoint that a URL names, or of the newest good one in the
     storage that it names. Quarantines nothing. Raises ConfigError, naming the configuration key `key`, for a URL that
-    no storage has; Refused, with the reason `none` where there is no checkpoint; OSError."""
+    no storage has; Refused where there is no checkpoint, with the reason `none`, by default that the URL holds none;
+    OSError."""
     at, name = split_url(url)
     storage = open_storage(at, key)
     if name:
@@ -61,6 +62,7 @@ def select(url: str, key: str, none: str = "holds no checkpoint") -> tuple[Stora
     found = find(storage, deep=False, mark=False)
     if found.directory is None or found.manifest is None:
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
+        none = none or f"{bare_url(url)}: holds no checkpoint"
         raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else SAVED}")
     return storage, found.directory, found.manifest
 

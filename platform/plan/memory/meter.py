@@ -44,6 +44,7 @@ class Meter(Ops):
     """
 
     method = "meter"
+    plan: Plan
 
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu", *, ahead: bool = True):
         """Construct the memory meter of the worker at mesh coordinates `at`; `device`: cpu or cuda, `dropout`: its
@@ -210,9 +211,6 @@ class Meter(Ops):
             made[window, positions] = self.new(positions * (a.batch if documents else 1))
         return Value(made[window, positions], positions)
 
-    def fuses_attention(self, name, spec):
-        return ("fused_attention", name) in self.plan.operations
-
     def operands(self, use: Use, group: EinsumGroup, stored: Sequence[Value], back: bool = False) -> list[Value]:
         """Return the operands of a group of einsums as converted for it, as `platform.parallel.sharding.operands` does;
         in the backward pass (`back`), operands kept as converted are returned as they are."""
@@ -220,10 +218,6 @@ class Meter(Ops):
             return self.ahead.take(use, back)
         pairs = zip(stored, group.einsums, strict=True)
         return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
-
-    def planned(self, kind: str, name: str) -> PlannedOperation:
-        """Return the planned operation of this `kind` and `name`, whose memory is metered."""
-        return self.plan.operations[kind, name]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
         """Allocate the local result of an operation, before the conversion `leave`; empty if it is of other workers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from platform.plan.communication.planned import PlannedOperation
 from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, lengthened
 from platform.plan.operations.attention.attention import AttentionOp
 from platform.plan.operations.attention.cached import KeyValueCache, RecallOp, RememberOp
@@ -37,6 +38,7 @@ class Ops:
     blocks on a rank (run), counted storages in the memory meter (meter)."""
 
     method: ClassVar[str]
+    plan: Any  # on a rank and in the meter, the Plan that they execute
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
     cache: KeyValueCache | None = None  # in a pass of generation
@@ -61,7 +63,11 @@ class Ops:
     def fuses_attention(self, name: str, spec: Spec) -> bool:
         """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves length,
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
-        raise NotImplementedError
+        return ("fused_attention", name) in self.plan.operations
+
+    def planned(self, kind: str, name: str) -> PlannedOperation:
+        """Return the planned operation `name` of this `kind`, such as ("lookup", "embedding"), where it is executed."""
+        return self.plan.operations[kind, name]
 
     def remembered(self, spec: Spec) -> Spec:
         """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`:
