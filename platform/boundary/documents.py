@@ -72,8 +72,8 @@ def one_line(foreign: str | bytes | bytearray, most: int = 300) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error that a library, a device or the user's code may raise as one printable line, with its type."""
-    return one_line(f"{type(error).__name__}: {error}")
+    """Return the first line of an error, after its type: a device, a storage or a worker may add a long story."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from platform.boundary.command_line import command_line, run_command
-from platform.boundary.documents import error_line
+from platform.boundary.documents import one_line
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.files.local_files import writing_to
 from platform.boundary.redaction import bare_url
@@ -133,7 +133,8 @@ def _import(given: argparse.Namespace) -> int:
     except (Refused, ConfigError, OSError):
         raise
     except Exception as error:  # the libraries raise their own for what they cannot parse
-        raise Refused(f"{given.source} does not hold {given.format}: {error_line(error)}") from None
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
     print(visible(f"{storage.url}/{directory}"))
     return 0
 
