@@ -162,10 +162,9 @@ def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterat
 def _differences(there: Model, here: Model) -> list[str]:
     """Return a line for each key by which the model `here` computes otherwise than `there`, whose weights it starts
     from."""
-
-    def lines() -> Iterator[str]:
-        mine, theirs = meaning(here), meaning(there)
-        for key in (key for key in vars(here) if mine.get(key) != theirs.get(key)):
-            yield f"model.{key}={getattr(here, key)} here, {getattr(there, key)} where the weights come from"
-
-    return list(lines())
+    mine, theirs = meaning(here), meaning(there)
+    return [
+        f"model.{key}={getattr(here, key)} here, {getattr(there, key)} where the weights come from"
+        for key in vars(here)
+        if mine.get(key) != theirs.get(key)
+    ]
