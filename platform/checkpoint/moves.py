@@ -41,8 +41,8 @@ def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
 
 
 class World(NamedTuple):
-    """Ranks of a job that pass blocks of its training state to each other, as this one of them sees it: its `rank`, the
-    number of all, and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on average."""
+    """Ranks of a job that pass blocks of its training state to each other, as this one of them sees it: its `rank`,
+    the `size` of all, and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on average."""
 
     rank: int = 0
     size: int = 1

@@ -57,13 +57,16 @@ class Meter(Ops):
         self.wide = plan.itemsize["accumulate"]
         self._spans: Sequence[tuple[Bucket, ...]] = []
         self._span = 0  # stretch of the forward pass under way
-        gather = lambda p, conversion: self.forward(self.parameter(p), conversion)  # noqa: E731
-        self.ahead: Ahead[Value] = Ahead(plan, gather, ahead)
+        self.ahead: Ahead[Value] = Ahead(plan, self._start, ahead)
         self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
         # what hides scores, by window and positions: shared by all passes; by the layers of this one
         self.standing: dict[tuple[int, int], MeteredStorage] = {}
         self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
         self.grad = True
+
+    def _start(self, p: Parameter, conversion: Conversion) -> Value:
+        """Count the conversion of a parameter to an operation's layout; return the converted one."""
+        return self.forward(self.parameter(p), conversion)
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
         """Allocate a counted storage of `elements` floating-point numbers, of the plan's compute type unless `itemsize`
