@@ -274,9 +274,9 @@ def _write_pieces(
         for piece in pieces:
             memory = torch.empty(piece.nbytes, dtype=torch.uint8)
             fetch([piece], [memory])
-            view, where = memoryview(memory.numpy().data), (piece.box.offset, piece.box.extent)
+            view = memoryview(memory.numpy().data)
             digest = hashlib.sha256(view).hexdigest()
-            blocks.append(BlockReport(piece.name, piece.dtype, tuple(shapes[piece.name]), *where, written, digest))
+            blocks.append(BlockReport(piece.name, piece.dtype, tuple(shapes[piece.name]), piece.box, written, digest))
             written += piece.nbytes
             yield view
 

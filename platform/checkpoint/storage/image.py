@@ -45,7 +45,7 @@ class Image:
                 pool.shutdown(cancel_futures=True)
                 raise
             blocks = [
-                BlockReport(held.name, held.dtype, held.shape, box.offset, box.extent, at, digest.result().hexdigest())
+                BlockReport(held.name, held.dtype, held.shape, box, at, digest.result().hexdigest())
                 for ((held, box), at, _), digest in zip(self._buffer.places, hashes, strict=True)
             ]
         return FileReport(self.file, len(view), blocks)

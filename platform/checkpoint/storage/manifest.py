@@ -116,10 +116,10 @@ class Manifest:
         blocks: dict[str, list[StoredBlock]] = {}
         for report in reports:
             files[report.file] = report.bytes
-            for name, dtype, shape, offset, extent, at, sha256 in report.blocks:
+            for name, dtype, shape, box, at, sha256 in report.blocks:
                 if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
                     raise Refused(f"{name} has several shapes or types in the workers' reports")
-                blocks.setdefault(name, []).append(StoredBlock(Box(offset, extent), report.file, at, sha256))
+                blocks.setdefault(name, []).append(StoredBlock(box, report.file, at, sha256))
         tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
         return cls(meta, files, tensors)
 
