@@ -160,8 +160,7 @@ def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterat
 
 
 def _differences(there: Model, here: Model) -> list[str]:
-    """Return a line for each key by which the model `here` computes otherwise than `there`, whose weights it starts
-    from."""
+    """Return a line per key by which the model `here` computes otherwise than `there`, whose weights it starts from."""
     mine, theirs = meaning(here), meaning(there)
     return [
         f"model.{key}={getattr(here, key)} here, {getattr(there, key)} where the weights come from"

@@ -88,8 +88,7 @@ class ProjectOp(_Products):
         return found
 
     def run(self, ops, x, spec, weights, outs, biases=()):
-        """Return the products, and their biases: added in the product where nothing is converted between, else by
-        operations of their own."""
+        """Return the products with their biases: fused where nothing is converted between, else shifted."""
         found = ops.planned(self.kind, weights[0].name)
         fused = found.adds(ops.planned("shift", b.name) for b in biases)
         added = [ops.parameter(b) for b in biases] if fused else ()
