@@ -70,8 +70,8 @@ class Ops:
         return self.plan.operations[kind, name]
 
     def remembered(self, spec: Spec) -> Spec:
-        """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`:
-        the same, or that of the whole cache where passes before have made others."""
+        """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`;
+        a cache of keys and values makes it longer, by the ones of earlier passes."""
         return lengthened(spec, self.cache.capacity) if self.cache else spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:

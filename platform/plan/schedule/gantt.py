@@ -53,7 +53,7 @@ def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], beneath: Mapping[str,
     one above the other on a common time scale, with one lane per stage. `beneath`: title -> what else a panel shows.
 
     Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if the
-    events have them, are strips under the boxes. Times are in seconds.
+    events have them, are strips under the boxes.
     """
     rows = beneath or {}
     bars = [bar for found in rows.values() for lanes in found.values() for _, lane in lanes for bar in lane]
@@ -153,14 +153,14 @@ def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
 
 
 def _axis(span: float, y: int, scale: float) -> Iterator[str]:
-    """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span`, at height `y` in
-    pixels with `scale` pixels per unit of time."""
+    """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span` seconds, at height `y`
+    in pixels with `scale` pixels per second."""
     step = _round_step(span / 10)
     digits = max(0, -floor(log10(step)))
     for tick in range(floor(span / step) + 1):
         x = LEFT + tick * step * scale
         yield f'<path d="M{x:.2f} {y} v4" stroke="#555555"/>'
-        text = f"{tick * step:.{digits}f}" + (" s" if tick == 0 else "")
+        text = f"{tick * step:.{digits}f}" + ("" if tick else " s")
         yield f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle" fill="#555555">{escape(text)}</text>'
 
 
