@@ -140,7 +140,7 @@ def verify(storage: Storage, directory: str) -> Manifest:
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
     """Raise Refused if a manifest contradicts itself, or a block file that it lists is missing or of another size;
     OSError if a file cannot be inspected."""
-    manifests.refuse(manifest.faults())
+    manifests.refuse_faults(manifest.faults())
     there = storage.list(directory)
     for name, size in manifest.files.items():
         if there.get(name) != size:

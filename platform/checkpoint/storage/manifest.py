@@ -216,10 +216,10 @@ def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> N
         for n, shape in tensors.items()
         if n in manifest.tensors and manifest.tensors[n].shape != tuple(shape)
     ]
-    refuse(wrong)
+    refuse_faults(wrong)
 
 
-def refuse(faults: Sequence[str]) -> None:
+def refuse_faults(faults: Sequence[str]) -> None:
     """Raise Refused with the first of a checkpoint's faults and the number of further ones, if there is any."""
     if faults:
         raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
