@@ -118,7 +118,7 @@ def _generate(given: argparse.Namespace) -> int:
         asked = AskedModel(crew.call, model, vocabulary, given.batch)
         for number, found in asked.write(rows, tokens, how, ends_of(vocabulary, trained.generation)):
             text = _shown(vocabulary, [] if asked.pairs else rows[number], found.ids)
-            _tell(out, prompts[number].given, text, found, alone=len(rows) == 1)
+            _print_answer(out, prompts[number].given, text, found, alone=len(rows) == 1)
     return 0
 
 
@@ -179,12 +179,12 @@ def plan_answers(
 
 def _of_trained(line: str, model: Model) -> str:
     """Return a refusal line whose hints leave a trained model as it is: they name its own values, and other keys."""
-    told, legal, hint = line.partition(NEAREST)
-    key = told.partition("=")[0].removeprefix("model.")
+    refusal, legal, hint = line.partition(NEAREST)
+    key = refusal.partition("=")[0].removeprefix("model.")
     items = [item for item in re.split(", or |, ", hint) if not item.startswith("model.")]
-    if told.startswith("model.") and key in vars(model) and any("=" not in item for item in items):
+    if refusal.startswith("model.") and key in vars(model) and any("=" not in item for item in items):
         items = [in_words(getattr(model, key)), *(item for item in items if "=" in item)]
-    return told + (f"{legal}{', or '.join(items)}" if legal and items else "")
+    return refusal + (f"{legal}{', or '.join(items)}" if legal and items else "")
 
 
 def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
@@ -233,7 +233,7 @@ def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
     return whole[len(start) :] if whole.startswith(start) else vocabulary.decode(ids)
 
 
-def _tell(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
+def _print_answer(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
     """Write an answer to the file `out`, as a line of JSON, or print it."""
     if out:
         more = {} if found.log_probability is None else {"log_probability": found.log_probability}

@@ -64,10 +64,16 @@ def half_character(text: str) -> str:
     return ""
 
 
-def one_line(raw: bytes | bytearray, most: int = 300) -> str:
-    """Decode foreign bytes, such as a note in a file, as one printable line of at most `most` characters."""
-    text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
-    return "".join(c if c.isprintable() else "?" for c in text)[:most]
+def one_line(foreign: str | bytes | bytearray, most: int = 300) -> str:
+    """Return a foreign text, or bytes such as a note in a file, as one printable line of at most `most` characters."""
+    start = foreign[: 4 * most]
+    text = start if isinstance(start, str) else start.decode(errors="replace")
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:most]
+
+
+def error_line(error: BaseException) -> str:
+    """Return the first line of an error, after its type: a device, a storage or a worker may add a long story."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
@@ -163,7 +169,7 @@ def from_yaml(raw: bytes, most: int = SMALL) -> Any:
 
 def _first_line(error: Exception) -> str:
     """Return the first line of a JSON or YAML parser's error as printable text; its type if it has no text."""
-    return one_line((str(error).splitlines() or [type(error).__name__])[0].encode(errors="replace"))
+    return one_line((str(error).splitlines() or [type(error).__name__])[0])
 
 
 def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:

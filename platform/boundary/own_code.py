@@ -13,7 +13,7 @@ from time import monotonic
 from traceback import walk_tb
 from types import FrameType
 
-TELL_AFTER = 10.0  # seconds of one call after which is told that it still runs
+REPORT_AFTER = 10.0  # seconds of one call after which a warning says that it still runs
 QUICK = 300.0  # seconds that an import, or a function that computes, may take
 READING = 3600.0  # and one that reads documents or finds files, which may fetch them first
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def passes(error: BaseException) -> bool:
 def own_code(what: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK) -> Iterator[None]:
     """Raise OwnCodeError in place of any exception that the user's own code `what`, such as "extend=my_module", raises
     within the context, SystemExit too; errors of the types `unchanged`, and stop signals, pass. In the main thread a
-    warning after TELL_AFTER seconds says that the code still runs, and where; the code is ended after `limit`
+    warning after REPORT_AFTER seconds says that the code still runs, and where; the code is ended after `limit`
     seconds."""
     try:
         with _alarm(what, limit):
@@ -80,7 +80,7 @@ def _alarm(what: str, limit: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, left)
 
     signal.signal(signal.SIGALRM, rings)
-    signal.setitimer(signal.ITIMER_REAL, min(TELL_AFTER, limit))
+    signal.setitimer(signal.ITIMER_REAL, min(REPORT_AFTER, limit))
     try:
         yield
     finally:

@@ -65,7 +65,7 @@ def answer_requests(parser: str) -> None:
     module, _, name = parser.partition(":")
     answer: Answer = getattr(import_module(module), name)
 
-    def tell(kind: bytes, payload: bytes) -> None:
+    def send(kind: bytes, payload: bytes) -> None:
         taken.write(REPLY.pack(kind, len(payload)))
         taken.write(payload)
         taken.flush()
@@ -73,7 +73,7 @@ def answer_requests(parser: str) -> None:
     def read(offset: int, size: int) -> bytes:
         parts = [b"."]
         while size > 0 and parts[-1]:
-            tell(WANTS, WANTED.pack(offset, min(size, AT_ONCE)))
+            send(WANTS, WANTED.pack(offset, min(size, AT_ONCE)))
             parts.append(_exactly(given, struct.unpack("<Q", _exactly(given, 8))[0]))
             offset, size = offset + len(parts[-1]), size - len(parts[-1])
         return b"".join(parts[1:])
@@ -82,7 +82,7 @@ def answer_requests(parser: str) -> None:
         sizes = REQUEST.unpack(head)
         request, body = json.loads(_exactly(given, sizes[0])), _exactly(given, sizes[1])
         _limit(request["memory"], request["seconds"])
-        tell(*_answered(answer, request, body, read))
+        send(*_answered(answer, request, body, read))
 
 
 def _exactly(stream: BinaryIO, size: int) -> bytes:

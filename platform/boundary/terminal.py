@@ -104,9 +104,9 @@ def reader_left() -> bool:
 
 
 @contextmanager
-def tolerated(tell: Callable[[str], None], what: str) -> Iterator[None]:
+def tolerated(say: Callable[[str], None], what: str) -> Iterator[None]:
     """Turn an OSError within the context into a warning that `what`, a file not needed by a run, is not written."""
     try:
         yield
     except OSError as error:
-        tell(f"WARNING: {what} could not be written: {error}")
+        say(f"WARNING: {what} could not be written: {error}")

@@ -12,9 +12,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from platform.boundary import documents
 from platform.boundary.command_line import command_line, run_command
-from platform.boundary.files.file_storage import Storage, open_storage
+from platform.boundary.documents import one_line
+from platform.boundary.files.file_storage import open_storage
 from platform.boundary.files.local_files import writing_to
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, closest, violation
@@ -51,36 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(parser, lambda given: given.run(given), arguments, failures=(Refused, OSError))
 
 
-def _open(url: str) -> tuple[Storage, list[str]]:
-    """Open the storage of the checkpoint or checkpoints that the URL names; return it, and the names of their
-    directories: the one in the URL, else all in the storage, newest first. Raises Refused if there is none."""
-    folder, name = catalogue.split_url(url)
-    storage = open_storage(folder)
-    if name:
-        return storage, [name]
-    found = [a.directory for a in catalogue.attempts(storage)]
-    if not found:
-        raise Refused(f"{storage.url}: holds no checkpoint")
-    return storage, found
-
-
-def _newest(url: str) -> tuple[Storage, str, Manifest]:
-    """Return the storage, directory and manifest of the newest checkpoint that the URL names and that can be used.
-    Raises Refused with the reason of each if none can."""
-    storage, directories = _open(url)
-    reasons = []
-    for directory in directories:
-        try:
-            return storage, directory, catalogue.load_manifest(storage, directory)
-        except Refused as error:
-            reasons.append(f"{directory}: {error}")
-    raise Refused("; ".join(reasons))
-
-
 def _verify(given: argparse.Namespace) -> int:
     """Verify every byte of the checkpoints that the URL names, and print a line for each; return exit status 1 if any
     is refused."""
-    storage, directories = _open(given.url)
+    folder, name = catalogue.split_url(given.url)
+    storage = open_storage(folder, "url")
+    directories = [name] if name else [a.directory for a in catalogue.attempts(storage)]
+    if not directories:
+        raise Refused(f"{storage.url}: holds no checkpoint")
     bad = 0
     for directory in directories:
         try:
@@ -97,7 +75,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _show(given: argparse.Namespace) -> int:
     """Print the metadata and the tensors of the checkpoint that the URL names, as text or JSON."""
-    storage, directory, manifest = _newest(given.url)
+    storage, directory, manifest = catalogue.select(given.url)
     found = summary(manifest)
     if given.json:
         print(json.dumps({"directory": directory, **found}))
@@ -133,7 +111,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 def _export(given: argparse.Namespace) -> int:
     """Write the tensors of a checkpoint whose names begin with `--only` in another format. Raises ConfigError if there
     are none."""
-    storage, directory, manifest = _newest(given.url)
+    storage, directory, manifest = catalogue.select(given.url)
     names = [n for n in manifest.tensors if n.startswith(given.only)]
     if not names:
         raise ConfigError(violation("--only", given.only, "begins no name", closest(given.only, manifest.tensors)[:3]))
@@ -155,7 +133,7 @@ def _import(given: argparse.Namespace) -> int:
     except (Refused, ConfigError, OSError):
         raise
     except Exception as error:  # the libraries raise their own for what they cannot parse
-        reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
     print(visible(f"{storage.url}/{directory}"))
     return 0

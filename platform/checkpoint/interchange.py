@@ -23,11 +23,10 @@ from platform.boundary.schema import Malformed, Many, Span
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece, S
+from platform.checkpoint.blocks.placement import HeldTensor, Piece, S
 from platform.checkpoint.moves import Fetch, read_tensor
 from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
 from platform.checkpoint.storage.catalogue import begin, commit, discard
-from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
 from platform.checkpoint.storage.report import BlockReport, FileReport
 
@@ -70,6 +69,7 @@ def write_safetensors(
     head += b" " * (-len(head) % 8)
 
     def chunks() -> Iterator[memoryview]:
+        """Yield the bytes of the safetensors file: its header, then one tensor after another."""
         yield memoryview(len(head).to_bytes(8, "little") + head)
         for tensor in tensors:
             yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -209,22 +209,28 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
 def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
     """Make a checkpoint on `storage` of whole tensors from another format, a block file for each, one in memory at a
     time; return the checkpoint's directory. Partial files are deleted after a failure."""
-    reports, shapes = [], {}
-    with _directory(storage, meta.step) as directory:
-        for number, (name, tensor) in enumerate(tensors):
-            box = Box.whole(tensor.shape)
-            held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, box)])
-            image = Image(number, shares([held], 0))
-            image.fill([Block(name, box, tensor)])
-            reports.append(image.write(storage, directory))
+    shapes: dict[str, Sequence[int]] = {}
+
+    def files() -> Iterator[list[Piece[Tensor]]]:
+        """Yield the pieces of one tensor after another, each with its part of the tensor."""
+        for name, tensor in tensors:
+            whole = Box.whole(tensor.shape)
+            held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, whole)])
             shapes[name] = held.shape
-        commit(storage, directory, shapes, reports, meta)
-    return directory
+            yield [Piece(name, held.dtype, box, tensor[box.within(whole)]) for _, box in shares([held], 0)]
+
+    return store_pieces(storage, files(), _copy, shapes, meta)
+
+
+def _copy(wanted: Sequence[Piece[Tensor]], into: Sequence[Tensor]) -> None:
+    """Copy the elements of pieces of tensors into the memory given for each, uint8 [bytes]."""
+    for piece, memory in zip(wanted, into, strict=True):
+        memory.copy_(piece.source.contiguous().view(-1).view(torch.uint8))
 
 
 def store_pieces(
     storage: Storage,
-    files: Sequence[Sequence[Piece[S]]],
+    files: Iterable[Sequence[Piece[S]]],
     fetch: Fetch[S],
     shapes: Mapping[str, Sequence[int]],
     meta: Meta,
@@ -234,27 +240,19 @@ def store_pieces(
     pieces in order), with one piece in memory at a time; return the checkpoint's directory. `fetch`: function that
     reads pieces into memory; `shapes`: shapes of all tensors, by name; `carried`: files that it carries. Partial files
     are deleted after a failure."""
-    with _directory(storage, meta.step) as directory:
+    directory = begin(storage, meta.step)
+    try:
         reports = [
             _write_pieces(storage, directory, number, pieces, fetch, shapes) for number, pieces in enumerate(files)
         ]
         write_carried(storage, directory, carried or {})
         meta = replace(meta, values={**meta.values, **hashes(carried or {})})
         commit(storage, directory, shapes, reports, meta)
-    return directory
-
-
-@contextmanager
-def _directory(storage: Storage, step: int) -> Iterator[str]:
-    """Begin a checkpoint of a step, and yield the name of its directory on the storage; delete it if the block
-    fails."""
-    directory = begin(storage, step)
-    try:
-        yield directory
     except BaseException:
         with suppress(OSError):
             discard(storage, directory)
         raise
+    return directory
 
 
 def _write_pieces(
@@ -271,13 +269,14 @@ def _write_pieces(
     written = 0
 
     def chunks() -> Iterator[memoryview]:
+        """Yield the bytes of one piece of the checkpoint after another, and note the place and the hash of each."""
         nonlocal written
         for piece in pieces:
             memory = torch.empty(piece.nbytes, dtype=torch.uint8)
             fetch([piece], [memory])
-            view, where = memoryview(memory.numpy().data), (piece.box.offset, piece.box.extent)
+            view = memoryview(memory.numpy().data)
             digest = hashlib.sha256(view).hexdigest()
-            blocks.append(BlockReport(piece.name, piece.dtype, tuple(shapes[piece.name]), *where, written, digest))
+            blocks.append(BlockReport(piece.name, piece.dtype, tuple(shapes[piece.name]), piece.box, written, digest))
             written += piece.nbytes
             yield view
 

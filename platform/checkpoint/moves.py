@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from platform.checkpoint.blocks.placement import ITEMSIZE, Block, HeldTensor, Pi
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused, StoredBlock, check_against
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
 
-BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
 HEADER_BYTES = 8  # the largest item size, which keeps the payload aligned; the first is 0, or 1 + a failure's index
 
@@ -41,31 +40,37 @@ def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
     return messages
 
 
+class World(NamedTuple):
+    """Ranks of a job that pass blocks of its training state to each other, as this one of them sees it: its `rank`,
+    the `size` of all, and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on average."""
+
+    rank: int = 0
+    size: int = 1
+    exchange: Exchange = exchange_alone
+    budget: int = 256 << 20
+
+
+ALONE = World()
+
+
 def restore(
     storage: Storage,
     directory: str,
     manifest: Manifest,
     state: Sequence[HeldTensor],
     blocks: Sequence[Block],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    exchange: Exchange = exchange_alone,
-    budget: int = BUDGET,
+    world: World = ALONE,
 ) -> None:
     """Fill this rank's `blocks` from a checkpoint that any plan saved; all ranks call it together. Padding, beyond the
     global tensor, becomes zero.
 
     `state`: every tensor to restore and who holds its blocks now, equal on all ranks; values are converted if the
-    checkpoint has another element type. `budget`: bytes that a rank receives per `exchange`, on average. Raises, on
-    every rank alike, Refused if the checkpoint lacks such a tensor, Corrupt or OSError if any rank cannot read the
-    stored bytes: the blocks are then undefined.
+    checkpoint has another element type. Raises, on every rank alike, Refused if the checkpoint lacks such a tensor,
+    Corrupt or OSError if any rank cannot read the stored bytes: the blocks are then undefined.
     """
     check_against(manifest, {t.name: t.shape for t in state})
-    world: dict[str, Any] = {"rank": rank, "world_size": world_size, "exchange": exchange, "budget": budget}
-    fill_blocks(
-        stored_pieces(manifest, [t.name for t in state]), stored_fetch(storage, directory), state, blocks, **world
-    )
+    wanted = stored_pieces(manifest, [t.name for t in state])
+    fill_blocks(wanted, stored_fetch(storage, directory), state, blocks, world)
 
 
 def fill_blocks(
@@ -73,11 +78,7 @@ def fill_blocks(
     fetch: Fetch[S],
     state: Sequence[HeldTensor],
     blocks: Sequence[Block],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    exchange: Exchange = exchange_alone,
-    budget: int = BUDGET,
+    world: World = ALONE,
 ) -> None:
     """Fill this rank's `blocks` of training state from pieces of global tensors; all ranks call it together. `wanted`:
     pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks whose blocks
@@ -85,10 +86,10 @@ def fill_blocks(
     itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in wanted}
     placed = sum(box.size * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items())
     total = sum(piece.nbytes for piece in wanted)
-    turns = divide(wanted, -(-total // max(LARGEST_BLOCK, budget * world_size * total // max(placed, 1))))
+    turns = divide(wanted, -(-total // max(LARGEST_BLOCK, world.budget * world.size * total // max(placed, 1))))
     clear_padding(state, blocks)
-    readers = (divide(turn, world_size) for turn in turns)
-    pass_on(readers, fetch, state, blocks, rank, exchange)
+    readers = (divide(turn, world.size) for turn in turns)
+    pass_on(readers, fetch, state, blocks, world)
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
@@ -133,11 +134,10 @@ def pass_on(
     fetch: Fetch[S],
     state: Sequence[HeldTensor],
     blocks: Sequence[Block],
-    rank: int,
-    exchange: Exchange,
+    world: World,
 ) -> None:
-    """Fill this rank's `blocks` with the pieces of global tensors that all ranks fetch and send, one `exchange` per
-    turn; all ranks call it together.
+    """Fill this rank's `blocks` with the pieces of global tensors that all ranks fetch and send, one exchange per turn;
+    all ranks call it together.
 
     `turns`: per turn and rank, the pieces that it passes on; `fetch`: gets their bytes; `state`: tensors with the
     present holders of their blocks; `turns` and `state` are equal on all ranks. Raises one of FAILURES on every rank
@@ -148,10 +148,11 @@ def pass_on(
     for block in sorted(blocks, key=lambda b: b.box):
         mine[block.name].append(block)
     for senders in turns:
-        received = exchange(_messages(senders[rank], fetch, holders, mine, rank, len(senders)))
+        received = world.exchange(_messages(senders[world.rank], fetch, holders, mine, world))
         _raise_failures(received)
         for sender, (message, pieces) in enumerate(zip(received, senders, strict=True)):
-            _unpack(message, [piece for piece in pieces if rank not in piece.had and sender != rank], mine)
+            lacking = [piece for piece in pieces if world.rank not in piece.had and world.rank != sender]
+            _unpack(message, lacking, mine)
 
 
 class _Region(NamedTuple):
@@ -163,7 +164,7 @@ class _Region(NamedTuple):
 
 
 def _messages(
-    pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, mine: Blocks, rank: int, world_size: int
+    pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, mine: Blocks, world: World
 ) -> list[Tensor]:
     """Fetch `pieces`, fill this rank's blocks (`mine`) with its own parts, and return one message (uint8) per receiving
     rank: the parts that lie in that rank's blocks, or why `fetch` failed, as a rank that raised here would leave its
@@ -172,8 +173,8 @@ def _messages(
     A piece is fetched at once to where it belongs, a block of this rank or a message that takes it whole, and is copied
     from there to wherever else it belongs.
     """
-    messages, regions = _empty_messages(pieces, holders, rank, world_size)
-    into = [_own_memory(piece, mine) if rank not in piece.had else None for piece in pieces]
+    messages, regions = _empty_messages(pieces, holders, world)
+    into = [_own_memory(piece, mine) if world.rank not in piece.had else None for piece in pieces]
     own = [place is not None for place in into]
     for region in regions:
         if into[region.piece] is None and region.part == pieces[region.piece].box:
@@ -187,30 +188,28 @@ def _messages(
     except FAILURES as error:
         kind = next(i for i, failure in enumerate(FAILURES) if isinstance(error, failure))
         reason = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
-        return [torch.cat([_header(1 + kind), reason])] * world_size
+        return [torch.cat([_header(1 + kind), reason])] * world.size
     for number, part, memory in regions:
         piece, place = pieces[number], places[number]
         if memory is not place:
             size = DTYPES[piece.dtype].itemsize
             memory.view(*part.extent, size).copy_(place.view(*piece.box.extent, size)[part.within(piece.box)])
     for piece, place, done in zip(pieces, places, own, strict=True):
-        if not done and rank not in piece.had:
+        if not done and world.rank not in piece.had:
             _place(piece, place, mine)
     return messages
 
 
-def _empty_messages(
-    pieces: Sequence[Piece[S]], holders: Holders, rank: int, world_size: int
-) -> tuple[list[Tensor], list[_Region]]:
+def _empty_messages(pieces: Sequence[Piece[S]], holders: Holders, world: World) -> tuple[list[Tensor], list[_Region]]:
     """Allocate one message (uint8) per receiving rank, for the parts of `pieces` in its blocks that it does not have,
     and return the messages and the places of all parts in them; this rank sends itself no message. Ranks with the same
     parts (replicas) get the same message."""
-    parts: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
+    parts: list[list[tuple[int, Box]]] = [[] for _ in range(world.size)]
     for number, piece in enumerate(pieces):
         for held, ranks in holders.get(piece.name, ()):
             if part := piece.box.overlap(held):
                 for receiver in ranks:
-                    if receiver != rank and receiver not in piece.had:
+                    if receiver != world.rank and receiver not in piece.had:
                         parts[receiver].append((number, part))
     regions: list[_Region] = []
     built: dict[tuple[tuple[int, Box], ...], Tensor] = {}

@@ -15,7 +15,7 @@ from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.control.forming.context import RunContext
-from platform.cluster.crew.base.job import WORKER, Job
+from platform.cluster.crew.base.job import WORKER, Job, gpu_count
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
@@ -46,8 +46,8 @@ from platform.planning.answering import violations_of_asking
 from platform.planning.attention_choice import kernel_violations
 
 if TYPE_CHECKING:
+    from platform.checkpoint.storage.catalogue import Selection
     from platform.cluster.control.saving.checkpoints import Checkpoints
-    from platform.cluster.run.origin import Origin
 
 
 def run(
@@ -154,7 +154,7 @@ def _check_and_drive(
     _drive(run, state, orphan)
     status = end(None, state)
     if config.cluster.check:
-        status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
+        status = state.status = _print_cluster(checkpoints, journal, monitor) or status
     _say_what_next(state, config, size)
     return status
 
@@ -183,7 +183,7 @@ def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
         check_tokenizer(config.data, vocabulary, place, files)
 
 
-def _carried(config: Config, found: Origin | None, corpus: Corpus, say: Callable[[str], None]) -> dict[str, bytes]:
+def _carried(config: Config, found: Selection | None, corpus: Corpus, say: Callable[[str], None]) -> dict[str, bytes]:
     """Return the files that the checkpoints of a run carry: its tokenizer's, and the settings of text generation of the
     checkpoint that it resumes from, else of the weights of train.init, if it reads their tokens."""
     files = dict(corpus.files)
@@ -192,7 +192,7 @@ def _carried(config: Config, found: Origin | None, corpus: Corpus, say: Callable
     from platform.checkpoint.storage.manifest import Refused
     from platform.weights.beside import GENERATION, files_beside
 
-    there = f"{found.storage.url}/{found.directory}" if found and found.manifest else config.train.init
+    there = found.url if found and found.manifest else config.train.init
     try:
         _, beside = files_beside(there)
     except (Refused, OSError) as error:  # the run goes on: none of it is trained on
@@ -212,7 +212,7 @@ def _say_what_next(state: DriverState, config: Config, size: int) -> None:
         state.say(f"next: {line}")
 
 
-def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
+def _print_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
     """Print what a finished run has proven of its cluster; return FAILED if anything is missing, else DONE."""
     from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
 
@@ -345,9 +345,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
     from platform.planning.remedies import lack_of_memory
 
     c = config.cluster
-    decides = bool(c.device_memory) or (
-        kind == "cuda" and resources.crew_kind(c) != "ray" and not resources.gpu_count()
-    )
+    decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())
     if stated != decides:
         return
     device = device_of(config, kind, plan.mesh.size)

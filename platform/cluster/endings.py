@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from platform.boundary.documents import error_line
 from platform.boundary.redaction import redact
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
@@ -136,7 +137,7 @@ def _gave_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
 
 def _unexpected(error: BaseException, state: DriverState) -> Ending:
     """Describe, for journal and user, the end by an unforeseen exception, whose traceback it writes to a log."""
-    cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+    cause = error_line(error)
     where = _write_down(error, state)
     text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {state.done}: {state.kept}"
     return events.GaveUp(cause=cause), f"{text}:{state.resume}"
@@ -168,7 +169,7 @@ def end(error: BaseException | None, state: DriverState) -> int:
     if state.journal and state.monitor:
         _account(state.journal, state.monitor)
         if state.config.monitor.timing:
-            _tell_timing(state.phases, state.journal, state.monitor)
+            _report_timing(state.phases, state.journal, state.monitor)
     return state.status
 
 
@@ -190,14 +191,14 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
         cost = goodput(happened)
         text = f"{story(happened)}\n{cost_line(cost)}" if cost.failures or cost.transitions else ""
     except Exception as error:  # affects the account alone: the end of the run is already recorded
-        return monitor.say(f"WARNING: what failures cost cannot be told ({type(error).__name__}: {error})")
+        return monitor.say(f"WARNING: what failures cost cannot be told ({error_line(error)})")
     journal.write(cost)
     monitor.summary(cost.own())
     if text:
         monitor.say(text)
 
 
-def _tell_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
+def _report_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
     """Report to journal and user how long each phase of the run's start and end took; the run ends with this."""
     phases.reach("ended")
     reached: dict[str, Any] = dict(phases.seconds)

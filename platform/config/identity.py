@@ -29,7 +29,7 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("model.length", _ORDER),
     ("model.source_length", _ORDER),
     ("model.", "the saved tensors are another model's"),
-    ("train.freeze", "the saved moments are those of other weights"),
+    ("train.freeze", "the saved moments belong to other weights"),
     ("train.ema", "the saved averages are others"),
     ("", _ORDER),
 )

@@ -24,7 +24,7 @@ _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are
 _MOST = 100  # sources
 _LARGEST = 1 << 62  # sum of shares
 _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
-# Keys of group data that a source of a mixture may have; the others are those of the whole.
+# Keys of group data that a source of a mixture may have; the mixture as a whole has the others.
 OWN = (
     *("kind", "path", "field", "target_path", "target_field", "input_field"),
     *("dtype", "validation", "validation_path", "streaming", "settings"),
@@ -81,7 +81,7 @@ def sources_of(data: Data) -> list[DataSource]:
 
 
 def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
-    """Return source `name` of a mixture: the keys `given` to it on top of those of the mixture as a whole, `data`."""
+    """Return source `name` of a mixture: the keys `given` to it over the keys of the whole mixture, `data`."""
     own = {key: value for key, value in given.items() if key in OWN}
     weighed = {key: float(given[key]) for key in ("weight", "epochs") if key in given}
     return DataSource(name, replace(data, **{"kind": "text", **own}, sources={}), **weighed)

@@ -65,7 +65,7 @@ def encode_documents(
     documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: total length of the documents, to
     report progress, 0 if unknown."""
     current, done = -1, 0
-    start = told = monotonic()
+    start = reported = monotonic()
     whole = _joined(pieces) if vocabulary.given else pieces
     for batch in _batches(whole):
         ids: list[int] = []
@@ -76,8 +76,8 @@ def encode_documents(
             ids += found
         yield np.array(ids, np.uint32)
         done += sum(len(piece) for _, piece in batch)
-        if (now := monotonic()) >= told + _SILENCE:
-            told = now
+        if (now := monotonic()) >= reported + _SILENCE:
+            reported = now
             _log_progress(done, characters, done / (now - start))
 
 

@@ -131,8 +131,8 @@ def _node(given: argparse.Namespace) -> int:
 
     if given.launch is None:
         return run_follower(_options(NodeOptions, given))
-    told = _options(Supervision, given, elsewhere=True)
-    return run_head(_options(NodeOptions, given, run_dir=told.run_dir), told)
+    supervision = _options(Supervision, given, elsewhere=True)
+    return run_head(_options(NodeOptions, given, run_dir=supervision.run_dir), supervision)
 
 
 def _pod(given: argparse.Namespace) -> int:

@@ -114,8 +114,8 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "tolerate": [_toleration(pair) for pair in ([_TAINT] if gpu else []) + o.tolerate],
     }
     limit = [f"--time-limit={seconds}"] if seconds is not None else []
-    told = [f"--retries={o.retries}", f"--notice={grace}", *limit]
-    command = ["python", "-m", "platform.jobs", "supervise", *told, *run.arguments]
+    options = [f"--retries={o.retries}", f"--notice={grace}", *limit]
+    command = ["python", "-m", "platform.jobs", "supervise", *options, *run.arguments]
     variables = [_variable(text) for text in o.secrets]
     return {
         **_flowed({**vars(o), **own}),

@@ -168,8 +168,8 @@ class _Head:
             if answers(address, port):
                 self._address = endpoint(address, port)
                 o.shared.mkdir(0o700, parents=True, exist_ok=True)
-                told = {"address": self._address, "run_dir": str(o.run_dir or "")}
-                replace_text(o.shared / HEAD, json.dumps(told), 0o600)
+                head = {"address": self._address, "run_dir": str(o.run_dir or "")}
+                replace_text(o.shared / HEAD, json.dumps(head), 0o600)
                 print_line(f"node: {gethostname()}: Ray's head is at {self._address}")
                 return
             self._node.end()
@@ -190,14 +190,14 @@ class _Head:
         return {"RAY_ADDRESS": self._address}
 
 
-def run_head(options: NodeOptions, told: Supervision) -> int:
+def run_head(options: NodeOptions, supervision: Supervision) -> int:
     """Run Ray's head and the supervisor of a run on this node; return the job's exit status. A file `stop` in the
     shared directory stops the run as SIGUSR1 does: by which process a signal of Slurm is received is a site's choice,
     a file is not."""
     with RayNode(options) as node:
         head = _Head(node, options)
         head.start()
-        supervisor = Supervisor(told, head.environment)
+        supervisor = Supervisor(supervision, head.environment)
         threading.Thread(target=_watch, args=(node, options.shared / STOP, supervisor), daemon=True).start()
         return supervisor.run()
 
@@ -218,7 +218,7 @@ def run_follower(options: NodeOptions) -> int:
     shared, going = options.shared, threading.Event()
     over = lambda: (shared / END).exists() or not shared.exists()  # noqa: E731  its script says so, or has removed it
     ends = lambda: going.is_set() or over()  # noqa: E731
-    head = partial(_told_by_head, shared, "address")
+    head = partial(_of_head, shared, "address")
     with RayNode(options) as node:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: going.set())
@@ -236,7 +236,7 @@ def run_follower(options: NodeOptions) -> int:
                 _wait(lambda: over() or not node.runs, options.drain)
             if not (node.runs or ends()):
                 print_line(f"{node.said()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr)
-                run_dir = _told_by_head(shared, "run_dir")
+                run_dir = _of_head(shared, "run_dir")
                 node.keep_logs(Path(run_dir) if run_dir else None)
             node.end()
             _wait(ends, _AGAIN_SECONDS)
@@ -250,7 +250,7 @@ def _wait(done: Callable[[], object], seconds: float = inf) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _told_by_head(shared: Path, name: str) -> str:
+def _of_head(shared: Path, name: str) -> str:
     """Read what the head wrote to the shared directory, its `address` or its `run_dir`, "" if that is not there."""
     with suppress(OSError, Malformed, KeyError, TypeError):
         return str(documents.json_file(shared / HEAD)[name])

@@ -88,23 +88,23 @@ class Supervisor:
 
     def __init__(
         self,
-        told: Supervision,
+        supervision: Supervision,
         environment: Callable[[], Mapping[str, str]] = dict,
         pause: float = _PAUSE,
         start: Callable[[Sequence[str], Mapping[str, str]], Driver] = start_process,
     ):
         """Construct the supervisor of a job from its options; `pause`: seconds before another driver, per spent
         retry."""
-        self._told, self._environment, self._pause, self._start = told, environment, pause, start
-        self._end = None if told.time_limit is None else time.monotonic() + told.time_limit
+        self._o, self._environment, self._pause, self._start = supervision, environment, pause, start
+        self._end = None if supervision.time_limit is None else time.monotonic() + supervision.time_limit
         self._driver: Driver | None = None
         self._asked = 0
-        self._replacing = False  # the present driver was told to make way for another one here
+        self._replacing = False  # the present driver is asked to make way for another one here
 
     def run(self) -> int:
         """Run the job to its end; return its exit status: one of the launcher's, or 143 after SIGTERM. Raises
         ConfigError if there is no run directory to write to, or another job has it."""
-        run_dir = self._told.run_dir
+        run_dir = self._o.run_dir
         with ExitStack() as opened:
             self._reason = Path(opened.enter_context(TemporaryDirectory(prefix="supervisor-")), "reason")
             os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
@@ -122,7 +122,7 @@ class Supervisor:
             except (OSError, Malformed) as error:
                 raise ConfigError(violation("run.dir", run_dir, f"cannot be used ({error})")) from None
             status = self._drivers(run_dir, record, used)
-            if status != STOPPED or not self._told.elsewhere:
+            if status != STOPPED or not self._o.elsewhere:
                 record.append({"event": CLOSED, "time": time.time(), "status": status})
             return status
 
@@ -131,9 +131,9 @@ class Supervisor:
         first: a second one would end the driver before it has saved, and Slurm's preemption sends two."""
         first, self._asked = not (self._asked or self._replacing), number
         if first or number == signal.SIGINT:
-            self._tell(number)
+            self._signal(number)
 
-    def _tell(self, number: int, reason: str = "") -> None:
+    def _signal(self, number: int, reason: str = "") -> None:
         """Ask the driver, if it runs, to stop: by a signal that it hears (`deaf_to_term`), and a file with the reason,
         by default the signal `number`, which the job was sent."""
         if self._driver is not None and self._driver.poll() is None:
@@ -145,14 +145,14 @@ class Supervisor:
         """Ask the driver, once, to save and stop, so that another one goes on here: what it stands on is lost."""
         if not self._replacing and self._driver is not None and self._driver.poll() is None:
             self._replacing = True
-            self._tell(signal.SIGUSR1, "its supervisor, for another driver to go on")
+            self._signal(signal.SIGUSR1, "its supervisor, for another driver to go on")
 
     def _drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
         """Run one driver after the other; return the status with which the job ends. `used`: retries so far."""
-        if used > self._told.retries:
+        if used > self._o.retries:
             return self._spent(used)
         if used:
-            print_line(f"supervisor: {used} of {self._told.retries} retries are spent")
+            print_line(f"supervisor: {used} of {self._o.retries} retries are spent")
         while True:
             before = seen(traces.steps, run_dir, 0)
             record.append({"event": STARTED, "time": time.time(), "step": before})
@@ -163,20 +163,20 @@ class Supervisor:
             used += end.costs
             line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs}
             record.append(line)
-            final = verdict(end, used, self._told.retries, self._told.elsewhere and not self._replacing)
+            final = verdict(end, used, self._o.retries, self._o.elsewhere and not self._replacing)
             if final is not None:
-                return self._spent(used) if used > self._told.retries and end.costs else final
+                return self._spent(used) if used > self._o.retries and end.costs else final
             how = "was lost" if end.lost else "stopped"
             print_line(
                 f"supervisor: the driver {how} with status {status} after step {after}: the same command again"
-                f" ({used} of {self._told.retries} retries spent)"
+                f" ({used} of {self._o.retries} retries spent)"
             )
             if self._rest(max(min(_LONGEST_PAUSE, self._pause * used), self._leaving(run_dir, status))):
                 return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
 
     def _one_driver(self) -> int:
         """Run a driver to its end; return its status."""
-        arguments = [*self._told.launch, *self._over(self._told.run_dir)]
+        arguments = [*self._o.launch, *self._over(self._o.run_dir)]
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
@@ -184,16 +184,16 @@ class Supervisor:
         self._reason.unlink(missing_ok=True)
         self._driver = self._start(arguments, environment)
         if self._asked:  # while it was starting
-            self._tell(self._asked)
+            self._signal(self._asked)
         return self._driver.wait()
 
     def _leaving(self, run_dir: Path, status: int) -> float:
         """Return the seconds to wait where nodes are taken away: until they are gone, another driver would stop too."""
-        return self._told.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
+        return self._o.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
         """Return ["checkpoint.resume=never"] if the last driver was lost before its first checkpoint, else []."""
-        chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.launch)
+        chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._o.launch)
         return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
 
     def _rest(self, seconds: float) -> bool:
@@ -206,7 +206,7 @@ class Supervisor:
     def _spent(self, used: int) -> int:
         """Print that all retries are spent; return the status of such a job."""
         print_line(
-            f"supervisor: {used} retries are spent, and {self._told.retries} are allowed: the job ends; the same"
+            f"supervisor: {used} retries are spent, and {self._o.retries} are allowed: the job ends; the same"
             " job goes on once more when it is submitted again",
             sys.stderr,
         )

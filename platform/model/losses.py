@@ -85,11 +85,11 @@ def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
 
     try:
         with own_code("train.loss"):
-            whole, slopes = tried(slice(0, 6))
+            whole, derivatives = tried(slice(0, 6))
             parts = [tried(rows) for rows in (slice(0, 2), slice(2, 6))]
     except OwnCodeError as error:
         return str(error)
-    found = torch.stack([whole, *slopes])
+    found = torch.stack([whole, *derivatives])
     if not found.isfinite().all():
         return "is not finite, or its gradient is not, at ordinary probabilities"
     if not torch.equal(found, torch.cat([torch.stack([part, *of_part]) for part, of_part in parts], 1)):

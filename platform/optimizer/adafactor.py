@@ -52,16 +52,16 @@ class Adafactor(torch.optim.Optimizer):
             for w in (w for group in self.param_groups for w in group["params"]):
                 self._begin(w, None)["step"] += 1
             return
-        homes = {
+        owned = {
             name: (w, group)
             for group in self.param_groups
             for name, w in zip(group.get("names", ()), group["params"], strict=False)
         }
-        found = {name: [*self._sides(name, w), _square(w)] for name, (w, _) in homes.items()}
+        found = {name: [*self._sides(name, w), _square(w)] for name, (w, _) in owned.items()}
         sums = self.factors.summed(found)
-        found = {name: [self._divide(name, w, sums[name][:-1])] for name, (w, _) in homes.items()}
+        found = {name: [self._divide(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
         totals = self.factors.summed(found, totals=True)
-        for name, (w, group) in homes.items():
+        for name, (w, group) in owned.items():
             self._apply(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
 
     def _sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:

@@ -65,8 +65,8 @@ class Muon(torch.optim.AdamW):
         """Update the matrices of the parameter `groups` by their orthogonalised momentum, gathered from all ranks one
         by one."""
         o = self._o
-        homes = {name: (w, group) for group in groups for name, w in zip(group["names"], group["params"], strict=True)}
-        parts = {name: self._momentum(w) for name, (w, _) in homes.items()}
+        owned = {name: (w, group) for group in groups for name, w in zip(group["names"], group["params"], strict=True)}
+        parts = {name: self._momentum(w) for name, (w, _) in owned.items()}
 
         def made(whole: Tensor) -> Tensor:
             """Compute the orthogonal update of one whole matrix: in bf16 if the model is in half precision."""
@@ -74,7 +74,7 @@ class Muon(torch.optim.AdamW):
             return orthogonal(x, o.newton_schulz).to(whole.dtype)
 
         for name, part in self.matrices.map(made, parts):
-            w, group = homes[name]
+            w, group = owned[name]
             w.mul_(1 - group["lr"] * group["weight_decay"])
             w.sub_(part.view_as(w), alpha=group["lr"] * FACTORS[o.matrix_lr](*self.matrices.shape(name)))
             del part  # before the next matrix is made

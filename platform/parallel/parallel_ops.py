@@ -30,7 +30,7 @@ from platform.plan.communication.rule import Conversion
 from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
-from platform.plan.language.ops import Parameter, Spec, lengthened
+from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
 
@@ -58,6 +58,7 @@ class ParallelOps(Ops):
     """
 
     method = "run"
+    plan: Plan
     kernels, in_kernel = kernels, staticmethod(in_kernel)
 
     def __init__(
@@ -76,7 +77,6 @@ class ParallelOps(Ops):
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
-        self.cache: KeyValueCache | None = None  # of these, in a pass of generation
         self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
         self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
         self.residency: Residency | None = None  # of parameters that are gathered for each block
@@ -104,9 +104,6 @@ class ParallelOps(Ops):
         self.angles.clear()
         self.begin()
 
-    def remembered(self, spec):
-        return lengthened(spec, self.cache.capacity) if self.cache else spec
-
     def watch(self, name, x, spec):
         if self.watched and self.position.training and not self.ahead.again:
             self.watched.see(name, x, spec)
@@ -132,9 +129,6 @@ class ParallelOps(Ops):
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
-    def fuses_attention(self, name, spec):
-        return ("fused_attention", name) in self.plan.operations
-
     # what operations compute with
 
     absent = staticmethod(conversions.absent)
@@ -147,10 +141,6 @@ class ParallelOps(Ops):
     def empty_of(tensors: Sequence[Tensor]) -> Tensor:
         """Return an empty tensor that is connected to the gradients of several, the first of which is empty."""
         return sum(tensors[1:], tensors[0])
-
-    def planned(self, kind: str, name: str) -> PlannedOperation:
-        """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
-        return self.plan.operations[kind, name]
 
     def parameter(self, p: Parameter) -> Tensor:
         """Return this rank's block of a parameter."""

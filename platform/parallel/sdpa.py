@@ -41,13 +41,13 @@ def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int) -> str:
     if name == AUTO:
         return ""
     x = torch.zeros(1, 1, 8, d_kv, dtype=dtype, device=device, requires_grad=True)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             with in_kernel(name):
                 F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
         except RuntimeError as error:
-            reasons = [str(w.message).partition(" (Triggered")[0] for w in told]  # per kernel, after a line of its name
+            reasons = [str(w.message).partition(" (Triggered")[0] for w in warned]  # per kernel, after its name
             named = [i + 1 for i, line in enumerate(reasons) if name in line.lower() and line.endswith("because:")]
             return next(iter(reasons[named[0] :] if named else []), str(error).partition("\n")[0])[:300]
     return ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from platform.boundary.documents import error_line
 from platform.boundary.refusals import ConfigError
 from platform.config.extending.extensions import load_extensions
 from platform.config.fields import Config
@@ -49,7 +50,7 @@ class Candidate:
         }
         return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
 
-    def tell_time(self) -> float:
+    def read_clock(self) -> float:
         """Return the time by this machine's clock, in seconds since the epoch."""
         return time.time()
 
@@ -69,7 +70,7 @@ class Candidate:
             self.communicator = connected(mesh, index, store, f"doctor/{pair}", [(PAIR,)], device)
             return measure_link(self.communicator, FULL if thorough else QUICK)
         except Exception as error:
-            return Findings(errors={"link": f"{type(error).__name__}: {error}".partition("\n")[0]})
+            return Findings(errors={"link": error_line(error)})
 
     def _local_device(self) -> str:
         """Return the torch device of this worker, "cpu" or "cuda:0", and make it current."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from platform.boundary import schema
+from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
@@ -58,7 +59,7 @@ from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State, tell_all, tried
+from platform.train.step.training_state import State, all_gather_values, tried
 
 
 class Worker(Candidate):
@@ -150,9 +151,9 @@ class Worker(Candidate):
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers)
         shared = False
         if c.elastic.snapshot_every:
-            nodes, tell = domains or [""] * self.world_size, partial(tell_all, self.communicator)
+            nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
             how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
-            memory = RankSnapshots.open(self.state.held, nodes, self.rank, tell, **how)
+            memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **how)
             self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
@@ -291,7 +292,7 @@ class Worker(Candidate):
         if memory:
             memory.keep_only(source.step)
         survived = source.survived(memory.held if memory else source.formed.held())
-        self.state.recover(survived, memory.of_home(source.step, source.distrusted) if memory else None)
+        self.state.recover(survived, memory.of_node(source.step, source.distrusted) if memory else None)
         self._hold(source.step)
 
     def _write_launches(self, log: list[Launch]) -> None:
@@ -325,7 +326,7 @@ class Worker(Candidate):
         try:
             return self._written.result()
         except OSError as error:
-            return Unwritten(f"{type(error).__name__}: {error}")
+            return Unwritten(error_line(error))
 
     def restore(self, directory: str, own: bool = False) -> Unrestored | None:
         """Restore the training state from the checkpoint `directory`, of any plan, in the storage that the run resumes

@@ -81,9 +81,7 @@ def _export(given: argparse.Namespace) -> int:
     """Write a checkpoint as a model that transformers loads, with the files of its tokenizer if there are any, for
     `python -m platform.weights export`; return exit status 0."""
     most = _bytes(given.shard)
-    storage, directory, manifest = catalogue.select(
-        given.url, "url", none=f"{bare_url(given.url)}: holds no checkpoint"
-    )
+    storage, directory, manifest = catalogue.select(given.url)
     manifest = with_averages(manifest) if given.averaged else manifest
     like = SavedModel(given.like, "--like").config if given.like else None
     length = stored_model(manifest.meta.identity).length

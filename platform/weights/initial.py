@@ -128,6 +128,7 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
 
     @cache
     def mean(name: str) -> Tensor:
+        """Return the mean of all rows that the weights have of the table `name`, summed in the order of the files."""
         total = torch.zeros(tables[name][1:], dtype=torch.float64)
         for piece in old[name]:
             memory = torch.empty(piece.nbytes, dtype=torch.uint8)
@@ -159,12 +160,10 @@ def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterat
 
 
 def _differences(there: Model, here: Model) -> list[str]:
-    """Return a line for each key by which the model `here` computes otherwise than `there`, whose weights it starts
-    from."""
-
-    def lines() -> Iterator[str]:
-        mine, theirs = meaning(here), meaning(there)
-        for key in (key for key in vars(here) if mine.get(key) != theirs.get(key)):
-            yield f"model.{key}={getattr(here, key)} here, {getattr(there, key)} where the weights come from"
-
-    return list(lines())
+    """Return a line per key by which the model `here` computes otherwise than `there`, whose weights it starts from."""
+    mine, theirs = meaning(here), meaning(there)
+    return [
+        f"model.{key}={getattr(here, key)} here, {getattr(there, key)} where the weights come from"
+        for key in vars(here)
+        if mine.get(key) != theirs.get(key)
+    ]

@@ -11,7 +11,7 @@ from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config, Data, Model
 from platform.model.blocks import dim_sizes
 from platform.weights.families.family import Family
-from platform.weights.families.keys import SIZES, Found, Inexpressible, Rule, told
+from platform.weights.families.keys import SIZES, Found, Inexpressible, Rule, as_json
 from platform.weights.families.known import COMMON, FAMILIES
 
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
@@ -26,10 +26,10 @@ def family_of(found: Found) -> Family:
     has other parts than a language model."""
     kind, classes = found.get("model_type"), found.get("architectures")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(violation("model_type", told(kind), "no family that is known", FAMILIES))
+        raise ConfigError(violation("model_type", as_json(kind), "no family that is known", FAMILIES))
     family = FAMILIES[kind]
     if classes is not None and not (isinstance(classes, list) and len(classes) == 1 and classes[0] in family.read):
-        raise ConfigError(violation("architectures", told(classes), f"model_type={kind} is known as", family.read))
+        raise ConfigError(violation("architectures", as_json(classes), f"model_type={kind} is known as", family.read))
     return family
 
 
@@ -50,7 +50,7 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
             wrong.append(str(error))
     known = {name for rule in rules for name in rule.names}
     wrong += [
-        f"{key}={told(value)}: our words do not express this key" for key, value in found.items() if key not in known
+        f"{key}={as_json(value)}: our words do not express this key" for key, value in found.items() if key not in known
     ]
     if "tied" not in out:
         out["tied"] = "lm_head.weight" not in names

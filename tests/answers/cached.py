@@ -30,10 +30,10 @@ class Watched(Generator):
         super().__init__(*given)
         self.seen: list[tuple[int, Tensor]] = []
 
-    def _told(self, run, logits, out, numbers):
+    def _to_all_ranks(self, run, logits, out, numbers):
         if logits is not None and run.speaks:
             self.seen.append((run.sequences[0], logits[-1].double().clone()))
-        return super()._told(run, logits, out, numbers)
+        return super()._to_all_ranks(run, logits, out, numbers)
 
 
 @dataclass

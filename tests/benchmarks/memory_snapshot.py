@@ -96,8 +96,8 @@ def main() -> None:
         plan = make_plan(c)
         state = held_of(plan, ["exp_avg", "exp_avg_sq"])
         held = MemoryMap(state, domains, not arguments.apart)
-        sizes = [held.kept_bytes(rank) for rank in range(RANKS)]
-        own, given = (max(size[what] for size in sizes) / 2e6 for what in ("own", "copies"))
+        own = max(sum(part.nbytes for part in held.own(rank)) for rank in range(RANKS)) / 1e6
+        given = max(sum(c.nbytes for c in held.copies if c.receiver == rank) for rank in range(RANKS)) / 1e6
         ranks = pool.run(measure, (c, domains, arguments.steps, not arguments.apart), plan)
         slowest = [
             [max(times) for times in zip(*(rank[k] for rank in ranks), strict=True)] for k in range(len(ranks[0]))

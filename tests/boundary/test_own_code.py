@@ -61,7 +61,7 @@ def test_errors_that_are_named_pass_unchanged():
 HANGS = """
 import logging, time
 from platform.boundary import own_code
-own_code.TELL_AFTER = 0.2
+own_code.REPORT_AFTER = 0.2
 def loop():
     while True:
         try:

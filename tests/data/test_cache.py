@@ -109,7 +109,7 @@ def large(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(cache, "BLOCK", 1 << 20)
     cache.fetch(tmp_path / "key", write, lambda folder, content: content)
     monkeypatch.setattr(cache, "BLOCK", 1 << 24)  # what it was sealed with counts
-    monkeypatch.setattr(cache, "TELL_EVERY", 0.0)
+    monkeypatch.setattr(cache, "REPORT_EVERY", 0.0)
     return tmp_path / "key"
 
 

@@ -44,7 +44,7 @@ class FakeWorker:
             else mine
         )
 
-    def tell_time(self):
+    def read_clock(self):
         return time.time() + self.crew.late_clocks.get(self.number, 0.0)
 
     def examine(self, thorough):

@@ -77,7 +77,7 @@ def link() -> None:
 
 
 HOW = {f.__name__: f for f in (products, wrong, storage, forgetful, clock, link)}
-_well = Worker.tell_time
+_well = Worker.read_clock
 
 
 def _fall_ill(self: Worker) -> float:
@@ -90,8 +90,8 @@ def _fall_ill(self: Worker) -> float:
 
 
 class SickWorker(Worker):
-    tell_time = _fall_ill
+    read_clock = _fall_ill
 
 
 if os.environ.get("SICK_BY_EXTENSION"):
-    Worker.tell_time = _fall_ill  # type: ignore[method-assign]
+    Worker.read_clock = _fall_ill  # type: ignore[method-assign]

@@ -147,7 +147,7 @@ class SimulatedWorker:
                 PROOFS[probe] = proof(self.config, self.run_dir, probe)
             return PROOFS[probe]
 
-    def tell_time(self):
+    def read_clock(self):
         return time.time()
 
     def examine(self, thorough):

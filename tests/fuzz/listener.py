@@ -94,16 +94,10 @@ class Target(NamedTuple):
     board: Switchboard
     challenge: str
 
-    @property
-    def session(self) -> str:
-        return self.board.session
 
-    def token(self, number: int) -> str:
-        return self.board.token(number)
-
-
-def greeting(to: Target, claimed: int, token: str, **changes: Any) -> bytes:
-    nonce = secret.new()
+def greeting(to: Target, claimed: int, token: str | None = None, **changes: Any) -> bytes:
+    """A greeting, with the token of the claimed number unless another is given."""
+    nonce, token = secret.new(), to.board.token(claimed) if token is None else token
     fields = {"number": claimed, "node": "here", "pid": os.getpid(), "nonce": nonce}
     fields["proof"] = secret.proof(token, secret.MEMBER, to.challenge, nonce)
     return framed(json.dumps({"hello": fields | changes}).encode())
@@ -114,7 +108,7 @@ def of_fields(draw: random.Random, to: Target) -> bytes:
     claimed = draw.choice(EXPECTED)
     field = draw.choice(("nonce", "proof", "pid", "node", "number", "more"))
     wrong = {"node": [value(draw)], "pid": -draw.randint(0, 9)}.get(field, value(draw))
-    return greeting(to, claimed, to.token(claimed), **{field: wrong})
+    return greeting(to, claimed, **{field: wrong})
 
 
 def of_surrogates(draw: random.Random, to: Target) -> bytes:
@@ -124,11 +118,11 @@ def of_surrogates(draw: random.Random, to: Target) -> bytes:
     if draw.random() < 0.3:
         return framed(json.dumps({"hello": {"token": lone, "number": claimed}}).encode())
     field = draw.choice(("nonce", "proof", "node", "number", lone))
-    return greeting(to, claimed, to.token(claimed), **{field: lone})
+    return greeting(to, claimed, **{field: lone})
 
 
 def of_numbers(draw: random.Random, to: Target) -> bytes:
-    return greeting(to, 0, to.token(1), number=number(draw))
+    return greeting(to, 1, number=number(draw))
 
 
 def of_depth(draw: random.Random, to: Target) -> bytes:
@@ -149,24 +143,24 @@ def of_emptiness(draw: random.Random, to: Target) -> bytes:
 def of_parts(draw: random.Random, to: Target) -> bytes:
     """The beginning of a true greeting: the rest never comes."""
     claimed = draw.choice(EXPECTED)
-    whole = greeting(to, claimed, to.token(claimed))
+    whole = greeting(to, claimed)
     return whole[: draw.randint(1, len(whole) - 1)]
 
 
 def of_claims(draw: random.Random, to: Target) -> bytes:
     """One member's token for another's number."""
     own, other = draw.sample(EXPECTED, 2)
-    return greeting(to, other, to.token(own))
+    return greeting(to, other, to.board.token(own))
 
 
 def of_nobody(draw: random.Random, to: Target) -> bytes:
     """The true token of who is not expected: not yet, or not any more."""
     claimed = draw.choice((MEMBER, draw.randint(100, 10**6)))
-    return greeting(to, claimed, to.token(claimed))
+    return greeting(to, claimed)
 
 
 def of_guesses(draw: random.Random, to: Target) -> bytes:
-    other = secret.token(to.session, to.session, 1)
+    other = secret.token(to.board.session, to.board.session, 1)
     return greeting(to, draw.choice(EXPECTED), draw.choice((secret.new(), "", other)))
 
 
@@ -206,7 +200,7 @@ class Listener:
         self.silent: deque[socket.socket] = deque()
         board.expect([MEMBER])
         self.member, to = self.knock()
-        self.member.sendall(greeting(to, MEMBER, to.token(MEMBER)))
+        self.member.sendall(greeting(to, MEMBER))
         assert self.events(1)[0][0] == MEMBER
         board.expect(EXPECTED)
         self.files = len(os.listdir("/proc/self/fd"))
@@ -265,21 +259,20 @@ class Listener:
                     connection.sendall(data[start:end])
                     assert self.board.poll(0) == []
             if verdict(data) == CUT:
-                self.is_cut_off(connection)
+                self.until(lambda: ended(connection), "it is not cut off")
                 assert self.board.refused == before + 1
             else:
                 assert self.board.poll(0) == [] and not ended(connection), "hung up on before the message was whole"
 
-    def is_cut_off(self, connection: socket.socket) -> None:
+    def until(self, done: Callable[[], bool], late: str) -> None:
+        """Let the driver go on until `done`, while nobody hears of it."""
         deadline = monotonic() + PATIENCE
-        while not ended(connection):
+        while not done():
             assert self.board.poll(0) == [], "somebody has heard of it"
-            assert monotonic() < deadline, "it is not cut off"
+            assert monotonic() < deadline, late
 
     def nothing_left(self, silent: int) -> None:
-        deadline = monotonic() + PATIENCE
-        while len(self.board._strangers) > silent:
-            assert self.board.poll(0) == [] and monotonic() < deadline, "strangers that are gone are kept"
+        self.until(lambda: len(self.board._strangers) <= silent, "strangers that are gone are kept")
         if self.count % 500 == 0:
             open_now = len(os.listdir("/proc/self/fd")) - 2 * silent
             assert open_now <= self.files, f"{open_now - self.files} descriptors are left"
@@ -330,7 +323,7 @@ class Listener:
         self.late += 1
         own, (connection, to) = self.late, self.knock()
         self.board.expect([own])
-        data = greeting(to, own, to.token(own))
+        data = greeting(to, own)
         with connection:
             self.stranger(lambda draw, other: data, draw, pieces=1)
             connection.sendall(data)
@@ -351,7 +344,7 @@ class Listener:
         own, board = self.late, self.board
         board.expect([own])
         connection, to = self.knock()
-        data = greeting(to, own, to.token(own)) + more
+        data = greeting(to, own) + more
         cuts, heard = sorted(draw.randint(0, len(data)) for _ in range(pieces - 1)), []
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             connection.sendall(data[start:end])

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
-from platform.train.step.training_state import tell_all
+from platform.train.step.training_state import all_gather_values
 
 
 def opened(state, nodes, communicator, shared: bool = True, divided: bool = True) -> RankSnapshots:
     """As a worker opens its own; unless `shared`, as where nobody finds the memory of others."""
-    tell: Callable[[Any], list[Any]] = partial(tell_all, communicator)
+    all_gather: Callable[[Any], list[Any]] = partial(all_gather_values, communicator)
     if not shared:
-        found, tell = tell, lambda value: found(value is not True and value)
-    memory = RankSnapshots.open(state, nodes, communicator.rank, tell, divided)
+        found, all_gather = all_gather, lambda value: found(value is not True and value)
+    memory = RankSnapshots.open(state, nodes, communicator.rank, all_gather, divided)
     assert memory.held.shared == shared
     return memory

@@ -16,7 +16,7 @@ from platform.boundary.files.file_storage import Storage
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor
-from platform.checkpoint.moves import restore
+from platform.checkpoint.moves import World, restore
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Meta
@@ -103,15 +103,15 @@ class Job:
         return directory
 
     def restore(
-        self, storage: Storage, directory: str, manifest, dtype: torch.dtype | None = None, **kwargs
+        self, storage: Storage, directory: str, manifest, dtype: torch.dtype | None = None, **budget: int
     ) -> list[list[Block]]:
         """Every rank's blocks, restored by all ranks together."""
         post = Post(self.world_size)
 
         def work(rank: int) -> list[Block]:
             blocks = self.blocks(rank, empty=True, dtype=dtype)
-            given = {"rank": rank, "world_size": self.world_size, "exchange": lambda m: post.exchange(rank, m)}
-            restore(storage, directory, manifest, self.state, blocks, **given, **kwargs)
+            world = World(rank, self.world_size, lambda m: post.exchange(rank, m), **budget)
+            restore(storage, directory, manifest, self.state, blocks, world)
             return blocks
 
         with ThreadPoolExecutor(self.world_size) as pool:

@@ -22,7 +22,7 @@ MAY_WAIT = {
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
     "parallel/compiled.py:_lacking": "tries the compiler, before a generation forms",
     "train/generation/beams.py:step": "beams are chosen on the host",
-    "train/generation/generator.py:_told": "answers are sent to the driver",
+    "train/generation/generator.py:_to_all_ranks": "answers are sent to the driver",
     "train/generation/generator.py:_written": "tokens are sent to the driver",
     "train/generation/generator.py:score": "answers are sent to the driver",
     "train/health/link.py:measure_link": "a measurement, outside of any step",
@@ -34,7 +34,7 @@ MAY_WAIT = {
     "train/step/step_report.py:_slower": "host memory",
     "train/worker.py:_settled": "while a generation forms",
     "train/worker.py:leave": "a worker that leaves waits for its device",
-    "train/step/training_state.py:tell_all": "host memory",
+    "train/step/training_state.py:all_gather_values": "host memory",
 }
 MAY_MAKE = {
     "parallel/communicator/base.py:<module>": "the processor's vector mathematics, before threads exist",

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FAULTS = 100  # reported for one tensor at most
-COORDINATES = 1 << 24  # of corners, compared at most: those of 700,000 blocks of a tensor cut along three dims
+COORDINATES = 1 << 24  # of corners, compared at most: of 700,000 blocks of a tensor that is cut along three dims
 
 
 class Box(NamedTuple):

@@ -48,16 +48,16 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
                 lines[domains[sender]].append(Copy(chain, *share, sender, -1))
     if len(lines) < 2:
         return []
-    members = {home: [rank for rank, domain in enumerate(domains) if domain == home] for home in lines}
+    members = {one: [rank for rank, domain in enumerate(domains) if domain == one] for one in lines}
     order = [rank for ranks in members.values() for rank in ranks]
-    sizes = {home: sum(part.nbytes for part in line) for home, line in lines.items()}
+    sizes = {domain: sum(part.nbytes for part in line) for domain, line in lines.items()}
     total = sum(sizes.values())
-    arc = max(-(-b // n) for b, n in [(total, len(order))] + [(sizes[h], len(order) - len(members[h])) for h in lines])
+    arc = max(-(-b // n) for b, n in [(total, len(order))] + [(sizes[d], len(order) - len(members[d])) for d in lines])
     turn = before = at = 0
-    for home, size in sizes.items():
+    for domain, size in sizes.items():
         at += size
         turn = max(turn, at - arc * before)
-        before += len(members[home])
+        before += len(members[domain])
     out, at = [], 0
     for part in (part for line in lines.values() for part in line if part.nbytes):
         chain, first, last, *_ = part
@@ -71,19 +71,14 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
     return out
 
 
-def sent_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
-    """Map receiving ranks to the parts of the state that they keep in memory for `rank`; `kept`: all copies."""
-    out: dict[int, list[Share]] = defaultdict(list)
-    for copy in kept:
+def exchanged(copies: Iterable[Copy], rank: int) -> tuple[dict[int, list[Share]], dict[int, list[Share]]]:
+    """Map the peers of `rank` to the parts of the state that they keep in memory for it, and to those that it keeps for
+    them; `copies`: all copies in peers' memory."""
+    sent: dict[int, list[Share]] = defaultdict(list)
+    kept: dict[int, list[Share]] = defaultdict(list)
+    for copy in copies:
         if copy.sender == rank:
-            out[copy.receiver] += copy.parts
-    return out
-
-
-def kept_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
-    """Map sending ranks to the parts of the state that `rank` keeps in memory for them; `kept`: all copies."""
-    out: dict[int, list[Share]] = defaultdict(list)
-    for copy in kept:
-        if copy.receiver == rank:
-            out[copy.sender] += copy.parts
-    return out
+            sent[copy.receiver] += copy.parts
+        elif copy.receiver == rank:
+            kept[copy.sender] += copy.parts
+    return sent, kept

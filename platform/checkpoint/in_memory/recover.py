@@ -13,10 +13,10 @@ from platform.checkpoint.blocks.chain import Chain
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece, Share
 from platform.checkpoint.in_memory.copies import Copy, copies
 from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.moves import BUDGET, Exchange, clear_padding, exchange_alone, pass_on
+from platform.checkpoint.moves import ALONE, World, clear_padding, pass_on
 
 Read = Callable[[Share, Tensor], None]
-"""Copies the bytes of a part of a global tensor from this rank's home into memory, uint8 [bytes]."""
+"""Copies the bytes of a part of a global tensor that this rank can read into memory, uint8 [bytes]."""
 
 
 def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]) -> list[Chain]:
@@ -60,11 +60,11 @@ Keepers = dict[frozenset[object], set[object]]
 
 def keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
     """Map each set of memories (nodes or ranks) with the same parts of the state to the memories with their copies."""
-    homes = [None if rank in distrusted else home for rank, home in enumerate(held.homes)]
-    having = {id(chain): frozenset(homes[rank] for rank in chain.holders) for chain in held.chains}
+    memories = [None if rank in distrusted else memory for rank, memory in enumerate(held.memories)]
+    having = {id(chain): frozenset(memories[rank] for rank in chain.holders) for chain in held.chains}
     found: Keepers = {places: set() for places in having.values()}
     for copy in held.copies:
-        found[having[id(copy.chain)]].add(homes[copy.receiver])
+        found[having[id(copy.chain)]].add(memories[copy.receiver])
     return found
 
 
@@ -83,19 +83,14 @@ def recover(
     read: Read,
     state: Sequence[HeldTensor],
     blocks: Sequence[Block],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    exchange: Exchange = exchange_alone,
-    budget: int = BUDGET,
+    world: World,
 ) -> None:
     """Fill this rank's `blocks` from the training state that survivors of a failure can read in memory; all ranks call
     it together. Padding, beyond the global tensor, becomes zero.
 
     `survived`: chains that ranks can read (a result of `surviving`, nothing lost); `state`: tensors with the holders of
-    their blocks under the new plan; both equal on all ranks. `budget`: bytes that a rank receives per `exchange`, on
-    average. A rank reads all parts that it can by itself; the ranks that can read a part that others need each send an
-    equal share.
+    their blocks under the new plan; both equal on all ranks. A rank reads all parts that it can by itself; the ranks
+    that can read a part that others need each send an equal share.
     """
     clear_padding(state, blocks)
 
@@ -103,14 +98,14 @@ def recover(
         for part, memory in zip(wanted, into, strict=True):
             read(part.source, memory)
 
-    own = _own([chain for chain in survived if rank in chain.holders], blocks)
-    pass_on(([[piece]] for piece in own), fetch, [], blocks, 0, exchange_alone)
-    if all(len(chain.holders) == world_size for chain in survived):
+    own = _own([chain for chain in survived if world.rank in chain.holders], blocks)
+    pass_on(([[piece]] for piece in own), fetch, [], blocks, ALONE)
+    if all(len(chain.holders) == world.size for chain in survived):
         return
     placed = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
-    count = -(-placed // max(LARGEST_BLOCK, budget * world_size))
-    turns = _turns(survived, {block.name for block in blocks}, rank, world_size, count)
-    pass_on(turns, fetch, state, blocks, rank, exchange)
+    count = -(-placed // max(LARGEST_BLOCK, world.budget * world.size))
+    turns = _turns(survived, {block.name for block in blocks}, world, count)
+    pass_on(turns, fetch, state, blocks, world)
 
 
 def _own(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
@@ -127,11 +122,11 @@ def _own(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Sha
 
 
 def _turns(
-    survived: Sequence[Chain], names: Collection[str], rank: int, world_size: int, count: int
+    survived: Sequence[Chain], names: Collection[str], world: World, count: int
 ) -> Iterator[list[list[Piece[Share]]]]:
     """Yield `count` turns: the pieces that every rank passes on in each, about an equal part of all that it has to.
-    Pieces of other ranks than `rank` are left out if they belong to none of the tensors `names`."""
-    given: list[list[tuple[Chain, int, int]]] = [[] for _ in range(world_size)]
+    Pieces of other ranks than this one are left out if they belong to none of the tensors `names`."""
+    given: list[list[tuple[Chain, int, int]]] = [[] for _ in range(world.size)]
     having = {id(chain): frozenset(chain.holders) for chain in survived}
     wanted = {id(chain): any(tensor.name in names for tensor, _ in chain.blocks) for chain in survived}
     for chain in survived:
@@ -144,9 +139,9 @@ def _turns(
             begin, end = (total * number // count for number in (turn, turn + 1))
             for chain, first, last in parts:
                 size = last - first
-                if (sender == rank or wanted[id(chain)]) and before < end and begin < before + size:
+                if (sender == world.rank or wanted[id(chain)]) and before < end and begin < before + size:
                     a, b = (_between(chain, first, last, first + at - before) for at in (begin, end))
-                    for share in chain.parts(a, b, None if sender == rank else names):
+                    for share in chain.parts(a, b, None if sender == world.rank else names):
                         tensor, box = share
                         pieces[sender].append(Piece(tensor.name, tensor.dtype, box, share, having[id(chain)]))
                 before += size

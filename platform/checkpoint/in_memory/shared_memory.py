@@ -65,17 +65,17 @@ class SharedMemory:
                 here.madvise(mmap.MADV_REMOVE)
 
 
-def open_home(
-    memory: SharedMemory, nodes: Sequence[Hashable], rank: int, tell: Callable[[Any], list[Any]]
+def open_node(
+    memory: SharedMemory, nodes: Sequence[Hashable], rank: int, all_gather: Callable[[Any], list[Any]]
 ) -> dict[int, SharedMemory] | None:
     """Open the memories of all ranks of this rank's node: rank -> memory, its own included; None if any rank of the job
-    cannot open its node's. All ranks call it together. `nodes`: every rank's node; `tell`: an all-gather of one value
-    per rank."""
-    addresses = tell(memory.address)
+    cannot open its node's. All ranks call it together. `nodes`: every rank's node; `all_gather`: gathers one value of
+    every rank on all."""
+    addresses = all_gather(memory.address)
     found = {
         mate: memory if mate == rank else SharedMemory.find(addresses[mate])
         for mate, node in enumerate(nodes)
         if node == nodes[rank]
     }
     opened = {mate: there for mate, there in found.items() if there}
-    return opened if all(tell(len(opened) == len(found))) else None
+    return opened if all(all_gather(len(opened) == len(found))) else None

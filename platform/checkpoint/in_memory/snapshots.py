@@ -16,9 +16,9 @@ from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import Buffer
 from platform.checkpoint.blocks.pinned import lock_pages
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
-from platform.checkpoint.in_memory.copies import Copy, kept_by, sent_by
+from platform.checkpoint.in_memory.copies import Copy, exchanged
 from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_home
+from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_node
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""
@@ -99,9 +99,9 @@ class Snapshot:
         self._memory.free(self._at, self._size)
 
 
-class HomeSnapshot:
-    """Training state at one step in the memory of a home, as one of its ranks reads it, also of ranks that have died.
-    `values`: plain data."""
+class NodeSnapshot:
+    """Training state at one step in the memory that the ranks of a node share, as one of them reads it, also of ranks
+    that have died; of one rank where they share none. `values`: plain data."""
 
     def __init__(self, buffers: Sequence[Buffer], values: Any):
         """Collect the `buffers` of snapshots of all ranks that share a memory: own blocks before copies, as a copy of a
@@ -115,14 +115,14 @@ class HomeSnapshot:
                     parts[box] = buffer.data[at:end].view(*box.extent, tensor.itemsize)
 
     def read(self, part: Share, memory: Tensor) -> None:
-        """Copy the bytes of a part of a global tensor into `memory`, uint8 [bytes]. Raises AssertionError if the home
-        lacks any of them."""
+        """Copy the bytes of a part of a global tensor into `memory`, uint8 [bytes]. Raises AssertionError if that
+        memory lacks any of them."""
         out, left = memory.view(*part.box.extent, part.tensor.itemsize), part.box.size
         for box, there in self._parts.get(part.tensor.name, {}).items():
             if left and (common := box.overlap(part.box)):
                 out[common.within(part.box)] = there[common.within(box)]
                 left -= common.size
-        assert not left, f"{part.tensor.name} {part.box} is not in the memory of this home"
+        assert not left, f"{part.tensor.name} {part.box} is not in the memory of this node"
 
     def bytes_of(self, parts: Sequence[Share]) -> Tensor:
         """Return the bytes of several parts of the training state in shared memory, joined in order, uint8 [bytes]."""
@@ -136,8 +136,8 @@ class RankSnapshots:
     """Snapshots of one rank in one generation; they outlive its process groups and its model, and the process too, in
     the ranks that share its memory.
 
-    Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory
-    (`MemoryMap.kept_bytes`). `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
+    Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory.
+    `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
     for state on a GPU.
     """
 
@@ -146,7 +146,7 @@ class RankSnapshots:
         of every rank that shares memory with this one, its own included; `pinned`: page-locked memory for its own
         parts."""
         self.held, self._rank, self._mates, self._pinned = held, rank, mates, pinned
-        self._own, self._kept, self._sent = held.own(rank), kept_by(held.copies, rank), sent_by(held.copies, rank)
+        self._own, (self._sent, self._kept) = held.own(rank), exchanged(held.copies, rank)
         self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
         self._places: dict[int, Snapshot] = {}  # the snapshots at the two places in memory
         self._order: list[int] = []  # places, that written last at the end
@@ -159,15 +159,15 @@ class RankSnapshots:
         state: Sequence[HeldTensor],
         nodes: Sequence[Hashable],
         rank: int,
-        tell: Callable[[Any], list[Any]],
+        all_gather: Callable[[Any], list[Any]],
         divided: bool = True,
         pinned: bool = False,
     ) -> RankSnapshots:
         """Find out whether the ranks of every node can share memory, and prepare to take snapshots; all ranks call it
         together. `state` (tensors with the holders of their blocks) and `nodes` (every rank's) are equal on all of
-        them; `tell`: an all-gather of one value per rank; `divided`: see `MemoryMap`."""
+        them; `all_gather`: gathers one value of every rank on all; `divided`: see `MemoryMap`."""
         memory = SharedMemory.create()
-        mates = open_home(memory, nodes, rank, tell)
+        mates = open_node(memory, nodes, rank, all_gather)
         held = MemoryMap(state, nodes, mates is not None, divided)
         return cls(held, rank, mates or {rank: memory}, pinned)
 
@@ -189,7 +189,7 @@ class RankSnapshots:
                 self._places.pop(place).free()
         self._order = list(self._places)
 
-    def of_home(self, step: int, distrusted: Collection[int] = ()) -> HomeSnapshot:
+    def of_node(self, step: int, distrusted: Collection[int] = ()) -> NodeSnapshot:
         """Return the training state after `step` in the memory that this rank shares with its node, without the
         snapshots of `distrusted` ranks. Raises RuntimeError if one of the others has not completed its snapshot."""
         mates = sorted(self._mates.keys() - set(distrusted), key=lambda mate: mate != self._rank)  # its own first
@@ -198,14 +198,14 @@ class RankSnapshots:
             raise RuntimeError(f"rank {lacking[0]} holds no snapshot of step {step}")
         snapshots = list(filter(None, found.values()))
         buffers = [*(one.own for one in snapshots), *(one.copies for one in snapshots)]
-        return HomeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
+        return NodeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
 
     def _of(self, mate: int) -> Iterator[Snapshot]:
         """Yield the snapshots in the memory of rank `mate`, this rank or one that shares memory with it."""
         if mate == self._rank:
             yield from self._places.values()
             return
-        own, copies = self.held.own(mate), _all(kept_by(self.held.copies, mate))
+        own, copies = self.held.own(mate), _all(exchanged(self.held.copies, mate)[1])
         for at in (0, Snapshot.size(own, copies)):
             yield Snapshot(self._mates[mate], at, own, copies)
 
@@ -215,10 +215,10 @@ class RankSnapshots:
         """Send the parts in `passed` (a result of `handed_over`) that this rank is the sender of, and receive those
         meant for it; all ranks of the call, of which this one is `rank`, do so together before a generation in which
         some survivors have no seat."""
-        home = self.of_home(step, distrusted)
-        sent, kept = sent_by(passed, rank), kept_by(passed, rank)
+        node = self.of_node(step, distrusted)
+        sent, kept = exchanged(passed, rank)
         handed = Buffer(_all(kept))
-        _transfer([(peer, home.bytes_of(parts)) for peer, parts in sent.items()], kept, handed, transfer)
+        _transfer([(peer, node.bytes_of(parts)) for peer, parts in sent.items()], kept, handed, transfer)
         self._handed = handed
 
     def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:

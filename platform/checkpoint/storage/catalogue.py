@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from platform.boundary.files.file_storage import Storage, open_storage, read_note, write_note
 from platform.boundary.files.local_files import UNKNOWN
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import bare_url, redact
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, OtherFormat, Refused
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
@@ -50,10 +50,11 @@ def split_url(url: str) -> tuple[str, str | None]:
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
 
 
-def select(url: str, key: str, none: str = "holds no checkpoint") -> tuple[Storage, str, Manifest]:
+def select(url: str, key: str = "url", none: str = "") -> tuple[Storage, str, Manifest]:
     """Return the storage, directory and manifest of the checkpoint that a URL names, or of the newest good one in the
     storage that it names. Quarantines nothing. Raises ConfigError, naming the configuration key `key`, for a URL that
-    no storage has; Refused, with the reason `none` where there is no checkpoint; OSError."""
+    no storage has; Refused where there is no checkpoint, with the reason `none`, by default that the URL holds none;
+    OSError."""
     at, name = split_url(url)
     storage = open_storage(at, key)
     if name:
@@ -61,6 +62,7 @@ def select(url: str, key: str, none: str = "holds no checkpoint") -> tuple[Stora
     found = find(storage, deep=False, mark=False)
     if found.directory is None or found.manifest is None:
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
+        none = none or f"{bare_url(url)}: holds no checkpoint"
         raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else SAVED}")
     return storage, found.directory, found.manifest
 
@@ -138,7 +140,7 @@ def verify(storage: Storage, directory: str) -> Manifest:
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
     """Raise Refused if a manifest contradicts itself, or a block file that it lists is missing or of another size;
     OSError if a file cannot be inspected."""
-    manifests.refuse(manifest.faults())
+    manifests.refuse_faults(manifest.faults())
     there = storage.list(directory)
     for name, size in manifest.files.items():
         if there.get(name) != size:
@@ -156,15 +158,26 @@ def quarantine(storage: Storage, directory: str, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """Newest checkpoint that can be trusted, or None; and the newer ones that were refused: (directory, reason).
+    """Checkpoint of a storage that can be trusted, or none; and the newer ones that were refused: (directory, reason).
 
     `sound`: the refused directories that may be undamaged: they are of another format, or the storage failed.
     """
 
+    storage: Storage
     directory: str | None
     manifest: Manifest | None
     refused: tuple[tuple[str, str], ...] = ()
     sound: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Return the number of updates in the checkpoint, 0 if there is none."""
+        return self.manifest.meta.step if self.manifest else 0
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the checkpoint: its directory in the storage."""
+        return f"{self.storage.url}/{self.directory}"
 
 
 def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
@@ -191,7 +204,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
         directory = attempt.directory
         try:
             manifest = (verify if deep else load_manifest)(storage, directory)
-            return Selection(directory, manifest, tuple(refused), tuple(sound))
+            return Selection(storage, directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
             if mark:
@@ -200,7 +213,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
             sound += [directory] if isinstance(error, OtherFormat | OSError) else []
-    return Selection(None, None, tuple(refused), tuple(sound))
+    return Selection(storage, None, None, tuple(refused), tuple(sound))
 
 
 def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:

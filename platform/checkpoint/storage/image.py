@@ -35,7 +35,7 @@ class Image:
         the driver. Raises OSError."""
         view = memoryview(self._buffer.data.numpy().data)
         with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
-            hashes = [pool.submit(_sha256, view[at:end]) for _, at, end in self._buffer.places]
+            hashes = [pool.submit(hashlib.sha256, view[at:end]) for _, at, end in self._buffer.places]
             try:
                 storage.write(
                     f"{directory}/{self.file}",
@@ -45,12 +45,7 @@ class Image:
                 pool.shutdown(cancel_futures=True)
                 raise
             blocks = [
-                BlockReport(held.name, held.dtype, held.shape, box.offset, box.extent, at, digest.result())
+                BlockReport(held.name, held.dtype, held.shape, box, at, digest.result().hexdigest())
                 for ((held, box), at, _), digest in zip(self._buffer.places, hashes, strict=True)
             ]
         return FileReport(self.file, len(view), blocks)
-
-
-def _sha256(data: memoryview) -> str:
-    """Return the SHA-256 of a stored block of a checkpoint as hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()

@@ -116,10 +116,10 @@ class Manifest:
         blocks: dict[str, list[StoredBlock]] = {}
         for report in reports:
             files[report.file] = report.bytes
-            for name, dtype, shape, offset, extent, at, sha256 in report.blocks:
+            for name, dtype, shape, box, at, sha256 in report.blocks:
                 if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
                     raise Refused(f"{name} has several shapes or types in the workers' reports")
-                blocks.setdefault(name, []).append(StoredBlock(Box(offset, extent), report.file, at, sha256))
+                blocks.setdefault(name, []).append(StoredBlock(box, report.file, at, sha256))
         tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
         return cls(meta, files, tensors)
 
@@ -216,10 +216,10 @@ def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> N
         for n, shape in tensors.items()
         if n in manifest.tensors and manifest.tensors[n].shape != tuple(shape)
     ]
-    refuse(wrong)
+    refuse_faults(wrong)
 
 
-def refuse(faults: Sequence[str]) -> None:
+def refuse_faults(faults: Sequence[str]) -> None:
     """Raise Refused with the first of a checkpoint's faults and the number of further ones, if there is any."""
     if faults:
         raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))

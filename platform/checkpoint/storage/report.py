@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from platform.checkpoint.blocks.box import Box
+
 
 class BlockReport(NamedTuple):
-    """Block of the global tensor `name`: its bytes begin at `at` of the file and have the hash `sha256`."""
+    """Block `box` of the global tensor `name`: its bytes begin at `at` of the file and have the hash `sha256`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
+    box: Box
     at: int
     sha256: str
 

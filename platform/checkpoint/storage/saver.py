@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import Storage
 from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
 from platform.checkpoint.storage.catalogue import begin, commit, discard, prune
@@ -117,7 +118,7 @@ class Saver:
         except Exception as error:
             if not isinstance(error, Superseded):
                 again = attempt < self._tries and not self._cancelled.is_set()
-                failed = {"directory": directory, "attempt": attempt, "reason": _reason(error), "again": again}
+                failed = {"directory": directory, "attempt": attempt, "reason": error_line(error), "again": again}
                 self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
             if directory:
                 with suppress(OSError):  # frees its space; if that fails too, `prune` will
@@ -136,9 +137,4 @@ class Saver:
         try:
             prune(self._storage, self._last, self._every, self.losses)
         except Exception as error:
-            self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": _reason(error)})
-
-
-def _reason(error: Exception) -> str:
-    """Return why a checkpoint could not be saved: the first line of the error, with its type."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": error_line(error)})

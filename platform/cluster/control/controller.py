@@ -68,7 +68,7 @@ class Controller:
             RunState.RELEASING: self._release,
         }
         self._generation: Generation | None = None  # the one that runs
-        self._told_traffic = ""
+        self._traffic_shown = ""
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
@@ -155,7 +155,7 @@ class Controller:
                 self._end_early()
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
-                self._tell_traffic(generation)
+                self._report_traffic(generation)
             self._save_if_due(crew, step)
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
@@ -173,7 +173,7 @@ class Controller:
             least = f"its lowest val loss was {best.loss:.4f}, after step {best.step}"
             self._monitor.say(f"ends early after step {self.done}: {least}")
 
-    def _tell_traffic(self, generation: Generation) -> None:
+    def _report_traffic(self, generation: Generation) -> None:
         """Journal the bytes that a training step of this generation sends between nodes and other tiers of the cluster,
         if its ranks are in several; print them if they differ from the ones printed last. Done after the first step, as
         counting may take a second, which no recovery is to pay."""
@@ -181,9 +181,9 @@ class Controller:
             return
         rows = tier_traffic(generation.plan, generation.tiers)
         self._journal.write(events.Traffic(rows=[asdict(row) for row in rows]))
-        if (line := traffic_line(rows)) != self._told_traffic:
+        if (line := traffic_line(rows)) != self._traffic_shown:
             self._monitor.say(line)
-            self._told_traffic = line
+            self._traffic_shown = line
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
         """Let all ranks take training step `step`; return the answers of `_take`, rank 0's being the report on all, and

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import inf
 
 from platform.boundary.refusals import violation
+from platform.cluster.crew.base.job import gpu_count
 from platform.cluster.run.devices import machine_memory
 from platform.config.fields import Config, Model
 from platform.plan.core.passes import ROOM
@@ -46,11 +47,9 @@ def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
 
 def _memory(config: Config, workers: int) -> float:
     """Return the bytes of memory that all workers have together; inf if it is not known before they are there."""
-    from torch.cuda import device_count
-
     cluster = config.cluster
     if cluster.gpu and (of_one := memory_of(cluster.gpu)):
         return of_one * workers
-    if cluster.kind in ("inline", "processes") and cluster.device != "cuda" and not device_count():
+    if cluster.kind in ("inline", "processes") and cluster.device != "cuda" and not gpu_count():
         return machine_memory()
     return inf

@@ -13,7 +13,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from platform.boundary import documents
+from platform.boundary.documents import one_line
 from platform.boundary.refusals import ConfigError, closest, violation
 from platform.cluster.generation.asked_model import AskedModel
 from platform.data.reading.data_files import encodable
@@ -136,7 +136,8 @@ class HarnessTasks:
                 if why := _beyond(task):
                     return violation(key, name, why)
         except Exception as error:  # of the task's own code, its data, or the network
-            return violation(key, name, f"cannot be read: {_line(error)}")
+            reason = one_line(f"{type(error).__name__}: {error}")
+            return violation(key, name, f"cannot be read: {reason}")
         for part, things in self._loaded.items():
             things.update(found.get(part) or {})
         return ""
@@ -181,11 +182,6 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
         if comma and isinstance(value, int | float) and not metric.endswith("_stderr"):
             found[metric if name == "none" else f"{metric}.{name}"] = float(value)
     return found
-
-
-def _line(error: Exception) -> str:
-    """Return an exception of an lm-eval task as one line: its type and message."""
-    return documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
 
 
 @contextmanager

@@ -84,5 +84,5 @@ def _named(flag: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = one_line((error.strerror or str(error)).encode(errors="replace"))
+        why = one_line(error.strerror or str(error))
         raise ConfigError(violation(flag, path, f"cannot be written: {why}")) from None

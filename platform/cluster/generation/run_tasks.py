@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from platform.boundary import documents
+from platform.boundary.documents import one_line
 from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.generation.asked_model import AskedModel
@@ -63,6 +63,5 @@ class RunTasks:
         except (WorkerFailed, NotScored):
             raise
         except Exception as error:  # of a task's own code: no reason to end a run of weeks
-            reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
-            raise NotScored(reason) from error
+            raise NotScored(one_line(f"{type(error).__name__}: {error}")) from error
         return {f"{task}/{metric}": value for task, values in found.items() for metric, value in values.items()}

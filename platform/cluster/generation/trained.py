@@ -87,7 +87,7 @@ def _of_folder(url: str) -> TrainedModel:
 def _of_checkpoint(url: str) -> TrainedModel:
     """Return the model of a checkpoint, or of the newest good one in a storage."""
     try:
-        storage, name, manifest = catalogue.select(url, NAME)
+        storage, name, manifest = catalogue.select(url, NAME, none="holds no checkpoint")
         identity = manifest.meta.identity
         files = read_carried(storage, name, manifest)
     except (Refused, OSError) as error:

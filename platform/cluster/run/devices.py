@@ -7,7 +7,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from platform.cluster.run.resources import crew_kind, gpu_count
+from platform.cluster.crew.base.job import gpu_count
+from platform.cluster.run.resources import crew_kind
 from platform.config.fields import Config
 from platform.plan.memory.hardware import memory_of
 from platform.planning.remedies import Device

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from platform.boundary.files.file_storage import Storage, open_storage
@@ -14,8 +13,8 @@ from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
-from platform.checkpoint.storage.catalogue import find, load_manifest
-from platform.checkpoint.storage.manifest import Manifest, Refused
+from platform.checkpoint.storage.catalogue import Selection, find, load_manifest
+from platform.checkpoint.storage.manifest import Refused
 from platform.cluster.run import traces
 from platform.config.fields import Config
 from platform.config.groups.execution_group import RESUME
@@ -25,24 +24,7 @@ from platform.train.recovery import urls
 ANSWER_SECONDS = 10.0  # for the first request to a storage
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Checkpoint that a run resumes from, or none: its storage, directory and manifest, and the newer checkpoints that
-    were passed over, as (directory, reason)."""
-
-    storage: Storage
-    directory: str | None
-    manifest: Manifest | None
-    refused: tuple[tuple[str, str], ...] = ()
-    sound: tuple[str, ...] = ()  # see `platform.checkpoint.storage.catalogue.Selection`
-
-    @property
-    def step(self) -> int:
-        """Return the number of updates in the checkpoint, 0 if there is none."""
-        return self.manifest.meta.step if self.manifest else 0
-
-
-def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
+def origin(config: Config, *, held: bool = False, over: bool = False) -> Selection | None:
     """Find the checkpoint that checkpoint.resume means now; return None if it is `never`. Only manifests are read, not
     the tensors. `held`: this driver holds the lease of the checkpoint storage, and so quarantines corrupt checkpoints;
     without it nothing is written. `over`: the run may start over at step 1 although its directory shows steps as done.
@@ -59,9 +41,9 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
     where = os.path.join(storage.url, name) if name else storage.url
     try:
         if name:
-            found = Origin(storage, name, load_manifest(storage, name))
+            found = Selection(storage, name, load_manifest(storage, name))
         else:
-            found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
+            found = find(storage, deep=False, mark=held)
     except (Refused, OSError) as error:
         raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
     done = 0 if found.manifest or c.resume != "auto" or over else traced(config)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
 from platform.boundary.refusals import ConfigError, violation
 from platform.cluster.crew.base.failures import NoPlaces
-from platform.cluster.crew.base.job import usable_cores
+from platform.cluster.crew.base.job import gpu_count, usable_cores
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.wire.descriptors import lack_of_files
 from platform.config.groups.execution_group import Cluster
@@ -161,15 +160,6 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
             say(f"waiting for {waiting}, up to {cluster.wait:g} s")
             said = waiting
         sleep(min(1.0, max(0.0, deadline - monotonic())))
-
-
-def gpu_count() -> int:
-    """Return how many of this machine's GPUs the process may use; 0, without torch, if there is no GPU driver."""
-    if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _supply(kind: str, cluster: Cluster) -> Supply:

@@ -116,13 +116,13 @@ class Line:
     """Worker's end of its connection to the driver. `send` may be called from any thread, `messages` from only one.
 
     Attributes:
-        told: plain data that the driver sends every member in its welcome.
+        payload: plain data that the driver sends every member in its welcome.
     """
 
     def __init__(self, connection: socket.socket):
         """Wrap a worker's TCP connection to its driver."""
         self._connection, self._lock, self._frames = connection, threading.Lock(), Unframer()
-        self.told: Any = None
+        self.payload: Any = None
 
     def send(self, frame: bytes) -> None:
         """Send the driver one frame, as `encode` makes it. Raises OSError if it has closed the connection."""
@@ -180,7 +180,7 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
         welcome = _first(line, Welcome)
         if not secret.same(welcome.welcome, secret.proof(token, secret.DRIVER, challenge, nonce)):
             raise PermissionError(_NOT_THE_DRIVER)
-        line.told = welcome.told
+        line.payload = welcome.payload
         connection.settimeout(None)
     except BaseException:
         line.close()

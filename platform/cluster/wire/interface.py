@@ -10,7 +10,7 @@ from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _INET6 = Path("/proc/net/if_inet6")
-_SCOPES = ("00", "10")  # there: of global addresses and of loopback; those of a link would need a zone
+_SCOPES = ("00", "10")  # there: of global addresses and of loopback; addresses of a link would need a zone
 
 
 def interface_of(address: str) -> str:

@@ -59,10 +59,10 @@ class Greeting:
 @dataclass(frozen=True)
 class Welcome:
     """First message of the driver to a member. `welcome`: proof, for the same nonces, that the driver holds the
-    member's token too; `told`: plain data for every member."""
+    member's token too; `payload`: plain data for every member."""
 
     welcome: _Digits
-    told: Any = None
+    payload: Any = None
 
 
 @dataclass(frozen=True)

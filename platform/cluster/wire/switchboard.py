@@ -40,6 +40,7 @@ class Switchboard:
     Attributes:
         session: public; tokens are valid for this switchboard alone.
         expected: numbers of members that may still dial in.
+        payload: plain data that the driver's welcome carries to every member admitted from now on.
         sent, received: bytes so far.
         refused: strangers that were turned away so far.
     """
@@ -60,16 +61,12 @@ class Switchboard:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._members: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, float] = {}  # when each connected, oldest first
-        self._told: object = None
+        self.payload: object = None
         self._events: deque[Heard] = deque()
 
     def token(self, number: int) -> str:
         """Return the secret token by which member `number` authenticates in `dial`; the launcher hands it on."""
         return secret.token(self._key, self.session, number)
-
-    def tell(self, told: object) -> None:
-        """Set the plain data that the driver's welcome carries to every member admitted from now on."""
-        self._told = told
 
     def expect(self, numbers: Iterable[int]) -> None:
         """Allow the members of these numbers to dial in to the driver, once each."""
@@ -219,7 +216,7 @@ class Switchboard:
         connection.number, connection.frames.limit = number, LIMIT
         self._members[number] = connection
         self._events.append((number, hello))
-        self.send(number, encode(Welcome(secret.proof(token, secret.DRIVER, *nonces), self._told)))
+        self.send(number, encode(Welcome(secret.proof(token, secret.DRIVER, *nonces), self.payload)))
 
     def _write(self, connection: _Connection) -> None:
         """Write the queued messages of a connection until its socket takes no more; `poll` continues when it does

@@ -23,7 +23,7 @@ class Parallel:
     )
     zero_group: int = key(
         0,
-        "replicas that share what ZeRO shards, such as those of a node: the largest divisor of parallel.data up to"
+        "replicas that share what ZeRO shards, such as all of a node: the largest divisor of parallel.data up to"
         " this; 0 = all replicas",
         ">= 0",
         most=WORKERS,

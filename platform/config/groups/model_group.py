@@ -58,7 +58,7 @@ class Model:
     )
     bias: bool = key(True, "linear layers have biases")
     attention_bias: str = key(
-        "", 'biases of attention: all, none, those of Q, K and V; "" = as model.bias', ("", "all", "qkv", "none")
+        "", 'biases of attention: all, none, of Q, K and V; "" = as model.bias', ("", "all", "qkv", "none")
     )
     tied: bool = key(True, "the output projection shares the weights of the embedding")
     head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")

@@ -128,7 +128,7 @@ def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
 def reason_of(error: Exception) -> str:
     """Return, in one line, the reason for which a data file could not be read, as its error says."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
-    return getattr(error, "strerror", None) or one_line(first.encode(errors="replace"))
+    return getattr(error, "strerror", None) or one_line(first)
 
 
 def content_hash(file: DataFile) -> str:

@@ -25,7 +25,7 @@ from platform.boundary.schema import Malformed, OpenMap, Span, Text
 
 BLOCK = LARGEST_BLOCK  # bytes that are hashed by themselves; blocks.bin may say another size
 THREADS = min(8, os.cpu_count() or 1)
-TELL_EVERY = 10.0  # seconds between lines that tell how much is verified
+REPORT_EVERY = 10.0  # seconds between lines on how much is verified
 _META = "meta.json"
 _BLOCKS = "blocks.bin"  # size of a block as 8 bytes, then the hash of each block of the other files in order of names
 _MOST = 1 << 28  # bytes of blocks.bin: of 128 TB
@@ -164,7 +164,7 @@ def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | Non
     except FileNotFoundError:
         return None
     except (OSError, Malformed) as error:
-        logger.info("%s is built again: %s", folder, documents.one_line(str(error).encode(errors="replace")))
+        logger.info("%s is built again: %s", folder, documents.one_line(str(error)))
         return None
 
 
@@ -175,16 +175,16 @@ def _verify(folder: Path, files: Mapping[str, Any]) -> None:
         if (size := (folder / name).stat().st_size) != file["bytes"]:
             raise Malformed(f"has {size:,} bytes, not {file['bytes']:,}", name)
     blocks = _blocks_of(folder, files)
-    total, done, told = sum(block.size for block, _ in blocks), 0, time.monotonic()
+    total, done, reported = sum(block.size for block, _ in blocks), 0, time.monotonic()
     with closing(hashes_of(Local(folder), [block for block, _ in blocks], threads=THREADS)) as hashes:
         for (block, expected), found in zip(blocks, hashes, strict=True):
             if found != expected:
                 place = f"{block.file}, bytes {block.at:,} to {block.at + block.size - 1:,}"
                 raise Malformed("is not what was written", place)
             done += block.size
-            if time.monotonic() - told > TELL_EVERY:
+            if time.monotonic() - reported > REPORT_EVERY:
                 logger.info("verifying %s: %.1f of %.1f GB", folder, done / 1e9, total / 1e9)
-                told = time.monotonic()
+                reported = time.monotonic()
 
 
 def _blocks_of(folder: Path, files: Mapping[str, Any]) -> list[tuple[FileRange, str]]:

@@ -44,8 +44,8 @@ def packed_streams(
             bounds = np.append(beginnings(stream, begin), len(stream))
             if longer := int((np.diff(bounds) > length).sum()):
                 what = {"split": "split over rows", "cut": "cut", "drop": "dropped"}[overlong]
-                told = "%s: %d of %d documents are longer than a row of %d tokens, and are %s"
-                logger.info(told, split, longer, len(bounds) - 1, length, what)
+                message = "%s: %d of %d documents are longer than a row of %d tokens, and are %s"
+                logger.info(message, split, longer, len(bounds) - 1, length, what)
             pieces, rows = best_fit(bounds, length, overlong)
             pieces.astype("<i8").tofile(folder / f"{split}_pieces.bin")
             rows.astype("<i8").tofile(folder / f"{split}_rows.bin")

@@ -76,9 +76,9 @@ def keep_ray_logs(run_dir: Path | None, directory: str, said: str) -> None:
 
 def keep_at_the_end(run_dir: Path) -> None:
     """Wait for SIGTERM or SIGINT, sent to a container beside Ray's when that has ended; then run `keep_ray_logs`."""
-    told = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, told)
-    signal.sigwait(told)
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    signal.sigwait(ends)
     keep_ray_logs(run_dir, _RAY_PARENT, "")
 
 

@@ -32,12 +32,12 @@ from platform.launch import FAILED, STOPPED
 _LOOK_SECONDS = 0.5
 _BEAT_SECONDS = 2.0  # between two words of a pod
 _LINGER_SECONDS = 15.0  # for torchrun to end once its driver has
-_TELL_SECONDS = 60.0  # between two lines on what is waited for
+_REPORT_SECONDS = 60.0  # between two lines on what is waited for
 
 
-def run_pod(o: PodOptions, told: Supervision) -> int:
+def run_pod(o: PodOptions, supervision: Supervision) -> int:
     """Run one pod of a job to its end; return its exit status, the run's own, or 143 after a stop signal."""
-    return _run_first(o, told) if o.index == 0 else _run_other(o, told)
+    return _run_first(o, supervision) if o.index == 0 else _run_other(o, supervision)
 
 
 class _Lives:
@@ -127,13 +127,13 @@ class _TorchrunDriver:
 
     def _gather(self) -> bool:
         """Wait until all pods are there; return False if the job was signalled to stop meanwhile."""
-        tell = time.monotonic() + _BEAT_SECONDS
+        due = time.monotonic() + _BEAT_SECONDS
         while missing := self._lives.missing():
             if self._signal:
                 return False
-            if time.monotonic() > tell:
+            if time.monotonic() > due:
                 print_line(f"pod 0 on {gethostname()}: waiting for {_named(missing)}, of {self._o.pods} pods")
-                tell = time.monotonic() + _TELL_SECONDS
+                due = time.monotonic() + _REPORT_SECONDS
             time.sleep(_LOOK_SECONDS)
         return not self._signal
 
@@ -159,19 +159,19 @@ def _named(indices: Sequence[int]) -> str:
     return f"pod{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices[:8]))}{more}"
 
 
-def _run_first(o: PodOptions, told: Supervision) -> int:
+def _run_first(o: PodOptions, supervision: Supervision) -> int:
     """Run the supervisor of the run beside torchrun; announce the end of the run, unless this pod is to be started
     again."""
     board = Board(o.shared)
     if (status := board.ended()) is not None:  # this pod was lost when all was done
         return status
     lives, over = _Lives(o, board), threading.Event()
-    with TorchNode(o, told.run_dir) as node:
+    with TorchNode(o, supervision.run_dir) as node:
 
         def start(launch: Sequence[str], environment: Mapping[str, str]) -> _TorchrunDriver:
-            return _TorchrunDriver(node, lives, o, told.run_dir, launch)
+            return _TorchrunDriver(node, lives, o, supervision.run_dir, launch)
 
-        supervisor = Supervisor(told, start=start)
+        supervisor = Supervisor(supervision, start=start)
         watch = threading.Thread(target=_watch, args=(lives, supervisor, over), daemon=True)
         watch.start()
         try:
@@ -186,22 +186,22 @@ def _run_first(o: PodOptions, told: Supervision) -> int:
 
 def _watch(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None:
     """Replace the driver when another life would be better."""
-    told: TorchrunLife | None = None
+    reported: TorchrunLife | None = None
     while not over.wait(_LOOK_SECONDS):
         life = lives.now
-        if life and life is not told and (why := lives.changed()):
-            told = life
+        if life and life is not reported and (why := lives.changed()):
+            reported = life
             print_line(f"pod 0 on {gethostname()}: {why}: the run saves, and goes on with all pods")
             supervisor.replace_driver()
 
 
-def _run_other(o: PodOptions, told: Supervision) -> int:
+def _run_other(o: PodOptions, supervision: Supervision) -> int:
     """Take part in each life that has this pod, until the run is over or this pod has a stop signal."""
     board, going, said = Board(o.shared), threading.Event(), 0.0
     word = Word(secrets.token_hex(8))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: going.set())
-    with TorchNode(o, told.run_dir) as node:
+    with TorchNode(o, supervision.run_dir) as node:
         while (status := board.ended()) is None:
             life = board.life()
             if life and node.runs and life.number > word.life:
@@ -211,7 +211,7 @@ def _run_other(o: PodOptions, told: Supervision) -> int:
                 if life.members[o.index] == word.token and answers(
                     o.first, life.port
                 ):  # till then the name may be a lost pod's
-                    node.start(o.first, life.port, life.number, told.launch)
+                    node.start(o.first, life.port, life.number, supervision.launch)
                     word = replace(word, life=life.number)
             new = replace(word, runs=node.runs, leaving=going.is_set())
             if new != word or time.monotonic() > said + _BEAT_SECONDS:

@@ -37,13 +37,13 @@ def torch_command(o: PodOptions, address: str, port: int, life: int, folder: str
     """Return the command of torchrun on one pod, in a life whose store is at `address` and `port`. It never starts a
     worker again by itself (--max-restarts): the driver goes on without it, and the next life has it back. Every line of
     a worker gets its rank and node before it; the lines of rank 0 are the run's own."""
-    told = [f"{local}:3" for local in range(o.workers) if o.index or local]
+    shown = [f"{local}:3" for local in range(o.workers) if o.index or local]
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={o.pods}", f"--node-rank={o.index}", f"--nproc-per-node={o.workers}"),
         *("--rdzv-backend=static", f"--rdzv-id={life}", f"--master-addr={address}", f"--master-port={port}"),
         *("--max-restarts=0", f"--shutdown-timeout={o.drain}", f"--log-dir={folder}/torchrun"),
-        *([f"--tee={','.join(told)}"] if told else []),
+        *([f"--tee={','.join(shown)}"] if shown else []),
         *("-m", "platform.jobs.pods.rank", folder, *launch),
     ]
 

@@ -25,13 +25,13 @@ class Journal:
     def __init__(
         self,
         path: Path | str,
-        tell: Callable[[str], None] = print_line,
+        say: Callable[[str], None] = print_line,
         on_event: Callable[[JournalEvent], None] = lambda event: None,
     ):
         """Open or create the journal's file. JsonLines prints warnings, and keeps the events that cannot be written.
         `on_event` is called with each event after it was written."""
         self._on_event = on_event
-        self._lines = JsonLines(path, tell)
+        self._lines = JsonLines(path, say)
         self.generation: int = max((event.generation for event in events.read(path)), default=0)
 
     def next_generation(self) -> int:
@@ -43,7 +43,7 @@ class Journal:
         """Write an event that happens now to the journal, with the time and the number of the generation under way."""
         stamped = replace(event, **redact(dict(vars(event)) | {"time": time.time(), "generation": self.generation}))
         self._lines.append(redact(events.to_plain(stamped)) | {"event": event.word})
-        self._on_event(stamped)  # what is told is what was recorded, without secrets
+        self._on_event(stamped)  # it sees what was recorded, without secrets
 
     def events(self) -> list[JournalEvent]:
         """List every event of the run: from the journal's file, if it can be read, and from the lines not written yet.

@@ -26,9 +26,9 @@ class JsonLines:
     are lost. Numbers are not rounded; NaN and infinities are written as strings.
     """
 
-    def __init__(self, path: Path | str, tell: Callable[[str], None] = print_line):
+    def __init__(self, path: Path | str, say: Callable[[str], None] = print_line):
         """Open or create the journal or metrics file at `path` to append to; a function gets its warnings."""
-        self.path, self._tell = Path(path), tell
+        self.path, self._say = Path(path), say
         self._kept: deque[bytes] = deque()  # lines still to be written, the oldest first
         self._troubled, self._torn, self._lost = False, False, 0
         self._file = self._open()
@@ -45,7 +45,7 @@ class JsonLines:
         """Try a last time to write the unwritten lines, announce how many are lost, and close the file."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
-            self._tell(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
+            self._say(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -78,11 +78,11 @@ class JsonLines:
         except OSError as error:
             if not self._troubled:
                 why = f"cannot be written ({error.strerror}): its lines are kept, and tried again"
-                self._tell(f"WARNING: run.dir: {self.path} {why}")
+                self._say(f"WARNING: run.dir: {self.path} {why}")
             self._troubled = True
         else:
             if self._troubled:
-                self._tell(f"{self.path} is written again: {count_of(count, 'line')} kept")
+                self._say(f"{self.path} is written again: {count_of(count, 'line')} kept")
             self._troubled = False
 
     def _write(self, line: bytes) -> None:

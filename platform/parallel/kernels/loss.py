@@ -2,7 +2,7 @@
 them. Logits are never gathered, and are in the type of statistics only one chunk at a time.
 
 A loss is cross-entropy, or any function of three numbers per label (`Likelihood`), which all ranks have in common. Its
-gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`Slopes`).
+gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`LogitDerivatives`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TokenLoss = Callable[[Likelihood], Tensor]  # one number per label, each a funct
 
 
 @dataclass(frozen=True)
-class Slopes:
+class LogitDerivatives:
     """Derivatives of losses, per label, that make up their gradients by logits: a factor of all probabilities (None:
     1), a summand at the label, and a summand everywhere (None: 0)."""
 
@@ -46,10 +46,10 @@ class Slopes:
     label: Tensor | float
     every: Tensor | float | None
 
-    def times(self, weights: Tensor) -> Slopes:
+    def times(self, weights: Tensor) -> LogitDerivatives:
         """Return the derivatives by logits of losses that are multiplied by `weights`, one per label."""
         every = None if self.every is None else self.every * weights
-        return Slopes(weights if self.whole is None else self.whole * weights, self.label * weights, every)
+        return LogitDerivatives(weights if self.whole is None else self.whole * weights, self.label * weights, every)
 
 
 @dataclass(frozen=True)
@@ -122,23 +122,23 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(i, i + size) for i in range(0, rows, size))
 
 
-def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, Slopes]:
+def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, LogitDerivatives]:
     """Return the loss of each row of logits, [rows], from `found`, the rows' `_statistics` over the whole vocab; and,
-    with `gradient`, the loss's derivatives by the logits as `Slopes`."""
+    with `gradient`, the loss's derivatives by the logits as `LogitDerivatives`."""
     (logsumexp, target), smoothing, vocab = found[:2], classes.smoothing, classes.vocab
     if not classes.loss:
         losses = logsumexp - (1 - smoothing) * target
         if smoothing:
             losses = losses - smoothing / vocab * found[2]
-        return losses, Slopes(None, smoothing - 1, -smoothing / vocab if smoothing else None)
+        return losses, LogitDerivatives(None, smoothing - 1, -smoothing / vocab if smoothing else None)
     given = [x.detach().requires_grad_(gradient) for x in (target - logsumexp, logsumexp, found[2] / vocab - logsumexp)]
     with torch.set_grad_enabled(gradient):
         losses = classes.loss(Likelihood(*given))
     if not gradient:
-        return losses, Slopes(None, 0.0, None)
+        return losses, LogitDerivatives(None, 0.0, None)
     ones = torch.ones_like(losses)
     label, whole, mean = torch.autograd.grad(losses, given, ones, allow_unused=True, materialize_grads=True)
-    return losses.detach(), Slopes(whole - label - mean, label, mean / vocab)
+    return losses.detach(), LogitDerivatives(whole - label - mean, label, mean / vocab)
 
 
 def loss_and_gradient(
@@ -158,21 +158,21 @@ def loss_and_gradient(
     found = torch.cat([statistics(known[at], column[at], classes.sums) for at in chunks], 1)
     if classes.over:
         found = _merged(found, mine, communicator, classes.over)
-    losses, slopes = _judged(found, classes, gradient)
+    losses, derivatives = _judged(found, classes, gradient)
     if targets.weights is not None:
         weights = targets.weights.to(losses.dtype)
-        losses, slopes = losses * weights, slopes.times(weights)
+        losses, derivatives = losses * weights, derivatives.times(weights)
     counts = labels >= 0
     if gradient:
         logits[:, real:] = 0
 
-        def counted(slope: Tensor | float, where: Tensor = counts) -> Tensor:
-            return torch.where(where, slope, found.new_zeros(())).unsqueeze(1)
+        def counted(derivative: Tensor | float, where: Tensor = counts) -> Tensor:
+            return torch.where(where, derivative, found.new_zeros(())).unsqueeze(1)
 
         shift = found[0].where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
-        whole = None if slopes.whole is None else counted(slopes.whole)
-        every = None if slopes.every is None else counted(slopes.every)
-        share = counted(slopes.label, mine & counts)
+        whole = None if derivatives.whole is None else counted(derivatives.whole)
+        every = None if derivatives.every is None else counted(derivatives.every)
+        share = counted(derivatives.label, mine & counts)
         share = share if every is None else share + every
         for at in chunks:
             rows = [x if x is None else x[at] for x in (whole, every)]

@@ -350,10 +350,10 @@ class Neighbours(NamedTuple):
     def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
         """Return parameters as neighbours in one bucket; None if they are not, are fewer than two, or absent here."""
         found = [bucket_of(w) for w in leaves if w is not None]
-        homes, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
-        if len(homes) < max(2, len(leaves)) or any(home is not homes[0] for home in homes) or not homes[0].here:
+        flats, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
+        if len(flats) < max(2, len(leaves)) or any(flat is not flats[0] for flat in flats) or not flats[0].here:
             return None
-        return cls(homes[0], names) if homes[0].bucket.stretch(names) else None
+        return cls(flats[0], names) if flats[0].bucket.stretch(names) else None
 
     @property
     def values(self) -> Tensor:

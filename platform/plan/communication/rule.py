@@ -203,7 +203,7 @@ def enter(
     (the communication rule, steps 2 and 3): from its layout `source` to `target`, and its gradient back.
 
     The gradient of an activation is all-reduced over the compute axes that it lacks; a parameter's (`parameter`) stays
-    partial over `partial_axes`. Raises ValueError for a parameter that all ranks have and only those at index 0 would
+    partial over `partial_axes`. Raises ValueError for a parameter that all ranks have and only ranks at index 0 would
     use.
     """
     forward = relayout_steps(dims, source, target)

@@ -19,8 +19,9 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes
-from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec, lengthened
+from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec
 from platform.plan.language.scheme import Scheme
+from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.schedule.table import Action, Kind
 
@@ -78,48 +79,17 @@ class PassPlanner(Planner):
         return Layout.of(rules, there.only)
 
 
-@dataclass
-class PassRecorder(Recorder):
-    """Records a pass, in which causal attention reads `capacity` keys and values: keys of all passes so far, and empty
-    places behind them."""
-
-    capacity: int = 0
-
-    def remembered(self, spec):
-        return lengthened(spec, self.capacity)
-
-    def remember(self, name, k, v, kv):
-        """Record that attention `name` adds k and v to its cache; return all keys, all values and their type."""
-        out = self.remembered(kv)
-        return *self.record("remember", name, [k, v], [kv, kv], [out, out]), out
-
-    def recall(self, name, k, v, kv):
-        """Record that cross-attention `name` reads its cached keys and values; the first pass gives them as k, v."""
-        given = [] if k is None else [k, v]
-        return self.record("recall", name, given, [kv for _ in given], [kv, kv])
-
-    def recurrence(self, name, gate, x, spec):
-        """Raise ModelMistake: a recurrence cannot be planned for passes of generation, as it keeps no cache."""
-        raise ModelMistake(name, "a recurrence does not see the passes before")
-
-    def softmax(self, name, x, spec, *, dim="memory_length", causal=False, **more):
-        """Record a softmax of a generation pass. Raises ModelMistake if it is causal and `dim` lacks cached keys."""
-        if causal and dict(spec.sizes).get(dim) != self.capacity:
-            raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
-        return super().softmax(name, x, spec, dim=dim, causal=causal, **more)
-
-
 @dataclass(frozen=True)
 class PlannedPass:
     """Pass, as the ranks of one pipeline stage execute it or of all stages together: the `body` up to the head, and the
     `head` on the tokens that are asked. `placement`: number -> stage of the chunks that take part. `logits`: type of
-    the logits; `told`: inputs of the first chunk beside data."""
+    the logits; `missing`: activations that chunks read and none makes, where an encoder reads nothing: name -> None."""
 
     body: Plan
     head: Plan
     placement: Mapping[int, int]
     logits: Spec
-    told: Mapping[str, None]
+    missing: Mapping[str, None]
 
 
 def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) -> PlannedPass:
@@ -159,17 +129,17 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
 
     # only a pass that reads a source runs the units of an encoder
     left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (u.startswith("encoder.") and not shape.reads)]
-    told = {} if left_out == [HEAD] else {"memory": None}
+    missing = {} if left_out == [HEAD] else {"memory": None}
     parts = [(c.number, c.stage, tuple(u for u in c.units if u not in left_out)) for c in plan.chunks]
-    parts = [part for part in parts if part[2] or part[0] == last.number]  # those that the head follows
-    flow: dict[str, Any] = dict(told)
+    parts = [part for part in parts if part[2] or part[0] == last.number]  # the head follows the last
+    flow: dict[str, Any] = dict(missing)
     body = planned(shape.tokens, parts, flow)
     stream = {"memory": None, "stream": Symbol(replace(flow["stream"].spec, sizes=()))}
     head = planned(shape.asked, [(last.number, last.stage, (HEAD,))], stream)
     *others, end = body.chunks
     body = replace(body, chunks=(*others, replace(end, sends=())))
     placement = {number: stage for number, stage, _ in parts}
-    return PlannedPass(body, head, placement, dict(head.chunks[-1].sends)["logits"], told)
+    return PlannedPass(body, head, placement, dict(head.chunks[-1].sends)["logits"], missing)
 
 
 def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
@@ -197,7 +167,7 @@ def _chunk(
 ) -> Chunk:
     """Record and plan one model chunk of a pass of generation: its `number`, pipeline `stage` and `units`. `flow`: the
     activations that it receives by name, replaced in place by its results."""
-    ops = PassRecorder(planner.scheme, sizes=planner.sizes, capacity=shape.capacity)
+    ops = Recorder(planner.scheme, sizes=planner.sizes, cache=KeyValueCache(shape.capacity))
     receives = tuple((name, x.spec) for name, x in flow.items() if x is not None)
     kept = {name: x for name, x in flow.items() if x is None}
     inputs = {name: name for name in (*model.inputs, "positions", "begins") if name != "labels"}

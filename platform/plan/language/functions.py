@@ -11,7 +11,7 @@ POINTWISE = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "silu": 1, "tanh": 1, "identi
 POINTWISE |= {"add": 2, "multiply": 2}
 POINTWISE |= {"gated_silu": 2, "gated_gelu": 2, "gated_gelu_tanh": 2, "gated_relu": 2}  # function(gate) * x
 
-EPS = 1e-5  # what norms add to the variance, unless told otherwise
+EPS = 1e-5  # what norms add to the variance, unless a model says otherwise
 
 
 @dataclass(frozen=True)

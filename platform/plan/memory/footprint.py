@@ -146,9 +146,7 @@ def measure(
 def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
     """Run a chunk's forward pass on the memory `meter`, with the data that it reads, from the activations `flow` by
     name; return its outputs by name."""
-    readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
-    read = {(name, o.tokens): o.token_count for name, o in readers}  # a tensor is read once per layout
-    tokens = meter.integers(sum(read.values()))
+    tokens = meter.data(chunk)
     meter.begin(chunk)
     out = run_chunk(meter, model, chunk, flow)
     meter.turn()

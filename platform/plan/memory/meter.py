@@ -44,10 +44,11 @@ class Meter(Ops):
     """
 
     method = "meter"
+    plan: Plan
 
-    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu"):
+    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu", *, ahead: bool = True):
         """Construct the memory meter of the worker at mesh coordinates `at`; `device`: cpu or cuda, `dropout`: its
-        rate."""
+        rate, `ahead`: parameters are gathered one matrix product ahead, see `Ahead`."""
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.device = device
         self.ledger, self.tape = Ledger(), Tape()
@@ -56,12 +57,16 @@ class Meter(Ops):
         self.wide = plan.itemsize["accumulate"]
         self._spans: Sequence[tuple[Bucket, ...]] = []
         self._span = 0  # stretch of the forward pass under way
-        self.ahead: Ahead[Value] = Ahead(plan, lambda p, conversion: self.forward(self.parameter(p), conversion))
+        self.ahead: Ahead[Value] = Ahead(plan, self._start, ahead)
         self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
         # what hides scores, by window and positions: shared by all passes; by the layers of this one
         self.standing: dict[tuple[int, int], MeteredStorage] = {}
         self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
         self.grad = True
+
+    def _start(self, p: Parameter, conversion: Conversion) -> Value:
+        """Count the conversion of a parameter to an operation's layout; return the converted one."""
+        return self.forward(self.parameter(p), conversion)
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
         """Allocate a counted storage of `elements` floating-point numbers, of the plan's compute type unless `itemsize`
@@ -90,6 +95,11 @@ class Meter(Ops):
     def integers(self, elements: int, itemsize: int = INTEGER) -> MeteredStorage:
         """Allocate a counted storage of `elements` integers or booleans, of `itemsize` bytes each."""
         return MeteredStorage(self.ledger, elements * itemsize, 0)
+
+    def data(self, chunk: Chunk) -> MeteredStorage:
+        """Allocate the data tensors that a chunk's operations read: each once per layout."""
+        readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
+        return self.integers(sum({(name, o.tokens): o.token_count for name, o in readers}.values()))
 
     def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
         """Count a cast of x to the type of statistics: a new storage only if that is not the compute type."""
@@ -204,9 +214,6 @@ class Meter(Ops):
             made[window, positions] = self.new(positions * (a.batch if documents else 1))
         return Value(made[window, positions], positions)
 
-    def fuses_attention(self, name, spec):
-        return ("fused_attention", name) in self.plan.operations
-
     def operands(self, use: Use, group: EinsumGroup, stored: Sequence[Value], back: bool = False) -> list[Value]:
         """Return the operands of a group of einsums as converted for it, as `platform.parallel.sharding.operands` does;
         in the backward pass (`back`), operands kept as converted are returned as they are."""
@@ -214,10 +221,6 @@ class Meter(Ops):
             return self.ahead.take(use, back)
         pairs = zip(stored, group.einsums, strict=True)
         return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
-
-    def planned(self, kind: str, name: str) -> PlannedOperation:
-        """Return the planned operation of this `kind` and `name`, whose memory is metered."""
-        return self.plan.operations[kind, name]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
         """Allocate the local result of an operation, before the conversion `leave`; empty if it is of other workers."""

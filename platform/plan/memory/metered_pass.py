@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from math import lcm, prod
 
 from platform.plan.communication.rule import Conversion, relayout_steps
-from platform.plan.core.ahead import Ahead
 from platform.plan.core.chunks import Chunk, RecordableModel
 from platform.plan.core.fused import settled
 from platform.plan.core.passes import (
@@ -23,39 +22,9 @@ from platform.plan.core.passes import (
 )
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout, padded
-from platform.plan.language.ops import lengthened
 from platform.plan.memory.meter import Meter
+from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.storages import Value
-
-
-class MeteredPass(Meter):
-    """Runs a pass of generation on storages that only count bytes, in the same steps as
-    `platform.parallel.parallel_ops.ParallelOps` runs it on tensors."""
-
-    def __init__(self, plan: Plan, at: Mapping[str, int], device: str, capacity: int):
-        """Construct the meter of generation's bytes on the worker at `at`; `capacity`: tokens of a sequence's cache."""
-        super().__init__(settled(plan, device, 0.0), 0.0, at, device)
-        self._capacity, self.grad = capacity, False
-        self.ahead = Ahead(self.plan, lambda p, conversion: self.forward(self.parameter(p), conversion), on=False)
-        self._blocks: dict[str, tuple[Value, Value]] = {}  # keys and values, which stay
-
-    def remembered(self, spec):
-        return lengthened(spec, self._capacity)
-
-    def remember(self, name, k, v, kv):
-        """Return the blocks of all keys and values for attention `name`, made by its first use, and their type."""
-        out = self.remembered(kv)
-        if not k.elements:
-            return k, v, out
-        if name not in self._blocks:
-            self._blocks[name] = self.block(out), self.block(out)
-        return *self._blocks[name], out
-
-    def recall(self, name, k, v, kv):
-        """Return the keys and values of cross-attention `name`: k and v, kept for later passes, or the kept ones."""
-        if k is not None:
-            self._blocks[name] = k, v
-        return self._blocks[name]
 
 
 def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
@@ -76,23 +45,29 @@ def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: in
     """Return the peak bytes of generation passes of a `shape`, their key-value cache included, on a stage's worker that
     has a block of every tensor. `model`: the run's model, as passes of generation run it."""
     found, at = plan_pass(plan, model, shape, stage), {**plan.mesh.coordinates(0), "stage": stage}
-    meter = MeteredPass(found.body, at, device, shape.capacity)
+    meter = _meter(found.body, at, device, KeyValueCache(shape.capacity))
     for chunk in found.body.chunks:
         _run(meter, model, found, chunk, chunk.number == plan.chunks[-1].number)
     return meter.ledger.peak
 
 
-def _run(meter: MeteredPass, model: RecordableModel, found: PlannedPass, chunk: Chunk, last: bool) -> None:
+def _meter(plan: Plan, at: Mapping[str, int], device: str, cache: KeyValueCache | None = None) -> Meter:
+    """Construct the memory meter of passes of generation on the worker at `at`, whose keys and values `cache` keeps."""
+    meter = Meter(settled(plan, device, 0.0), 0.0, at, device, ahead=False)
+    meter.grad, meter.cache = False, cache
+    return meter
+
+
+def _run(meter: Meter, model: RecordableModel, found: PlannedPass, chunk: Chunk, last: bool) -> None:
     """Count the memory of one chunk in a pass of generation and, if it is the `last`, of the head and of the
     probabilities of its logits."""
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
-    readers = {(name, o.tokens): o.token_count for o in chunk.operations.values() for name in o.operation.reads}
-    tokens = meter.integers(sum(readers.values()))
+    tokens = meter.data(chunk)
     inputs = {name: name for name in (*model.inputs, "positions", "begins")}
     meter.begin(chunk)
-    out = model.part(meter, inputs, {**found.told, **flow}, chunk.units)  # type: ignore[attr-defined]
+    out = model.part(meter, inputs, {**found.missing, **flow}, chunk.units)  # type: ignore[attr-defined]
     if last:
-        head = MeteredPass(found.head, meter.at, meter.device, 0)
+        head = _meter(found.head, meter.at, meter.device)
         head.ledger = meter.ledger
         stream = out["stream"]
         asked = Value(stream.storage, stream.elements // found.body.sizes["length"] * found.head.sizes["length"])
@@ -102,7 +77,7 @@ def _run(meter: MeteredPass, model: RecordableModel, found: PlannedPass, chunk: 
     del tokens
 
 
-def _choose(meter: MeteredPass, found: PlannedPass, logits: Value) -> None:
+def _choose(meter: Meter, found: PlannedPass, logits: Value) -> None:
     """Count the memory of turning logits into probabilities, in the type of statistics, for which vocab is gathered."""
     planner, spec = found.head.planner, found.logits
     layouts = planner.layout(spec), Layout.of({"batch": planner.layout(spec)["batch"]})

@@ -70,10 +70,9 @@ class ProductOp(_Products):
         return ops.record(self.kind, name, [x, y], [x_spec, y_spec], [out])
 
     def run(self, ops, name, x, x_spec, y, y_spec, out):
-        return _run(ops, ops.planned(self.kind, name), x, [y], [out])[0]
+        return _by_group(ops, ops.planned(self.kind, name), x, [y], [out])[0]
 
-    def meter(self, ops, name, x, x_spec, y, y_spec, out):
-        return _meter(ops, ops.planned(self.kind, name), x, [y], [out])[0]
+    meter = run
 
 
 class ProjectOp(_Products):
@@ -89,52 +88,44 @@ class ProjectOp(_Products):
         return found
 
     def run(self, ops, x, spec, weights, outs, biases=()):
-        return _project(_run, ops, x, weights, outs, biases)
+        """Return the products with their biases: fused where nothing is converted between, else shifted."""
+        found = ops.planned(self.kind, weights[0].name)
+        fused = found.adds(ops.planned("shift", b.name) for b in biases)
+        added = [ops.parameter(b) for b in biases] if fused else ()
+        results = _by_group(ops, found, x, [ops.parameter(w) for w in weights], outs, added, ops.deferred)
+        return tuple(map(ops.shift, results, outs, biases) if biases and not fused else results)
 
-    def meter(self, ops, x, spec, weights, outs, biases=()):
-        return _project(_meter, ops, x, weights, outs, biases)
-
-
-def _project(compute, ops, x, weights, outs, biases):
-    """Return the products of x with parameters by `compute`, and their biases: added in the product where nothing is
-    converted between, else by operations of their own."""
-    found = ops.planned("project", weights[0].name)
-    fused = found.adds(ops.planned("shift", b.name) for b in biases)
-    added = [ops.parameter(b) for b in biases] if fused else []
-    results = compute(ops, found, x, [ops.parameter(w) for w in weights], outs, added, ops.deferred)
-    return tuple(map(ops.shift, results, outs, biases) if biases and not fused else results)
+    meter = run
 
 
-def _run(ops, planned, x, operands, outs, biases=(), deferred=None):
-    """Compute the planned einsums of the activation x with `operands` (parameters or one activation), group by group,
-    and return the outputs in the order of `operands`. `biases`, `deferred`: see
+def _by_group(ops, planned, x, operands, outs, biases=(), deferred=None):
+    """Return the results, of the types `outs`, of the planned einsums of activation x with `operands` (parameters or
+    one activation), which are computed or metered group by group. `biases`, `deferred`: see
     `platform.parallel.kernels.einsum.einsums`."""
+    of_group = _run_group if ops.method == "run" else _meter_group
     results: dict[int, Any] = {}
     for number, group in enumerate(planned.groups):
         indices = [e.index for e in group.einsums]
-        added = [biases[i] for i in indices] if biases else ()
-        mine = [operands[i] for i in indices]
-        found = ops.kernels.einsum.einsums(ops.coming(planned, number), x, mine, added, deferred=deferred)
-        results.update(zip(indices, found, strict=True))
+        mine, types, added = ([given[i] for i in indices] if given else () for given in (operands, outs, biases))
+        results.update(zip(indices, of_group(ops, planned, number, x, mine, types, added, deferred), strict=True))
     return tuple(results[i] for i in range(len(operands)))
 
 
-def _meter(ops, planned, x, operands, outs, biases=(), deferred=None):
-    """Count the einsums of a planned operation of activation x with `operands`, group by group: in SUMMA panels, as
-    local products, or with communication; return their results in the order of `outs`."""
-    results: dict[int, Value] = {}
-    for number, group in enumerate(planned.groups):
-        mine = [operands[e.index] for e in group.einsums]
-        if group.panels:
-            found = _meter_panels(ops, group, ops.apply(x, group.x), mine, outs)
-        elif group.local and not any(isinstance(w.key, str) for w in mine):
-            there = [ops.block(outs[e.index]) for e in group.einsums]
-            found = [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, mine, strict=True)]
-        else:
-            added = [biases[e.index] for e in group.einsums] if biases else []
-            found = meter_group(ops, planned, number, x, mine, added, deferred)
-        results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
-    return tuple(results[i] for i in range(len(operands)))
+def _run_group(ops, planned, number: int, x, operands, outs, biases, deferred):
+    """Compute group `number` of a planned operation's einsums of x with `operands`."""
+    return ops.kernels.einsum.einsums(ops.coming(planned, number), x, operands, biases, deferred=deferred)
+
+
+def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, deferred) -> list[Value]:
+    """Count group `number` of a planned operation's einsums of x with `operands`: in SUMMA panels, as local products,
+    or with communication; return their results."""
+    group = planned.groups[number]
+    if group.panels:
+        return _meter_panels(ops, group, ops.apply(x, group.x), operands, outs)
+    if group.local and not any(isinstance(w.key, str) for w in operands):
+        there = [ops.block(out) for out in outs]
+        return [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, operands, strict=True)]
+    return meter_group(ops, planned, number, x, operands, biases, deferred)
 
 
 def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
@@ -221,7 +212,7 @@ def meter_group(
         """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
         multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
         each = zip(keys, sizes, einsums, strict=False)
-        # all of them are there until the first is reduced, but for those that are added in place
+        # all gradients are there until the first is reduced, but for sums in place
         products = [None if not e.operand.backward and ops.in_place(k) else ops.new(n) for k, n, e in each]
         steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
@@ -233,6 +224,7 @@ def meter_group(
         return steps
 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
+        """Count the backward pass of the einsums; `deferred` leaves the operands' gradients for later."""
         local = [ops.backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
@@ -280,7 +272,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     axes = [panels.x_axes, *(panels.operand_axes for _ in einsums)]
     pairs = zip([x.elements, *sizes], axes, strict=True)
     one = sum(panels.elements(n, a, mesh) if a else 0 for n, a in pairs)  # no axes: a view
-    found = [ops.block(outs[e.index]) for e in einsums]
+    found = [ops.block(out) for out in outs]
     ops.new(2 * one + sum(y.elements for y in found))
     kept = [w if e.regathered else here for w, here, e in zip(operands, local, einsums, strict=True)]
     width = x.elements

@@ -11,6 +11,7 @@ from platform.plan.language.functions import PLAIN, LabelLoss
 from platform.plan.language.mistakes import ModelMistake, check_specs
 from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
+from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
 
 
@@ -37,6 +38,7 @@ class Recorder(Ops):
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
+    cache: KeyValueCache | None = None
     span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
     spans: list[int] = field(default_factory=list)  # by operation
     method = "record"
@@ -44,6 +46,7 @@ class Recorder(Ops):
     _recomputing: bool = False
 
     def recomputed(self, kind, function, spec, x, *more):
+        """Record `function`, and that its operations are recomputed if activations of this `kind` are."""
         again, block = kind == self.recompute.kind, kind == "full"
         if again:
             self.check(x, spec)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
+from platform.plan.communication.planned import PlannedOperation
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, lengthened
 from platform.plan.operations.attention.attention import AttentionOp
-from platform.plan.operations.attention.cached import RecallOp, RememberOp
+from platform.plan.operations.attention.cached import KeyValueCache, RecallOp, RememberOp
 from platform.plan.operations.attention.fused_attention import FusedAttentionOp
 from platform.plan.operations.attention.softmax import SoftmaxOp
 from platform.plan.operations.einsums import ProductOp, ProjectOp
@@ -37,8 +38,10 @@ class Ops:
     blocks on a rank (run), counted storages in the memory meter (meter)."""
 
     method: ClassVar[str]
+    plan: Any  # on a rank and in the meter, the Plan that they execute
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
+    cache: KeyValueCache | None = None  # in a pass of generation
 
     lookup, one_hot, features, relative_bias = LookupOp(), OneHotOp(), FeaturesOp(), RelativeBiasOp()
     project, einsum = ProjectOp(), ProductOp()
@@ -60,12 +63,16 @@ class Ops:
     def fuses_attention(self, name: str, spec: Spec) -> bool:
         """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves length,
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
-        raise NotImplementedError
+        return ("fused_attention", name) in self.plan.operations
+
+    def planned(self, kind: str, name: str) -> PlannedOperation:
+        """Return the planned operation `name` of this `kind`, such as ("lookup", "embedding"), where it is executed."""
+        return self.plan.operations[kind, name]
 
     def remembered(self, spec: Spec) -> Spec:
         """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`;
         a cache of keys and values makes it longer, by the ones of earlier passes."""
-        return spec
+        return lengthened(spec, self.cache.capacity) if self.cache else spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
         """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""

@@ -107,7 +107,7 @@ class RankPass:
         residency = self._body.residency
         if residency:
             residency.begin(chunk.number)
-        out = self._model.part(self._body, inputs, {**self._planned.told, **flow}, chunk.units)
+        out = self._model.part(self._body, inputs, {**self._planned.missing, **flow}, chunk.units)
         if chunk.number == self._last:
             stream = out["stream"]
             last = {"memory": None, "stream": stream if absent(stream) else stream[-self._shape.asked :]}
@@ -166,7 +166,7 @@ class Generator:
         run, logits = self._read(batch, cache)
         for i in range(tokens):
             choice = lambda x, mine: choose(x[-1], how, batch.numbers[mine], i)  # noqa: B023, E731
-            new = self._told(run, logits, torch.zeros_like(batch.numbers), choice)
+            new = self._to_all_ranks(run, logits, torch.zeros_like(batch.numbers), choice)
             out[:, i] = torch.where(going, new, -1)
             going &= ~torch.isin(new, stops)
             if i + 1 == tokens or not going.any():
@@ -183,7 +183,7 @@ class Generator:
         run, logits = self._read(batch, cache)
         for i in range(tokens):
             empty = torch.zeros(batch.rows, min(2 * how.beams, how.vocab), 2, dtype=torch.float64)
-            found = self._told(run, logits, empty, lambda x, _: candidates(x[-1], how))
+            found = self._to_all_ranks(run, logits, empty, lambda x, _: candidates(x[-1], how))
             going = [b for b in range(batch.texts) if not beams[b].done]
             for b in going:
                 rows[b] = b * how.beams + torch.tensor(beams[b].step(found[b * how.beams : (b + 1) * how.beams]))
@@ -212,7 +212,7 @@ class Generator:
             def sums(x: Tensor, mine: slice, labels: Tensor = labels, counted: Tensor = counted) -> Tensor:
                 return _scores(x, labels[mine].t().to(x.device), counted[mine].t().to(x.device))
 
-            total += self._told(run, logits, torch.zeros_like(total), sums)
+            total += self._to_all_ranks(run, logits, torch.zeros_like(total), sums)
         return [Scored(found, misses == 0) for found, misses in total[: batch.texts].tolist()]
 
     def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
@@ -255,7 +255,7 @@ class Generator:
         with self._communicator.clock.section("forward"):
             return run, run.run(batch.data(tokens, offset), offset, cache)
 
-    def _told(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
+    def _to_all_ranks(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
         """Return `out` [rows, ...] filled, equally on all ranks, with the numbers that are computed of each row's
         logits on a rank that has them. `numbers`: function of a rank's logits and the slice of its rows; `run`: the
         pass that gave `logits`, None on ranks of other stages."""
@@ -267,9 +267,9 @@ class Generator:
             with communicator.clock.waiting_for_device():
                 out[mine] = found.to(out)
         if world := self._plan.mesh.ordered(self._plan.mesh.axes):
-            told = communicator.launch("all_reduce", out.to(communicator.device), world).wait()
+            summed = communicator.launch("all_reduce", out.to(communicator.device), world).wait()
             with communicator.clock.waiting_for_device():
-                out = told.cpu()
+                out = summed.cpu()
         return out
 
 

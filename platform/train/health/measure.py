@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import open_storage
 from platform.config.fields import Config
 from platform.plan.memory.hardware import dense_bf16_peak
@@ -151,7 +152,7 @@ def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findin
         try:
             measure(bench)
         except Exception as error:  # from a device, a library or a storage: the very thing looked for
-            bench.found.errors[check] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            bench.found.errors[check] = error_line(error)
     torch.set_num_threads(threads)
     if query:
         query.answer(bench.found)

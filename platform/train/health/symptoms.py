@@ -67,7 +67,7 @@ class Check:
 
 
 EXACT = Bound(inf, 0.0, inf)  # of what has one right value
-# Seconds are those of the CPU on a CPU, of the device on a GPU: neither counts what others do on the machine. What goes
+# Seconds are the CPU's on a CPU, the device's on a GPU: neither counts what others do on the machine. What goes
 # over the network or to storage takes time by the clock: there, what is fine is left alone, and apart means far apart.
 CHECKS = (
     Check(

@@ -209,7 +209,7 @@ class Unrestored:
 
 _REPLIES: dict[str, Any] = {
     "prove": Proof,
-    "tell_time": float,
+    "read_clock": float,
     "examine": Findings,
     "pass_to_partner": Findings,
     "form": Joined,

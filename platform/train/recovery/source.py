@@ -124,12 +124,12 @@ def find_source(
         here = [rank for rank, member in enumerate(old.seats) if member in alive and rank not in wrong]
         held = old.held(plans.get(generation))
         found = keepers(held, wrong)
-        if not is_recoverable(found, {held.homes[rank] for rank in here}):
+        if not is_recoverable(found, {held.memories[rank] for rank in here}):
             missing = lost_to(held, here, wrong)
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more}")
             continue
-        needed = _few(found, here, held.homes, size)
+        needed = _few(found, here, held.memories, size)
         gathered = here if len(needed) > size else []
         return Source(generation, step, old, needed[:size], gathered, here, wrong), reasons
     return None, reasons
@@ -145,14 +145,14 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
     return replace(source, kept=kept, gathered=source.survivors, seats=list(seats)) if kept else None
 
 
-def _few(found: Keepers, alive: Sequence[int], homes: Sequence[object], size: int) -> list[int]:
+def _few(found: Keepers, alive: Sequence[int], memories: Sequence[object], size: int) -> list[int]:
     """Choose a few of the earlier generation's ranks `alive` whose snapshots together are the whole state: at most as
     many as the new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of
-    `keepers` for that state; `homes`: the memory in which every rank's snapshots are, perhaps shared with others."""
-    chosen, left = set(alive), Counter(homes[rank] for rank in alive)
+    `keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with others."""
+    chosen, left = set(alive), Counter(memories[rank] for rank in alive)
     for rank in reversed(alive):
-        home = homes[rank]
-        if len(chosen) > size and (left[home] > 1 or is_recoverable(found, left.keys() - {home})):
+        memory = memories[rank]
+        if len(chosen) > size and (left[memory] > 1 or is_recoverable(found, left.keys() - {memory})):
             chosen.remove(rank)
-            left -= Counter([home])
+            left -= Counter([memory])
     return sorted(chosen)

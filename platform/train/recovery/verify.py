@@ -19,7 +19,7 @@ from platform.plan.core.plan import Plan
 from platform.train.protocol.replies import Damage, Differences, Dispute
 from platform.train.step.faults import WORDS
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State, tell_all
+from platform.train.step.training_state import State, all_gather_values
 
 ODD = 0x1E3779B97F4A7C15
 COPIES = "compute"  # kind of the compute copies, besides `model` and the optimizer's moments
@@ -48,23 +48,23 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
     plan, communicator = trainer.plan, trainer.communicator
     mine = _tensors(trainer)
     sums = torch.stack([checksum(x) for x in mine.values()]).tolist() if mine else []
-    told = tell_all(communicator, dict(zip(mine, sums, strict=True)))
-    damaged, undecided = judge(plan, told)
+    checksums = all_gather_values(communicator, dict(zip(mine, sums, strict=True)))
+    damaged, undecided = judge(plan, checksums)
     if undecided:
         names = {dispute.tensor for dispute in undecided}
-        changed = tell_all(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
-        more, undecided = _decide(undecided, told, changed)
+        changed = all_gather_values(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
+        more, undecided = _decide(undecided, checksums, changed)
         damaged += more
     return Differences(sorted(damaged), undecided)
 
 
-def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
+def judge(plan: Plan, checksums: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
     """Judge replicas of weights and optimizer state by their checksums: return the tensors that differ from the
-    majority of their replicas, and the tensors that differ without a majority. `told`: checksums of local blocks, by
+    majority of their replicas, and the tensors that differ without a majority. `checksums`: sums over local blocks, by
     rank and tensor (KIND.PARAMETER)."""
     parameters = {p.name: p for p in plan.parameters}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, sums in enumerate(told):
+    for rank, sums in enumerate(checksums):
         at = plan.mesh.coordinates(rank)
         for tensor, value in sums.items():
             block = plan.block(parameters[tensor.partition(".")[2]], at)
@@ -80,15 +80,15 @@ def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[Damage], 
 
 
 def _decide(
-    undecided: list[Dispute], told: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
+    undecided: list[Dispute], checksums: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
 ) -> tuple[list[Damage], list[Dispute]]:
     """Split disputes over tensors that replicas hold differently into damage and still undecided ones: a rank whose
-    tensor contradicts its own record is damaged if all other replicas agree. `told`: checksums by rank and tensor;
+    tensor contradicts its own record is damaged if all other replicas agree. `checksums`: sums by rank and tensor;
     `changed`: tensors that contradict a rank's record, by rank."""
     damaged, left = [], []
     for ranks, tensor in undecided:
         wrong = [rank for rank in ranks if tensor in changed[rank]]
-        if wrong and len({told[rank][tensor] for rank in ranks if rank not in wrong}) == 1:
+        if wrong and len({checksums[rank][tensor] for rank in ranks if rank not in wrong}) == 1:
             damaged += [Damage(rank, tensor) for rank in wrong]
         else:
             left.append(Dispute(ranks, tensor))

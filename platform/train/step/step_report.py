@@ -39,8 +39,8 @@ class Combiner:
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
-        told = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
-        numbers = told + [moved.get(key, 0) for key in self._moved]
+        numbers = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
+        numbers += [moved.get(key, 0) for key in self._moved]
         for squares in (mine.layer_gradients, mine.layer_activations) if is_due(self._every, mine.step) else ():
             numbers += [squares.get(layer, 0.0) for layer in self._layers]
         ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))

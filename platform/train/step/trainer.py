@@ -200,6 +200,7 @@ class Trainer:
         last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
+            """Run a chunk on microbatch `m`, add its loss to the total, and scale the loss for the backward pass."""
             self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
             if self.ops.watched:
@@ -257,6 +258,7 @@ class Trainer:
         complete a partial batch, are padding: their labels do not count."""
 
         def read(i: int, j: int) -> Mapping[str, Any]:
+            """Read the sequences [i, j) of the microbatch; sequences from `end` on are padding, all -1."""
             stop = first + j if end is None else min(first + j, end)
             start = min(first + i, stop - 1)
             missing = first + j - stop if first + i < stop else j - i
@@ -312,7 +314,7 @@ class Trainer:
             def forward(
                 chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
             ) -> Activations:
-                self.ops.position = PassPosition(training=False)  # of this pass: its masks are those of its documents
+                self.ops.position = PassPosition(training=False)  # of this pass: its documents make its masks
                 out = self._part(chunk, flow, split, first, end)
                 total.add_(out.get("loss", 0.0))
                 return out

@@ -19,8 +19,8 @@ from platform.checkpoint.blocks.buffer import LiveBlocks
 from platform.checkpoint.blocks.chain import Chain, shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
 from platform.checkpoint.in_memory.recover import recover
-from platform.checkpoint.in_memory.snapshots import HomeSnapshot
-from platform.checkpoint.moves import fill_blocks, restore
+from platform.checkpoint.in_memory.snapshots import NodeSnapshot
+from platform.checkpoint.moves import World, fill_blocks, restore
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.config.fields import short_hash
@@ -78,6 +78,7 @@ class State:
     def __init__(self, trainer: Trainer):
         """List the tensors of the training state, weights and moments, of the rank that `trainer` trains."""
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
+        self._world = World(self._communicator.rank, self._plan.mesh.size, self._communicator.exchange)
         dtype = DTYPES[self._plan.precision][1]
         own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
         own += SIDES if self._plan.factored else ()
@@ -131,7 +132,7 @@ class State:
         """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
         what `platform.checkpoint.moves.restore` does, and Refused; the state is then undefined."""
         self._prepare(manifest.meta.values)
-        restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
+        restore(storage, directory, manifest, self.held, self.blocks(), self._world)
         self._trainer.weights.refresh()
 
     def begin(self) -> None:
@@ -141,7 +142,7 @@ class State:
         found = self._agreed_start()
         held = [h for h in self.held if h.name.startswith("model.")]
         blocks = [b for b in self.blocks() if b.name.startswith("model.")]
-        fill_blocks(found.pieces, found.fetch, held, blocks, **self._world)
+        fill_blocks(found.pieces, found.fetch, held, blocks, self._world)
         self._trainer.weights.refresh()
         if AVERAGE in self.moments:
             self._trainer.weights.begin_averages()
@@ -154,7 +155,7 @@ class State:
             said = short_hash([[p.name, p.dtype, *p.box, *map(str, p.source)] for p in found.pieces])
         except (ConfigError, OSError) as error:  # other ranks wait for this one's word
             said = f"rank {self._communicator.rank}: {error}"
-        every = tell_all(self._communicator, [said, found is not None])
+        every = all_gather_values(self._communicator, [said, found is not None])
         if failed := [why for why, there in every if not there]:
             raise Refused(failed[0])
         if len({word for word, _ in every}) > 1:
@@ -162,21 +163,15 @@ class State:
         assert found
         return found
 
-    def recover(self, survived: Sequence[Chain], home: HomeSnapshot | None) -> None:
+    def recover(self, survived: Sequence[Chain], node: NodeSnapshot | None) -> None:
         """Recover the training state from the in-memory snapshots that survivors of a generation of any plan can read;
-        all ranks call it together. `survived`: chains with their readers; `home`: snapshot that this rank can read,
+        all ranks call it together. `survived`: chains with their readers; `node`: snapshot that this rank can read,
         None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
-        known = [values for values in tell_all(self._communicator, home.values if home else {}) if values]
+        known = [values for values in all_gather_values(self._communicator, node.values if node else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
         self._prepare(known[0])
-        recover(survived, home.read if home else _nothing, self.held, self.blocks(), **self._world)
+        recover(survived, node.read if node else _nothing, self.held, self.blocks(), self._world)
         self._trainer.weights.refresh()
-
-    @property
-    def _world(self) -> dict[str, Any]:
-        """Return the arguments of `restore` and `recover` of `platform.checkpoint` about this rank and its world."""
-        communicator = self._communicator
-        return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
 
     def _prepare(self, values: Mapping[str, Any]) -> None:
         """Prepare the state to be filled from a checkpoint or snapshot, whose `values` are not trusted: zero moments,
@@ -231,8 +226,8 @@ def tried(fill: Callable[[], None]) -> Unrestored | None:
     return None
 
 
-def tell_all(communicator: Communicator, value: Any) -> list[Any]:
-    """Exchange a plain JSON value with all ranks; return every rank's, by rank. All ranks call it together."""
+def all_gather_values(communicator: Communicator, value: Any) -> list[Any]:
+    """Gather a plain JSON value of every rank on all ranks; return them, by rank. All ranks call it together."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     received = communicator.exchange([mine] * communicator.mesh.size)
     return [json.loads(bytes(message.tolist())) for message in received]

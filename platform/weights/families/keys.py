@@ -38,7 +38,7 @@ class Rule:
         raise NotImplementedError
 
 
-def told(value: Any) -> str:
+def as_json(value: Any) -> str:
     """Return a value of a config.json as JSON text of about 60 characters at most, for a refusal."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
@@ -49,7 +49,7 @@ class Inexpressible(ValueError):
 
     def __init__(self, key: str, value: Any, why: str):
         """Construct the refusal of the value of a config.json's key, for the reason `why`."""
-        super().__init__(f"{key}={told(value)}: {why}")
+        super().__init__(f"{key}={as_json(value)}: {why}")
 
 
 def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
@@ -120,7 +120,7 @@ class Only(Rule):
         """Return {}. Raises Inexpressible if the config.json's key has a value that is not accepted."""
         value = found.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
-            raise Inexpressible(self.theirs, value, f"our words express {told(self.accepted[0])} alone")
+            raise Inexpressible(self.theirs, value, f"our words express {as_json(self.accepted[0])} alone")
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:

@@ -90,6 +90,6 @@ def test_who_lacks_the_step_is_not_read():
     mine, mate = (RankSnapshots(held(), rank, {0: one, 1: other}) for rank in (0, 1))
     mine.hold(1, blocks(1), {}, lambda sent, received: None)
     with pytest.raises(RuntimeError, match="rank 1 holds no snapshot of step 1"):
-        mine.of_home(1)
+        mine.of_node(1)
     mate.hold(1, blocks(1), {}, lambda sent, received: None)
-    mine.of_home(1)
+    mine.of_node(1)

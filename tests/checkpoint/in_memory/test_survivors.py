@@ -12,8 +12,9 @@ from platform.checkpoint.blocks.chain import Chain, chains_of
 from platform.checkpoint.blocks.placement import Block
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.recover import is_recoverable, keepers, lost_to, recover, surviving
-from platform.checkpoint.in_memory.shared_memory import SharedMemory, open_home
-from platform.checkpoint.in_memory.snapshots import HomeSnapshot, RankSnapshots
+from platform.checkpoint.in_memory.shared_memory import SharedMemory, open_node
+from platform.checkpoint.in_memory.snapshots import NodeSnapshot, RankSnapshots
+from platform.checkpoint.moves import World
 from platform.parallel.communicator.base import SingleRank
 from platform.plan.language.mesh import Mesh
 from tests.checkpoint.in_memory.test_peers import SHAPES
@@ -55,13 +56,12 @@ def left(held: MemoryMap, seats: dict[int, int]) -> list[Chain]:
     return surviving(held.chains, held.copies, held.readers(seats))
 
 
-def pass_to(job: Job, survived: list[Chain], homes: dict[int, HomeSnapshot], budget: int) -> list[list[Block]]:
+def pass_to(job: Job, survived: list[Chain], snapshots: dict[int, NodeSnapshot], budget: int) -> list[list[Block]]:
     def work(communicator) -> list[Block]:
-        rank, world = communicator.rank, job.world_size
+        rank = communicator.rank
         blocks = job.blocks(rank, empty=True)
-        read = homes[rank].read if rank in homes else None
-        recover(survived, read, job.state, blocks, rank=rank, world_size=world, exchange=communicator.exchange,
-                budget=budget)  # fmt: skip
+        read = snapshots[rank].read if rank in snapshots else None
+        recover(survived, read, job.state, blocks, World(rank, job.world_size, communicator.exchange, budget))
         return blocks
 
     return on_all(job.world_size, work)
@@ -82,7 +82,7 @@ def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, nodes, new, bu
     before = Job.random(tensors, old, draw)
     memories = hold([before], nodes, *how)
     held = memories[0].held
-    domains = nodes if len(set(nodes)) > 1 else list(held.homes)
+    domains = nodes if len(set(nodes)) > 1 else list(held.memories)
     gone = draw.choice(domains) if len(set(domains)) > 1 else None
     alive = [rank for rank in range(old) if domains[rank] != gone]
     if how[0]:
@@ -90,11 +90,11 @@ def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, nodes, new, bu
         alive = first + [rank for rank in alive if rank not in first and draw.random() < 0.5]
     alive = alive[:new]
     if lost_to(held, alive):
-        assert len({held.homes[rank] for rank in range(old) if domains[rank] != gone}) > new  # fewer seats than homes
+        assert len({held.memories[rank] for rank in range(old) if domains[rank] != gone}) > new  # too few seats
         return
     seats = dict(zip(alive, draw.permutation(new).tolist(), strict=False))
     after = Job.random(tensors, new, draw)
-    after.check(pass_to(after, left(held, seats), {seats[rank]: memories[rank].of_home(0) for rank in alive}, budget))
+    after.check(pass_to(after, left(held, seats), {seats[rank]: memories[rank].of_node(0) for rank in alive}, budget))
 
 
 @settings(max_examples=40)
@@ -107,11 +107,11 @@ def test_whoevers_memory_is_distrusted_nothing_is_lost(seed, nodes, shared):
     memories = hold([before], nodes, shared, divided=False)
     held, wrong = memories[0].held, int(draw.integers(world))
     assert lost_to(held, range(world), [wrong]) == []
-    assert is_recoverable(keepers(held, [wrong]), {home for rank, home in enumerate(held.homes) if rank != wrong})
+    assert is_recoverable(keepers(held, [wrong]), {m for rank, m in enumerate(held.memories) if rank != wrong})
     survived = surviving(held.chains, held.copies, held.readers({rank: rank for rank in range(world)}, [wrong]))
     after = Job.random(tensors, world, draw)
-    homes = {rank: memory.of_home(0, [wrong]) for rank, memory in enumerate(memories) if rank != wrong or shared}
-    after.check(pass_to(after, survived, homes, 1 << 20))
+    snapshots = {rank: memory.of_node(0, [wrong]) for rank, memory in enumerate(memories) if rank != wrong or shared}
+    after.check(pass_to(after, survived, snapshots, 1 << 20))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -120,9 +120,9 @@ def test_the_last_two_steps_are_held(shared):
     memories = hold(jobs, [0, 0], shared)
     assert [memory.steps for memory in memories] == [[2, 3]] * 2
     for step in (2, 3):
-        homes = {rank: memory.of_home(step) for rank, memory in enumerate(memories)}
-        assert homes[0].values == {"step": step}
-        jobs[step].check(pass_to(jobs[step], chains_of(jobs[step].state), homes, 1 << 20))
+        snapshots = {rank: memory.of_node(step) for rank, memory in enumerate(memories)}
+        assert snapshots[0].values == {"step": step}
+        jobs[step].check(pass_to(jobs[step], chains_of(jobs[step].state), snapshots, 1 << 20))
 
 
 def test_what_fails_while_it_is_held_leaves_the_step_before():
@@ -137,7 +137,7 @@ def test_what_fails_while_it_is_held_leaves_the_step_before():
         with pytest.raises(ConnectionError):
             memory.hold(2, jobs[2].blocks(0), {}, fail)
         assert memory.steps == [1]
-    jobs[1].check(pass_to(jobs[1], chains_of(jobs[1].state), {0: memory.of_home(1)}, 1 << 20))
+    jobs[1].check(pass_to(jobs[1], chains_of(jobs[1].state), {0: memory.of_node(1)}, 1 << 20))
     memory.keep_only(1)
     memory.hold(2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
     assert memory.steps == [1, 2]
@@ -149,7 +149,7 @@ def test_rounds_are_bounded_and_senders_even():
     job = Job.whole(tensors, 4)
     memories = hold([job], [0, 1, 2, 3])
     survived = left(memories[0].held, {0: 0, 1: 1, 3: 2})
-    homes = {new: memories[old].of_home(0) for new, old in enumerate((0, 1, 3))}
+    snapshots = {new: memories[old].of_node(0) for new, old in enumerate((0, 1, 3))}
     got: list[list[int]] = []
 
     def work(communicator) -> list[Block]:
@@ -160,8 +160,8 @@ def test_rounds_are_bounded_and_senders_even():
             return received
 
         rank, blocks = communicator.rank, job.blocks(communicator.rank, empty=True)
-        read = homes[rank].read if rank in homes else None
-        recover(survived, read, job.state, blocks, rank=rank, world_size=4, exchange=exchange, budget=256)
+        read = snapshots[rank].read if rank in snapshots else None
+        recover(survived, read, job.state, blocks, World(rank, 4, exchange, budget=256))
         return blocks
 
     job.check(on_all(4, work))
@@ -175,7 +175,7 @@ def test_rounds_are_bounded_and_senders_even():
 def test_bytes_are_those_of_the_type(dtype, extent):
     tensors = {"odd": torch.arange(7).to(torch.bfloat16), "w": torch.ones(extent, dtype=dtype) * 3}
     job = Job.whole(tensors)
-    job.check(pass_to(job, chains_of(job.state), {0: hold([job], [0])[0].of_home(0)}, 1 << 20))
+    job.check(pass_to(job, chains_of(job.state), {0: hold([job], [0])[0].of_node(0)}, 1 << 20))
 
 
 def test_negative_control_without_the_copies_nothing_can_be_recovered():
@@ -184,13 +184,13 @@ def test_negative_control_without_the_copies_nothing_can_be_recovered():
     seats = {0: 0, 2: 1, 3: 2}
     memories = hold([job], [0, 1, 2, 3])
     held = memories[0].held
-    homes = {seats[rank]: memories[rank].of_home(0) for rank in seats}
+    snapshots = {seats[rank]: memories[rank].of_node(0) for rank in seats}
     after = Job.whole(tensors, 3)
-    after.check(pass_to(after, left(held, seats), homes, 1 << 20))
+    after.check(pass_to(after, left(held, seats), snapshots, 1 << 20))
     held.copies = []
     assert lost_to(held, [0, 2, 3])
     with pytest.raises(AssertionError):
-        after.check(pass_to(after, left(held, seats), homes, 1 << 20))
+        after.check(pass_to(after, left(held, seats), snapshots, 1 << 20))
 
 
 def test_ranks_that_cannot_find_each_other_s_memory_do_not_share_it():
@@ -201,7 +201,7 @@ def test_ranks_that_cannot_find_each_other_s_memory_do_not_share_it():
     for wrong in ([process, 1, device, inode], [process, other.address[1], device, inode], [1 << 22, 3, device, inode]):
         assert SharedMemory.find(wrong) is None
     nodes = ["a", "a", "b"]
-    told = [[memory.address, [1 << 22, 3, 0, 0], other.address], [False, True, True]]
-    assert open_home(memory, nodes, 0, lambda mine: told.pop(0)) is None
-    told = [[memory.address, other.address, [1 << 22, 3, 0, 0]], [True, True, True]]
-    assert list(open_home(memory, nodes, 0, lambda mine: told.pop(0))) == [0, 1], "nobody opens what another node has"
+    gathered = [[memory.address, [1 << 22, 3, 0, 0], other.address], [False, True, True]]
+    assert open_node(memory, nodes, 0, lambda mine: gathered.pop(0)) is None
+    gathered = [[memory.address, other.address, [1 << 22, 3, 0, 0]], [True, True, True]]
+    assert list(open_node(memory, nodes, 0, lambda mine: gathered.pop(0))) == [0, 1], "nobody opens another node's"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece
-from platform.checkpoint.moves import exchange_alone, pass_on
+from platform.checkpoint.moves import ALONE, World, pass_on
 from platform.checkpoint.storage.manifest import Corrupt
 
 ROWS = [Box((0, 0), (2, 6)), Box((2, 0), (3, 6))]  # of a tensor [5, 6], as pieces
@@ -39,7 +39,7 @@ def filled(kind: str, numbers: Tensor) -> tuple[list[Block], bool]:
 
     state = [HeldTensor.of("w", TYPES[kind], (5, 6), [(0, b.box) for b in blocks])]
     pieces = [Piece("w", "float32", box, slice(box.offset[0], box.offset[0] + box.extent[0])) for box in ROWS]
-    pass_on([[pieces]], fetch, state, blocks, 0, exchange_alone)
+    pass_on([[pieces]], fetch, state, blocks, ALONE)
     assert len(set(there)) == 1
     return blocks, there[0]
 
@@ -72,7 +72,7 @@ def test_a_piece_for_one_other_rank_is_fetched_into_its_message():
             return [messages[0]] * 3  # nothing for rank 0 from anybody
 
         pieces = [Piece("w", "float32", box, slice(box.offset[0], box.offset[0] + box.extent[0])) for box in ROWS]
-        pass_on([[pieces, [], []]], fetch, state, [], 0, exchange)
+        pass_on([[pieces, [], []]], fetch, state, [], World(0, 3, exchange))
         own = {m.untyped_storage().data_ptr() for m in sent[0]}
         assert all((m.untyped_storage().data_ptr() in own) == whole for m in fetched)
         for box, message in zip(boxes, sent[0][1:], strict=True):
@@ -88,4 +88,4 @@ def test_a_failure_is_every_rank_s():
     state = [HeldTensor.of("w", torch.float32, (5, 6), [(0, Box.whole((5, 6)))])]
     pieces = [Piece("w", "float32", ROWS[0], slice(0, 2))]
     with pytest.raises(Corrupt, match="^a bit has flipped$"):
-        pass_on([[pieces]], fetch, state, blocks_of("whole"), 0, exchange_alone)
+        pass_on([[pieces]], fetch, state, blocks_of("whole"), ALONE)

@@ -93,7 +93,7 @@ def test_the_page_lists_all_of_it():
 def test_an_embedded_ray_has_no_more_gpus_than_there_are(monkeypatch):
     told = {}
     monkeypatch.setattr(ray_session, "_init", lambda _, **arguments: told.update(arguments))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(ray_session, "gpu_count", lambda: 4)
     for size, gpus, expected in ((8, True, 4), (2, True, 2), (8, False, 0)):
         ray_session.Embedded(size, gpus=gpus).close()
         assert told["num_gpus"] == expected and told["num_cpus"] == size

@@ -116,4 +116,4 @@ def test_whoever_writes_another_address_into_the_store_learns_nothing_and_comman
         follower.join(20)
         assert len(ended) == 1
         board.expect([1])
-        assert dialled(board, 1)[0].told is None  # the true one
+        assert dialled(board, 1)[0].payload is None  # the true one

@@ -12,7 +12,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import WEIGHTED
 from platform.model.losses import LOSSES
 from platform.parallel.kernels import loss
-from platform.parallel.kernels.loss import Slopes
+from platform.parallel.kernels.loss import LogitDerivatives
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
 from tests.harness.live import count
@@ -103,18 +103,18 @@ def test_one_process_gives_what_autograd_does(monkeypatch, weighted):
 
 
 @pytest.mark.parametrize("forgotten", ["whole", "label", "every", "weights"])
-def test_a_wrong_slope_shows(monkeypatch, forgotten):
+def test_a_wrong_derivative_shows(monkeypatch, forgotten):
     """Negative control: on ranks of a split vocab alone."""
     judged = loss._judged
     c = build({**CASE, "loss": "smoothed"})
     serial(c)
 
     def wrong(found, classes, gradient):
-        losses, slopes = judged(found, classes, gradient)
+        losses, derivatives = judged(found, classes, gradient)
         if classes.over and forgotten != "weights":
-            given = {"whole": slopes.whole, "label": slopes.label, "every": slopes.every}
-            slopes = Slopes(**{**given, forgotten: torch.zeros_like(slopes.label)})
-        return losses, slopes
+            given = {"whole": derivatives.whole, "label": derivatives.label, "every": derivatives.every}
+            derivatives = LogitDerivatives(**{**given, forgotten: torch.zeros_like(derivatives.label)})
+        return losses, derivatives
 
     monkeypatch.setattr(loss, "_judged", wrong)
     if forgotten == "weights":

@@ -144,7 +144,7 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
     def work(trainer, communicator):
         state = State(trainer)
         memory = memories.get(communicator.rank)
-        state.recover(survived, memory.of_home(source.step) if memory else None)
+        state.recover(survived, memory.of_node(source.step) if memory else None)
         start, values = live_copies(state), state.values()
         for block in state.blocks():
             if block.name.split(".")[0] == forget:

@@ -42,7 +42,7 @@ def second(given: tuple[Config, Source], plan, communicator) -> float:
     trainer = trainer_of(c, plan, communicator)
     here = communicator.rank in source.ranks.values()
     held = memory.held if memory and here else source.formed.held()
-    State(trainer).recover(source.survived(held), memory.of_home(2) if memory and here else None)
+    State(trainer).recover(source.survived(held), memory.of_node(2) if memory and here else None)
     return trainer.step(3).loss
 
 

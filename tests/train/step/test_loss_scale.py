@@ -221,7 +221,7 @@ def test_memory_keeps_the_scale():
         trainer.step(1)
         memory.hold(1, state.blocks(), state.values(), communicator.transfer)
         fresh = trainer_of(c, trainer.plan, communicator)
-        State(fresh).recover(chains_of(state.held), memory.of_home(1))
+        State(fresh).recover(chains_of(state.held), memory.of_node(1))
         assert fresh.loss_scale == LossScale(2.0**26)
         return [(fresh.step(k).loss, trainer.step(k).loss) for k in (2, 3, 4)]
 

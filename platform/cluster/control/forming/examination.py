@@ -60,7 +60,7 @@ def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Find
     seconds that it is behind the driver's clock before the call, or ahead of it after the call, however long that took.
     `numbers`: the members, by rank."""
     before = time.time()
-    clocks = crew.call("tell_time", within=EXAMINE_SECONDS)
+    clocks = crew.call("read_clock", within=EXAMINE_SECONDS)
     after = time.time()
     found = crew.call("examine", thorough, within=EXAMINE_SECONDS)
     for findings, clock in zip(found, clocks, strict=True):

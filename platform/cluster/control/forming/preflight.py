@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def violations_of_workers(crew: Crew, config: Config, run_dir: Path) -> dict[int
         storages["checkpoint.url"] = open_storage(urls.home(config))
     with _probe(storages) as name:
         own, found = proof(config, run_dir, name), crew.call("prove", name)
-    return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, [its], config))}
+    return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, its, config))}
 
 
 @contextmanager
@@ -51,24 +51,23 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
                 storage.delete(name, durable=False)
 
 
-def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[str]:
-    """Return one line for each difference between the environments of workers, `found`, and the driver's, `own`
-    (storage, hashes of code, versions of libraries), and for each feature that a worker lacks."""
+def disagreements(own: Proof, its: Proof, config: Config) -> list[str]:
+    """Return one line for each difference between a worker's environment, `its`, and the driver's, `own` (storage,
+    hashes of code, versions of libraries), and for each feature that the worker lacks."""
     where = {
         "run.dir": config.run.dir,
         "checkpoint.url": redact(urls.home(config)),
         "checkpoint.resume": redact(config.checkpoint.resume),
     }
     lines = []
-    for its in found:
-        for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(own, k).items()):
-            if (there := getattr(its, kind).get(name)) != value:
-                how = f"{there} on node {its.node}, {value} at the driver"
-                if kind == "sees":
-                    lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
-                else:
-                    lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
-        for key, legal in _ALWAYS.items():
-            if why := its.lacks.get(key):
-                lines.append(violation(key, flat_values(config)[key], f"{why} on node {its.node}", legal))
-    return list(dict.fromkeys(lines))
+    for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(own, k).items()):
+        if (there := getattr(its, kind).get(name)) != value:
+            how = f"{there} on node {its.node}, {value} at the driver"
+            if kind == "sees":
+                lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
+            else:
+                lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
+    for key, legal in _ALWAYS.items():
+        if why := its.lacks.get(key):
+            lines.append(violation(key, flat_values(config)[key], f"{why} on node {its.node}", legal))
+    return lines

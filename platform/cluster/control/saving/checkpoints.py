@@ -15,7 +15,15 @@ from platform.boundary.files.file_storage import open_storage
 from platform.boundary.redaction import redact
 from platform.boundary.refusals import ConfigError, violation
 from platform.checkpoint.storage.carried import CarriedFiles
-from platform.checkpoint.storage.catalogue import attempts, find, load_manifest, lowest, quarantine, verify
+from platform.checkpoint.storage.catalogue import (
+    Selection,
+    attempts,
+    find,
+    load_manifest,
+    lowest,
+    quarantine,
+    verify,
+)
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta, Refused
 from platform.checkpoint.storage.report import FileReport
@@ -23,7 +31,7 @@ from platform.checkpoint.storage.saver import Saver
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
-from platform.cluster.run.origin import Origin, origin, traced
+from platform.cluster.run.origin import origin, traced
 from platform.config.batch_ramp import samples_before
 from platform.config.fields import Config, short_hash
 from platform.config.identity import completed, differences, identity
@@ -58,7 +66,7 @@ class Checkpoints:
         self,
         config: Config,
         plan: Plan,
-        found: Origin | None,
+        found: Selection | None,
         journal: Journal,
         say: Callable[[str], None],
         files: CarriedFiles | None = None,
@@ -166,7 +174,7 @@ class Checkpoints:
             self._refuse(directory, reason)
         there = self._origin.manifest.meta.corpus if self._origin.manifest else corpus
         if there != corpus:
-            where = f"{self._origin.storage.url}/{self._origin.directory}"
+            where = self._origin.url
             changed = "; ".join(f"{key}: {a} there, {b} here" for key, (a, b) in self._changed_data().items())
             why = changed or "the files have changed"
             reason = f"its corpus is {corpus} now, and was {there} for {where}: {why}"
@@ -196,11 +204,10 @@ class Checkpoints:
         if failure is None:
             seconds = perf_counter() - start
             self._journal.write(events.Restored(step=self.step, directory=found.directory, seconds=seconds))
-            self._say(f"continues after step {self.step}: {found.storage.url}/{found.directory}")
+            self._say(f"continues after step {self.step}: {found.url}")
             return True
         if failure.fault != "corrupt":
-            where = f"{found.storage.url}/{found.directory}"
-            raise ConfigError(violation("checkpoint.resume", where, f"cannot be resumed from: {failure.reason}"))
+            raise ConfigError(violation("checkpoint.resume", found.url, f"cannot be resumed from: {failure.reason}"))
         quarantine(found.storage, found.directory, failure.reason)
         self._refuse(found.directory, failure.reason)
         self.look_again()
@@ -215,14 +222,14 @@ class Checkpoints:
         self.step = self._origin.step if self._origin else 0
         self.check(self._corpus)
 
-    def _newest_own(self) -> Origin | None:
+    def _newest_own(self) -> Selection | None:
         """Return the newest checkpoint in the storage that this run saves to, if this driver made it and
         checkpoint.resume names a checkpoint elsewhere or is `never`, so that others found there may belong to another
         run; else None."""
         if not self._own or self._config.checkpoint.resume in _NEWEST:
             return None
         found = find(self._storage, deep=False)
-        return Origin(self._storage, **vars(found)) if found.directory in self._own else None
+        return found if found.directory in self._own else None
 
     def confirm(self) -> None:
         """Look whether the newest checkpoint is still in storage, and set `step` to the newest one's step, 0 if none is
@@ -232,8 +239,7 @@ class Checkpoints:
             return
         with suppress(OSError, ConfigError):
             found = find(self._storage, deep=False)
-            there = found.manifest if anybody_s or found.directory in self._own else None
-            self.step = there.meta.step if there else 0
+            self.step = found.step if anybody_s or found.directory in self._own else 0
 
     def abandon(self) -> None:
         """Cancel the save under way, without waiting, because the workers that write it leave their generation."""

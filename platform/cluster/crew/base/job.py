@@ -145,6 +145,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def gpu_count() -> int:
+    """Return how many of this machine's GPUs the process may use; 0, without torch, if there is no GPU driver."""
+    if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def one_gpu(local_rank: int) -> dict[str, str]:
     """Return the environment variable that shows a worker process only GPU `local_rank` of those visible to this
     process, as Ray does for its actors: "cuda" then means that GPU."""

@@ -81,6 +81,7 @@ class RemoteCrew(Crew):
             self._roster.dispose(number)
 
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
+        """Give members their ranks as `Crew.seat` says, and open the generation's store on the driver's host."""
         assert not self._ranks and len(set(numbers)) == len(numbers) == job.world_size
         self.job = self._roster.job = job
         self._ranks = {number: rank for rank, number in enumerate(numbers)}
@@ -114,8 +115,9 @@ class RemoteCrew(Crew):
         self._oldest, self._followed = self._followed or self._call + 1, 0
 
     def release(self) -> list[Failure]:
+        """End the generation as `Crew.release` says: abort what members run, kill whoever does not leave."""
         if self._followed and not (self._failures or self._gone):
-            with suppress(WorkerFailed):  # of which `leave` tells too
+            with suppress(WorkerFailed):  # which `leave` meets too
                 self.call("rest", within=LEAVE_SECONDS)  # in which they wait for each other no more
         self._followed = 0
         self._polite = True
@@ -144,6 +146,7 @@ class RemoteCrew(Crew):
         return lost
 
     def close(self) -> None:
+        """End all members: let them end by themselves if none has failed, and kill the ones that do not."""
         if self._closed:
             return
         self._closed = True

@@ -21,10 +21,10 @@ _ECHO_SECONDS = 0.5  # within which a repeat is the same signal: sent to all pro
 
 def stop_reason(number: int) -> str:
     """Return why a stop signal was sent: a supervisor's text in the file that REASON names, else the signal's name."""
-    told = ""
+    reason = ""
     with suppress(OSError, Malformed, KeyError):
-        told = printable(documents.read_bytes(os.environ[REASON], 200).decode(errors="replace"))
-    return told or signal.Signals(number).name
+        reason = printable(documents.read_bytes(os.environ[REASON], 200).decode(errors="replace"))
+    return reason or signal.Signals(number).name
 
 
 class Stopped(BaseException):

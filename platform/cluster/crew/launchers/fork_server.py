@@ -118,7 +118,7 @@ class _Server:
         try:
             line.settimeout(_ORDER_SECONDS)
             with line.makefile("rb") as order:
-                environment, path, told = pickle.load(order)
+                environment, path, member = pickle.load(order)
         except (OSError, EOFError, pickle.UnpicklingError):
             return line.close()
         parent = os.getpid()
@@ -133,7 +133,7 @@ class _Server:
             for other in (line, self._waker, *self._sockets.values()):
                 other.close()
             _die_with(parent)
-            status = _work(environment, path, told)
+            status = _work(environment, path, member)
         finally:
             os._exit(status)
 
@@ -156,7 +156,7 @@ class _Server:
             os.waitpid(process, 0)
 
 
-def _work(environment: dict[str, str], path: list[str], told: bytes) -> int:
+def _work(environment: dict[str, str], path: list[str], member: bytes) -> int:
     """Serve the worker that an order describes in this process, just forked, with the environment and the import path
     of the process that ordered it; return the exit status."""
     status = 1
@@ -164,7 +164,7 @@ def _work(environment: dict[str, str], path: list[str], told: bytes) -> int:
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
-        place, address, token = pickle.loads(told)
+        place, address, token = pickle.loads(member)
         multiprocessing.current_process().name = f"worker{place.number}"
         serve(place, address, token)
         status = 0

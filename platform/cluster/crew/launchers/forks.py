@@ -33,11 +33,11 @@ class ForkServer:
         """Start the fork server, a process that imports the module of the worker that `place` describes."""
         self._control, theirs = socket.socketpair()
         with theirs:
-            told = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), place.worker.partition(":")[0]]
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), place.worker.partition(":")[0]]
             # One thread: what is forked must have no other, and a worker sets its own number of them.
             environment = os.environ | place.unset(os.environ) | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *told],
+                [sys.executable, "-c", _PROGRAM, *arguments],
                 env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             )  # fmt: skip
 

@@ -202,6 +202,7 @@ class _Named(io.FileIO):
         self._prefix, self._begins = name.encode(errors="replace"), True
 
     def write(self, data: Any) -> int:
+        """Write `data` with the worker's name before every line; return its length even if it could not be written."""
         text = bytes(data)
         ends = text.endswith(b"\n")
         named = text.removesuffix(b"\n").replace(b"\n", b"\n" + self._prefix) + b"\n" * ends

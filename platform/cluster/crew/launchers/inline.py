@@ -49,6 +49,7 @@ class InlineCrew(Crew):
         self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+        """Run the method on the worker in this process; raise WorkerFailed, its traceback printed, if it raises."""
         try:
             return [getattr(self._worker, method)(*arguments(args, 0))]
         except BaseException as error:

@@ -30,6 +30,7 @@ class Processes(Launcher):
         return "127.0.0.1"
 
     def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        """Fork a worker for each of the members `numbers`, in the lowest free slot of this machine."""
         server = self._forks(job)
         for number in numbers:
             slot = next(i for i in count() if i not in self._slots.values())
@@ -56,6 +57,7 @@ class Processes(Launcher):
             process.kill()
 
     def dismiss(self, polite: bool) -> None:
+        """End all forked workers, waiting for them briefly if `polite`, and the fork server."""
         deadline = monotonic() + (_JOIN_SECONDS if polite else 0.0)
         for process in self._forked.values():
             process.ended(max(0.0, deadline - monotonic()))

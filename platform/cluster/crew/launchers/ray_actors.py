@@ -63,6 +63,7 @@ class RayActors(Launcher):
         self._demand: Demand | None = None  # on the autoscaler
 
     def open(self, job: Job, size: int) -> str:
+        """Start or join the crew's Ray cluster; return the address of this machine that its nodes can reach."""
         if self._embedded:
             growth = max(0, job.config.elastic.max_workers - job.world_size)
             self._forks = ForkServer(assign(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0))
@@ -86,6 +87,7 @@ class RayActors(Launcher):
         return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
 
     def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        """Start actors for the members `numbers`: the initial ones together, hired ones where Ray has a place."""
         if not self._crowd:
             self._launch_together(job, numbers, board)
             return
@@ -128,6 +130,7 @@ class RayActors(Launcher):
         self._serving[number] = actor.serve.remote(place, board.address, board.token(number), self._path)
 
     def ended(self, number: int, seconds: float) -> str | None:
+        """Return how a member's actor ended, as Ray says of its `serve` call; None if no end is known in time."""
         import ray
         from ray.exceptions import RayActorError, RayError
 
@@ -142,6 +145,7 @@ class RayActors(Launcher):
             return str(error)
 
     def kill(self, number: int) -> None:
+        """Kill a member's actor, and its process if that is on this machine, where it takes no time."""
         import ray
 
         if not (actor := self._actors.pop(number, None)):
@@ -153,6 +157,7 @@ class RayActors(Launcher):
                 os.kill(member.pid, signal.SIGKILL)
 
     def dismiss(self, polite: bool) -> None:
+        """Kill all actors, and leave the Ray cluster, or end it if it is this run's own."""
         import ray
 
         if self._notices:

@@ -19,6 +19,7 @@ from typing import Any
 
 from platform.boundary.refusals import SHOWN, ConfigError, violation
 from platform.boundary.terminal import print_line, printable
+from platform.cluster.crew.base.job import gpu_count
 from platform.cluster.crew.launchers import leftovers
 from platform.config.groups.execution_group import Cluster
 
@@ -65,7 +66,7 @@ class Embedded:
                 _temp_dir=f"{directory}/ray",
                 _node_ip_address="127.0.0.1",
                 num_cpus=size,  # logical CPUs, one per worker: more than cores is slow but allowed
-                num_gpus=min(size, _gpus()) if gpus else 0,
+                num_gpus=min(size, gpu_count()) if gpus else 0,  # with more, Ray would place workers on missing ones
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _system_config={"worker_niceness": 0},  # Ray's default of 15 starves workers beside other processes
@@ -292,13 +293,6 @@ def job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 def _installed() -> bool:
     """Return True if this package is installed, and started by its own hook (_startup.py) in every Python."""
     return "_platform_startup" in sys.modules
-
-
-def _gpus() -> int:
-    """Count this machine's GPUs: an embedded Ray that was given more would place workers on missing ones."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 class Notices:

@@ -66,12 +66,12 @@ def follow(run_dir: Path) -> None:
     """
     store = _connect()
     store.wait([_DRIVER], _FOREVER)
-    if (told := _published(store.get(_DRIVER))) is None:
+    if (driver := _published(store.get(_DRIVER))) is None:
         return
     for number in STOPPING:  # torchrun signals all processes; the driver decides, and needs its workers to save
         signal.signal(number, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
-    _serve(told.address, secret.token(_key(run_dir), told.session, rank), rank, own_process=True)
+    _serve(driver.address, secret.token(_key(run_dir), driver.session, rank), rank, own_process=True)
 
 
 def dismiss() -> None:
@@ -119,10 +119,11 @@ class Torchrun(Launcher):
             self._file.unlink(missing_ok=True)
 
     def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        """Publish the driver's address in torchrun's store, and serve member 0 in a thread of this process."""
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         place = assign(job, 0, local_rank=0, local_world_size=local_size, group_rank=0)
         # torchrun sets the environment of the others, and has its own options for logs
-        board.tell(replace(place, environment={}, log=""))
+        board.payload = replace(place, environment={}, log="")
         _connect().set(_DRIVER, text(_Driver(board.address, board.session)).decode())
         own = board.address, board.token(0), 0
         self._own = threading.Thread(
@@ -149,7 +150,7 @@ def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bo
     """Dial the driver at `address` as member `number` with its secret `token`, and serve the worker that the driver's
     welcome describes, as an Assignment, until the driver closes the connection."""
     line = dial(address, token, number, tiers=tiers_here([], {}))
-    place: Assignment = schema.read(Assignment, line.told)
+    place: Assignment = schema.read(Assignment, line.payload)
     if place.device == "cuda":
         os.environ.update(one_gpu(int(os.environ["LOCAL_RANK"])))
     replace(place, environment={}).enter_environment()

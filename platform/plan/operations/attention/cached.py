@@ -30,13 +30,15 @@ class RememberOp(Op):
     type `kv`, behind the keys and values of the passes before; k and v themselves in a pass that reads a whole text, as
     in training."""
 
-    def compose(self, ops, name, k, v, kv):
-        return k, v, kv
+    def record(self, ops, name, k, v, kv):
+        out = ops.remembered(kv)
+        return (*ops.record(self.kind, name, [k, v], [kv, kv], [out, out]), out) if ops.cache else (k, v, out)
 
     def run(self, ops, name, k, v, kv):
-        if ops.cache is None or ops.absent(k):
-            return k, v, ops.remembered(kv)
+        """Write k and v behind what the cache holds of the attention `name`, and return the whole of it."""
         out, cache = ops.remembered(kv), ops.cache
+        if cache is None or ops.absent(k):
+            return k, v, out
         if name not in cache.blocks:
             shape = ops.plan.local_shape(out)
             cache.blocks[name], cache.first[name] = (k.new_zeros(shape), v.new_zeros(shape)), _first(ops, out)
@@ -45,21 +47,34 @@ class RememberOp(Op):
             whole[ops.offset : ops.offset + len(new)].copy_(new)
         return *pair, out
 
+    def meter(self, ops, name, k, v, kv):
+        """Count the blocks of all keys and values that the cache holds, made by the first use of the attention."""
+        out, cache = ops.remembered(kv), ops.cache
+        if cache is None or ops.absent(k):
+            return k, v, out
+        if name not in cache.blocks:
+            cache.blocks[name] = ops.block(out), ops.block(out)
+        return *cache.blocks[name], out
+
 
 class RecallOp(Op):
     """Keys and values of type `kv` of the cross-attention `name`: k and v, or where these are None, the pair of the
     first of several passes with the same memory."""
 
-    def compose(self, ops, name, k, v, kv):
-        return k, v
+    def record(self, ops, name, k, v, kv):
+        given = [] if k is None else [k, v]
+        return ops.record(self.kind, name, given, [kv for _ in given], [kv, kv]) if ops.cache else (k, v)
 
     def run(self, ops, name, k, v, kv):
+        if ops.cache and k is not None and not ops.absent(k):
+            ops.cache.first[name] = _first(ops, kv)
+        return self.meter(ops, name, k, v, kv)
+
+    def meter(self, ops, name, k, v, kv):
         if ops.cache is None:
             return k, v
         if k is not None:
             ops.cache.blocks[name] = k, v
-            if not ops.absent(k):
-                ops.cache.first[name] = _first(ops, kv)
         return ops.cache.blocks[name]
 
 

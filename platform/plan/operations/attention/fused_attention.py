@@ -42,6 +42,7 @@ class FusedAttentionOp(BlockOp):
         return 2 * 2 * prod(space.values())
 
     def run(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+        """Compute attention by torch's fused kernel, whose mask is made only if causality is not all that hides."""
         from torch.nn.functional import scaled_dot_product_attention
 
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
@@ -64,6 +65,7 @@ class FusedAttentionOp(BlockOp):
             return scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
     def meter(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+        """Count the mask of attention, and what the planned kernel of torch allocates and keeps."""
         query, key = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv))
         documents = begins is not None
         sizes = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"]

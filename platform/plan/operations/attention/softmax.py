@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf, prod
 
+from platform.plan.language.mistakes import ModelMistake
 from platform.plan.operations.attention.hiding import hides, reads_of
 from platform.plan.operations.op import BlockOp, planned
 
@@ -19,7 +20,10 @@ class SoftmaxOp(BlockOp):
         self, ops, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None, begins=None,
         bias=None,
     ):  # fmt: skip
+        """Record a softmax. Raises ModelMistake in a pass of generation if it is causal and `dim` lacks cached keys."""
         ops.check(bias or x, spec)
+        if causal and ops.cache and dict(spec.sizes).get(dim) != ops.cache.capacity:
+            raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
         hidden = hides(name, causal, window, mask, begins)
         return ops.record(self.kind, name, [x], [spec], [spec], [mask, begins], dim=dim, scale=scale, **hidden)
 
@@ -37,6 +41,7 @@ class SoftmaxOp(BlockOp):
         self, ops, found, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None,
         begins=None, bias=None,
     ):  # fmt: skip
+        """Compute scaled, biased and masked scores, and their softmax over a dim that ranks may split."""
         positions = ops.kernels.positions
         x = x * scale
         if bias is not None:
@@ -51,6 +56,7 @@ class SoftmaxOp(BlockOp):
         return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over)
 
     def meter(self, ops, found, name, x, spec, *, causal=False, mask=None, begins=None, bias=None, **_):
+        """Count the scores that scaling, bias and masks make, and the probabilities, which are kept."""
         n, shape = x.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         x = ops.plain(ops.tensor(n), [x])  # scaled
         if bias is not None:

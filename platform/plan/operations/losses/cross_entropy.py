@@ -41,6 +41,7 @@ class CrossEntropyOp(Op):
         return ops.kernels.loss.cross_entropy(logits, targets, ops.communicator, classes)
 
     def meter(self, ops, name, logits, spec, labels, smoothing=0.0):
+        """Count the gradient of the logits, made in the forward pass, and the statistics of one chunk."""
         loss = ops.tensor(1)
         if not logits.elements:
             return ops.plain(loss, [logits])

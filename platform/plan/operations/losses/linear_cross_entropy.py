@@ -23,6 +23,7 @@ class LinearCrossEntropyOp(Op):
         return ops.cross_entropy(name, logits, spec, labels, smoothing)
 
     def run(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+        """Compute the loss chunk by chunk of tokens, so that the logits are never whole, unless SUMMA multiplies."""
         product, found = ops.planned("project", table.name), ops.planned("cross_entropy", name)
         if product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
             return self.compose(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
@@ -40,6 +41,7 @@ class LinearCrossEntropyOp(Op):
         )
 
     def meter(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+        """Count the gradients and one chunk of logits, or all logits where the loss has to keep them."""
         product, found = ops.planned("project", table.name), ops.planned("cross_entropy", name)
         (group, *_), weight = product.groups, ops.parameter(table)
         if group.panels:

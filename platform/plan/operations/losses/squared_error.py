@@ -20,6 +20,7 @@ class SquaredErrorOp(Op):
         return planned(planner, operation, layout, **reading(planner, spec, layout))
 
     def run(self, ops, name, y, target, spec, ids):
+        """Compute the sum of squared errors of this rank's elements whose label is not padding."""
         padding, widened = ids[self.kind, name] < 0, ops.kernels.statistics.widened
         error = widened(y) - widened(target.detach())
         if not ops.absent(y):

@@ -36,6 +36,7 @@ class NormOp(BlockOp):
         return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over)
 
     def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
+        """Count the normalised rows and their deviations, which are kept, and what is made on the way."""
         vectors = [v for v in (gain, bias) if v]
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[:-1])
         if not found.over and kind == "layernorm":

@@ -68,6 +68,7 @@ class PointwiseOp(Op):
         return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
 
     def meter(self, ops, function, *x):
+        """Count the result of a pointwise function, which keeps its result or its arguments."""
         if function == "identity":
             return x[0]
         if function.startswith("gated_"):

@@ -17,6 +17,8 @@ class RecurrenceOp(BlockOp):
     def record(self, ops, name, gate, x, spec):
         if "length" not in spec.dims:
             raise ModelMistake(name, f"a recurrence goes along length, which {spec} lacks")
+        if ops.cache:
+            raise ModelMistake(name, "a recurrence does not see the passes before")
         return ops.record(self.kind, name, [gate, x], [spec, spec], [spec])
 
     def whole(self, operation):

@@ -17,6 +17,7 @@ class RotateOp(BlockOp):
         return ("d_kv",)  # rotated pairs lie half of it apart
 
     def run(self, ops, found, name, x, spec, theta, scaling=None):
+        """Compute queries or keys rotated by the angles of their positions, which all layers share."""
         positions = ops.kernels.positions
         wide = ops.kernels.statistics.widened(x).dtype
         where = ops.offset, *ops.blocks[spec][spec.dims.index("length")]

@@ -13,6 +13,7 @@ class SinusoidOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [spec], [positions], scale=scale)
 
     def run(self, ops, found, name, x, spec, scale, positions=None):
+        """Compute the encoding of this rank's positions and dims, and add it to scale * x."""
         assert spec.dims == ("length", "batch", "d_model")
         if positions is None:
             length = ops.positions(spec, "length", x.device).unsqueeze(1)

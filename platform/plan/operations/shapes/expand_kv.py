@@ -29,6 +29,7 @@ class ExpandKvOp(BlockOp):
         return planned(planner, operation, goal, [planner.shaped(Conversion((), backward), spec, have, have)])
 
     def run(self, ops, found, name, x, spec, out, *, grouped=False):
+        """Repeat each head of keys or values for its group of queries' heads on this rank."""
         dim = out.dims.index("heads")
         first_head, heads = ops.blocks[out][dim]
         per_group = ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]

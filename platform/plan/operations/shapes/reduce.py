@@ -29,6 +29,7 @@ class ReduceOp(BlockOp):
         return planned(planner, operation, c.compute, (*c.inputs, leaving), found, over=over)
 
     def run(self, ops, found, name, function, x, spec, out):
+        """Compute the sum, mean or maximum of this rank's elements; ranks of split dims share a maximum."""
         gone = [d for d in spec.dims if d not in out.dims]
         x = ops.without_padding(x, spec, gone, -inf if function == "max" else 0)
         places, kept = [spec.dims.index(d) for d in gone], [d for d in spec.dims if d in out.dims]

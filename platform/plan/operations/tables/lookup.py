@@ -37,6 +37,7 @@ class LookupOp(BlockOp):
         return [self.contraction(planner, operation).axes]
 
     def run(self, ops, found, name, table, tokens, out):
+        """Look up the rows of this rank's part of the table; a row that another rank has gives zeros."""
         tokens = tokens[self.kind, name]
         rows = ops.kernels.table_rows.rows
         if found.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
