@@ -88,9 +88,7 @@ def test_negative_control_what_waits_for_the_card_or_is_elsewhere(name):
     with alone(small("two_layer"), 0, []) as trainer, KernelCounter(trainer.communicator):
         x = torch.ones(4, device=CARD)
         x += x  # what a step may do
-        with pytest.raises(
-            (RuntimeError, AssertionError), match="makes a tensor on|device|aten"
-        ):
+        with pytest.raises((RuntimeError, AssertionError), match="makes a tensor on|device|aten"):
             WAITS[name](x)
 
 
