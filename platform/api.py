@@ -31,9 +31,9 @@ from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.composition.composer import CONF
-from platform.config.bounds import flat_values, violations_of_types
+from platform.config.bounds import flat_values
 from platform.config.checks import violations_of_configuration
-from platform.config.fields import Config, shown_value
+from platform.config.fields import Config, shown_value, violations_of_types
 from platform.config.key import WORKERS, key
 from platform.data.objectives import register_objective
 from platform.data.sources import register_documents, register_source

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.schema import fits
 from platform.config.bounds import KEYS, violations_of_value
-from platform.config.fields import Config, Data
-from platform.config.key import fits, type_in_words
+from platform.config.fields import Config, Data, declared
+from platform.config.key import type_in_words
 
 _FINEST = 1 << 20  # parts into which weights are rounded
 _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
@@ -94,13 +95,13 @@ def _violations_of_source(name: str, given: Any) -> list[str]:
         return wrong
     if not isinstance(given, Mapping):
         return [violation(key, given, "must be keys with values", [f"{key}.path=FILE"])]
-    lines, types = [], {name: type(value) for name, value in vars(Data()).items() if name in OWN}
+    lines, (types, _) = [], declared(Data)
     for own, value in given.items():
         where = f"{key}.{own}"
         if own in ("weight", "epochs"):
             if not fits(value, float) or not 1e-9 <= value <= 1e9:
                 lines.append(violation(where, value, "must be a number from 1e-9 to 1e9", [1]))
-        elif own not in types:
+        elif own not in OWN:
             near = [f"{key}.{name}" for name in closest(own, [*OWN, "weight", "epochs"])[:3]]
             lines.append(violation(where, value, "unknown key", near))
         elif own == "kind" and value in ("mixture", "synthetic"):
