@@ -121,10 +121,16 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
         for number, lines in _disagreeing(crew, job, numbers).items():
             bad.setdefault(number, {})["environment"] = "; ".join(lines)
         rows = [
-            Row(number, rank if rank < size else None, crew.members[number].node, vars(outcome.findings[number]))
+            Row(
+                number,
+                rank if rank < size else None,
+                crew.members[number].node,
+                vars(outcome.findings[number]),
+                bad.get(number, {}),
+            )
             for rank, number in enumerate(numbers)
         ]
-        return Report(rows, bad, dict(outcome.shared))
+        return Report(rows, dict(outcome.shared))
 
 
 def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
@@ -140,12 +146,13 @@ def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list
 @dataclass(frozen=True)
 class Row:
     """Row of the report, on one worker. `rank`: the one that it would have in the run, None for a spare; `findings`:
-    the fields of its Findings."""
+    the fields of its Findings; `bad`: check -> why."""
 
     number: int
     rank: int | None
     node: str
     findings: dict[str, dict[str, Any]]
+    bad: dict[str, str]
 
     @property
     def where(self) -> str:
@@ -156,21 +163,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of an examination. `bad`: worker's number -> check -> why; `shared`: checks bad on most, check -> why."""
+    """Report of an examination: the rows of all workers, and the checks that are bad on most (`shared`: check ->
+    why)."""
 
     rows: list[Row]
-    bad: dict[int, dict[str, str]]
     shared: dict[str, str]
 
     @property
     def status(self) -> int:
         """Return the exit status of the command."""
-        return BAD if self.bad or self.shared else SOUND
+        return BAD if self.shared or any(row.bad for row in self.rows) else SOUND
 
     def plain(self) -> dict[str, Any]:
         """Return the report as the plain data that `--json` prints."""
-        workers = [{**vars(row), "bad": self.bad.get(row.number, {})} for row in self.rows]
-        nodes = sorted({row.node for row in self.rows if row.number in self.bad})
+        workers, nodes = [*map(vars, self.rows)], sorted({row.node for row in self.rows if row.bad})
         return {"status": self.status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
 
     def text(self) -> str:
@@ -182,17 +188,17 @@ class Report:
         for row in self.rows:
             readings = row.findings["readings"]
             cells = [check.cell(readings.get(check.name)) for check in checks]
-            verdict = f"BAD: {', '.join(self.bad[row.number])}" if row.number in self.bad else "sound"
+            verdict = f"BAD: {', '.join(row.bad)}" if row.bad else "sound"
             rank = "spare" if row.rank is None else str(row.rank)
             table.append([rank, str(row.number), row.where, *cells, verdict])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
         for row in self.rows:
-            for check, why in self.bad.get(row.number, {}).items():
+            for check, why in row.bad.items():
                 remedy = f" (look at: {BY_NAME[check].remedy})" if check in BY_NAME else ""
                 lines.append(f"bad: worker {row.number} on {row.where}: {check}: {why}{remedy}")
         lines += [f"bad on most workers: {check}: {why}" for check, why in self.shared.items()]
-        if not self.bad and not self.shared:
+        if self.status == SOUND:
             lines.append(f"{count_of(len(self.rows), 'worker')}, all sound")
         return "\n".join(lines)
 

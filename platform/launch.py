@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusing
@@ -22,12 +22,12 @@ from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
 from platform.composition.composer import CONF, Composer, open_composer
-from platform.config.bounds import impossible_values, violations_of_values
+from platform.config.bounds import flat_values, impossible_values, violations_of_values
 from platform.config.checks import violations_of_configuration
 from platform.config.extending.extensions import load_extensions, refusing_exits
 from platform.config.extending.own_settings import complete_settings
 from platform.config.fields import Config
-from platform.config.groups.execution_group import ON_RAY, RESUME, Cluster
+from platform.config.groups.execution_group import ON_RAY, RESUME
 from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
 from platform.config.rules.execution_rules import absent_ranks
@@ -47,6 +47,17 @@ SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exi
 # Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
 # further mistakes.
 PLANNED = tuple("model. tensor. branch. pipeline. parallel. train.global_batch train.microbatch recompute".split())
+
+# Keys that nothing reads in such configurations: unless they are typed, they are at their defaults there.
+UNREAD: dict[str, Callable[[Config], bool]] = {
+    "tensor.layout": lambda c: c.tensor.scheme != "layout" or not c.tensor.layout,
+    "branch.slice_via": lambda c: not slices_heads(c.branch),
+    "parallel.zero": lambda c: c.branch.kind == "dsp_csub",  # not built beside it
+    "pipeline.stages": lambda c: c.pipeline.kind == "none",
+    "pipeline.chunks": lambda c: c.pipeline.kind in ("none", *ONE_CHUNK),
+    "pipeline.file": lambda c: c.pipeline.kind != "file",
+    **dict.fromkeys((f"cluster.{name}" for name in ON_RAY), lambda c: c.cluster.kind != "ray"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,36 +137,24 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         lines += complete_model(config, typed)
     if config.data.document_mask and "model.within_documents" not in typed:
         config.model.within_documents = True
-    tensor, branch, pipeline = config.tensor, config.branch, config.pipeline
+    tensor, branch = config.tensor, config.branch
     if tensor.scheme == "layout" and tensor.layout:
         try:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
         except ConfigError as error:  # its lines quote words of the layout; if that holds a secret, quote none
             shown = redact(tensor.layout)
             lines += error.violations if shown == tensor.layout else [violation("tensor.layout", shown, "is no layout")]
-    elif "tensor.layout" not in typed:
-        tensor.layout = None
     declared = axes_of(tensor)
     tensor.axes = _own_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
-    if "branch.slice_via" not in typed and not slices_heads(branch):
-        branch.slice_via = "all_to_all"
-    if branch.kind == "dsp_csub" and "parallel.zero" not in typed:
-        config.parallel.zero = 0  # not built beside it
+    for key, unread in UNREAD.items():
+        if unread(config) and not any(f"{name}.".startswith(f"{key}.") for name in typed):
+            group, _, name = key.partition(".")
+            setattr(getattr(config, group), name, flat_values(Config())[key])
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
         lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
-    if pipeline.kind == "none":
-        pipeline.stages = pipeline.stages if "pipeline.stages" in typed else 1
-    if pipeline.kind in ("none", *ONE_CHUNK):
-        pipeline.chunks = pipeline.chunks if "pipeline.chunks" in typed else 1
-    if pipeline.kind != "file":
-        pipeline.file = pipeline.file if "pipeline.file" in typed else ""
-    if config.cluster.kind != "ray":
-        for key in ON_RAY:
-            if not any(f"{name}.".startswith(f"cluster.{key}.") for name in typed):
-                setattr(config.cluster, key, getattr(Cluster(), key))
     name = experiment_of(arguments) or "config"
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import ConfigError, closest, in_words, violation
 from platform.config.bounds import violations_of_value
 from platform.config.durations import job_seconds
 from platform.config.key import WORKERS, key, type_in_words
@@ -193,6 +193,5 @@ def options_page(kind: type[JobOptions]) -> Iterator[str]:
             default = f.default_factory() if callable(f.default_factory) else f.default
             legal = f.metadata["key"].choices
             one_of = f" ({', '.join(str(c) or chr(34) * 2 for c in legal)})" if legal else ""
-            shown = str(default).lower() if isinstance(default, bool) else default
-            cell = f"`{shown}`" if shown != "" else ""
+            cell = f"`{in_words(default)}`" if default != "" else ""
             yield f"| `{PREFIX}{f.name}` | {cell} | {f.metadata['key'].guidance}{one_of} |"

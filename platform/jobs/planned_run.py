@@ -12,7 +12,7 @@ from platform.boundary.redaction import REDACTED, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, violation
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
-from platform.config.durations import job_seconds, limit_of
+from platform.config.durations import hms, job_seconds
 from platform.config.fields import Config
 from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
@@ -80,7 +80,7 @@ def plan_job(
         raise ConfigError(line)
     if options.time and job_seconds(options.time) < (least := size.margin + _START):
         rule = f"its end, {size.margin} s before which the run saves, and its start take {least} s"
-        raise ConfigError(violation("job.time", options.time, rule, [limit_of(least)]))
+        raise ConfigError(violation("job.time", options.time, rule, [hms(least)]))
     directory = run_dir(options)
     by_ray = getattr(options, "launcher", "ray") == "ray"
     grows = by_ray and hasattr(options, "claim") and size.least < size.most  # by the autoscaler: it must know for what

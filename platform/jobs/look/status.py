@@ -18,6 +18,7 @@ from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
+from platform.config.durations import hms
 from platform.jobs.look.logs import log_files
 from platform.jobs.retries import CLOSED, ENDED, read_drivers, spent
 from platform.monitor.records import events
@@ -111,12 +112,7 @@ def _ago(run_dir: Path) -> str:
 def _since(moment: float) -> str:
     """Return in words how long ago a moment was, given in seconds since the epoch; 0: never."""
     seconds = max(0, int(time.time() - moment))
-    return f"{_clock(seconds)} ago" if moment else "never"
-
-
-def _clock(seconds: float) -> str:
-    """Return seconds as H:MM:SS."""
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+    return f"{hms(seconds)} ago" if moment else "never"
 
 
 def _line(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
@@ -124,7 +120,7 @@ def _line(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
     step, end, nodes and failures. `code_before`: hash of the sources that the driver before it ran, "" if not known."""
     (ended, end), code = _end(life), _code(life)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life[0].time))
-    lasted = "no end" if ended is None else _clock(ended - life[0].time)
+    lasted = "no end" if ended is None else hms(int(ended - life[0].time))
     step = max(getattr(event, "step", 0) or 0 for event in life)
     formed = [event for event in life if isinstance(event, events.Formed)]
     nodes = len({worker.get("node") for worker in formed[-1].workers}) if formed else 0
