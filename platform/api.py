@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
@@ -178,10 +178,8 @@ def _path(what: str, given: Any) -> Path:
 def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Read the configuration of the run in `directory`, to resume it with the arguments `overrides`. Raises ConfigError
     if there is no whole one, or if it has secrets, which are not stored, that `overrides` do not give again."""
-    try:
+    with as_refusal("run.dir", directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
         config = traces.configuration(directory)
-    except (OSError, Malformed) as error:
-        raise ConfigError(violation("run.dir", directory, f"its config.yaml cannot be read ({error})")) from None
     if config is None:
         raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
     given = {override.partition("=")[0].lstrip("+") for override in overrides}

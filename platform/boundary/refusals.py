@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -45,6 +46,16 @@ def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) 
     if len(given) > SHOWN:
         given = f"{given[:SHOWN]}... ({len(given)} characters)"
     return printable(f"{key}={given}: {constraint}" + (f"{NEAREST}{', '.join(names)}" if names else ""))
+
+
+@contextmanager
+def as_refusal(key: str, value: Any, *failures: type[Exception], why: str = "{}") -> Iterator[None]:
+    """Raise ConfigError, which refuses the value of a key, in place of exceptions of the types `failures` within the
+    context. `why`: the constraint, with the exception's text in place of {}."""
+    try:
+        yield
+    except failures as error:
+        raise ConfigError(violation(key, value, why.format(error))) from None
 
 
 def in_words(value: Any) -> str:

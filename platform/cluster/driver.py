@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
@@ -176,10 +176,8 @@ def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
         from platform.checkpoint.storage.manifest import Refused
         from platform.weights.beside import check_tokenizer, files_beside
 
-        try:
+        with as_refusal("train.init", bare_url(config.train.init), Refused, OSError):
             place, files = files_beside(config.train.init)
-        except (Refused, OSError) as error:
-            raise ConfigError(violation("train.init", bare_url(config.train.init), str(error))) from None
         check_tokenizer(config.data, vocabulary, place, files)
 
 

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Protocol, TypeVar
 
 from platform.boundary.interrupts import end_handling
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.signals import REASON
@@ -110,7 +110,7 @@ class Supervisor:
             os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
             opened.callback(os.environ.pop, REASON, None)
             opened.callback(end_handling, {number: signal.signal(number, self.ask) for number in SIGNALS})
-            try:
+            with as_refusal("run.dir", run_dir, OSError, Malformed, why="cannot be used ({})"):
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
                 lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 opened.callback(os.close, lock)
@@ -119,8 +119,6 @@ class Supervisor:
                 record = JsonLines(run_dir / DRIVERS)
                 opened.callback(record.close)
                 used = spent(read_drivers(run_dir))
-            except (OSError, Malformed) as error:
-                raise ConfigError(violation("run.dir", run_dir, f"cannot be used ({error})")) from None
             status = self._drivers(run_dir, record, used)
             if status != STOPPED or not self._told.elsewhere:
                 record.append({"event": CLOSED, "time": time.time(), "status": status})

@@ -12,7 +12,7 @@ from platform.boundary.files.file_storage import Storage, open_storage
 from platform.boundary.files.local_files import Local
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Manifest, Refused
@@ -57,13 +57,11 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
     key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
     storage = answering(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
-    try:
+    with as_refusal(key, where, Refused, OSError, why="cannot be resumed from: {}"):
         if name:
             found = Origin(storage, name, load_manifest(storage, name))
         else:
             found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
-    except (Refused, OSError) as error:
-        raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
     done = 0 if found.manifest or c.resume != "auto" or over else traced(config)
     if found.manifest is None and (c.resume != "auto" or found.sound or done):  # starting over would lose them
         reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
@@ -82,10 +80,8 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
 def traced(config: Config) -> int:
     """Return the highest training step that the files in the run directory show as done, 0 if none, so that a run
     without a checkpoint does not start over unnoticed. Raises ConfigError if the directory cannot be read."""
-    try:
+    with as_refusal("run.dir", config.run.dir, OSError, Malformed, why="cannot be read: {}"):
         return traces.steps(Path(config.run.dir))
-    except (OSError, Malformed) as error:
-        raise ConfigError(violation("run.dir", config.run.dir, f"cannot be read: {error}")) from None
 
 
 def check_writable(config: Config) -> None:
@@ -95,10 +91,9 @@ def check_writable(config: Config) -> None:
     made = missing_directories(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:
-        storage.write(name, [memoryview(b"x")])
-        storage.delete(name)
-    except OSError as error:
-        raise ConfigError(violation("checkpoint.url", storage.url, f"cannot be written to: {error}")) from None
+        with as_refusal("checkpoint.url", storage.url, OSError, why="cannot be written to: {}"):
+            storage.write(name, [memoryview(b"x")])
+            storage.delete(name)
     finally:
         remove_empty(made)
 

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from platform.boundary.own_code import OwnCodeError, own_code
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import ConfigError, as_refusal, closest, violation
 from platform.boundary.schema import LARGEST, fits
 from platform.config.bounds import KEYS, allow, violations_of_value
 from platform.config.fields import Config, loss_of, objective_of, shown_value
@@ -176,10 +176,8 @@ def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str,
 
 def _declared(kind: type) -> dict[str, Setting]:
     """Return the settings that a dataclass declares, by name. Raises ConfigError for a type that cannot be read."""
-    try:
+    with as_refusal("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
         hints = get_type_hints(kind)
-    except Exception as error:
-        raise ConfigError(violation("settings", kind.__name__, f"a type cannot be read ({error})")) from None
     return {f.name: _setting(f, hints[f.name]) for f in fields(kind) if f.init}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.config.durations import hms
@@ -33,12 +33,10 @@ _SHOWN = 20  # lives, the newest
 def status_lines(run_dir: Path) -> Iterator[str]:
     """Yield the lines of `python -m platform.jobs status`. Raises ConfigError if the directory holds no run, or what
     none writes."""
-    try:
+    with as_refusal("run.dir", run_dir, OSError, Malformed, why="cannot be read ({})"):
         config = traces.configuration(run_dir)
         journal, drivers = list(traces.journal(run_dir)), read_drivers(run_dir)
         step = traces.steps(run_dir)
-    except (OSError, Malformed) as error:
-        raise ConfigError(violation("run.dir", run_dir, f"cannot be read ({error})")) from None
     if config is None and not journal and not drivers:
         raise ConfigError(violation("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"]))
     lives = traces.lives(journal)
