@@ -22,7 +22,7 @@ from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
 from platform.composition.composer import CONF, Composer, open_composer
-from platform.config.bounds import flat_values, impossible_values, violations_of_values
+from platform.config.bounds import flat_values, impossible_values, set_value, violations_of_values
 from platform.config.checks import violations_of_configuration
 from platform.config.extending.extensions import load_extensions, refusing_exits
 from platform.config.extending.own_settings import complete_settings
@@ -150,8 +150,7 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
     for key, unread in UNREAD.items():
         if unread(config) and not any(f"{name}.".startswith(f"{key}.") for name in typed):
-            group, _, name = key.partition(".")
-            setattr(getattr(config, group), name, flat_values(Config())[key])
+            set_value(config, key, flat_values(Config())[key])
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
         lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
@@ -190,20 +189,14 @@ PATHS: dict[str, Sequence[str]] = {
 def _complete_paths(config: Config) -> list[str]:
     """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
     refusal line per path that begins with ~USER of a user that does not exist."""
-    from platform.data.mixture import paths_of, set_path
+    from platform.data.mixture import paths_of
 
-    lines = []
-    for key, given in paths_of(config.data).items():
+    lines, values = [], flat_values(config)
+    own = {key: values[key] for key, words in PATHS.items() if values[key] not in words}
+    for key, given in {**paths_of(config.data), **own}.items():
         path, wrong = expanded(key, given)
-        set_path(config, key, path)
+        set_value(config, key, path)
         lines += wrong
-    for key, words in PATHS.items():
-        group, name = key.split(".")
-        given = getattr(getattr(config, group), name)
-        if given not in words:
-            path, wrong = expanded(key, given)
-            setattr(getattr(config, group), name, path)
-            lines += wrong
     return lines
 
 

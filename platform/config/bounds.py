@@ -40,6 +40,14 @@ def flat_values(config: Config) -> dict[str, Any]:
     return {key: attrgetter(key)(config) for key in KEYS}
 
 
+def set_value(config: Config, key: str, value: Any) -> None:
+    """Set the value of a key of a configuration's group, or of a mixture's source, data.sources.NAME.KEY, in place."""
+    group, _, name = key.rpartition(".")
+    source = group.removeprefix("data.sources.")
+    place = vars(getattr(config, group)) if source == group else config.data.sources[source]
+    place[name] = value
+
+
 def violations_of_values(config: Config) -> dict[str, list[str]]:
     """Return the configuration keys whose values are illegal by themselves (type, choice, bounds, characters), each
     with one refusal line per mistake. Rules that relate keys are in `platform.config.checks`."""

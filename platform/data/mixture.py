@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from platform.boundary.refusals import ConfigError, closest, violation
 from platform.boundary.schema import fits
 from platform.config.bounds import KEYS, violations_of_value
-from platform.config.fields import Config, Data, declared
+from platform.config.fields import Data, declared
 from platform.config.key import type_in_words
 
 _FINEST = 1 << 20  # parts into which weights are rounded
@@ -149,15 +149,6 @@ def _violations_of_name(name: Any) -> list[str]:
     if isinstance(name, str) and name.isidentifier():
         return []
     return [violation("data.sources", name, "the name of a source has letters, digits and _")]
-
-
-def set_path(config: Config, key: str, path: str) -> None:
-    """Set a path of data in a configuration, in place; `key` is one of the keys that `paths_of` returned."""
-    place, _, name = key.rpartition(".")
-    if place == "data":
-        setattr(config.data, name, path)
-    else:
-        config.data.sources[place.removeprefix("data.sources.")][name] = path
 
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:

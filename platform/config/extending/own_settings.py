@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial, reduce
-from operator import or_
+from operator import attrgetter, or_
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -22,15 +22,11 @@ from platform.config.fields import Config, loss_of, objective_of, shown_value
 from platform.config.key import WORDS, Key, type_in_words
 
 OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> dataclass of its settings
-# key -> name of the function that a configuration chooses by it; the groups of Config have fields for its settings
-CHOSEN: dict[str, Callable[[Config], str]] = {
-    "model.kind": lambda c: c.model.kind,
-    "data.kind": lambda c: c.data.kind,
-    "data.objective": objective_of,
-    "train.loss": loss_of,
-    "optimizer.kind": lambda c: c.optimizer.kind,
-    "optimizer.schedule": lambda c: c.optimizer.schedule,
-    "pipeline.kind": lambda c: c.pipeline.kind,
+# keys by which a configuration chooses a function; the groups of Config have fields for its settings
+_NAMES = "model.kind data.kind data.objective train.loss optimizer.kind optimizer.schedule pipeline.kind"
+CHOSEN: dict[str, Callable[[Config], str]] = {  # key -> name of the function that a configuration chooses
+    **{key: attrgetter(key) for key in _NAMES.split()},
+    **{"data.objective": objective_of, "train.loss": loss_of},
 }
 _ANY = Key("", most=LARGEST)  # of a setting that declares no more than its type
 
@@ -125,8 +121,8 @@ def shown_settings(config: Config) -> dict[str, Any]:
 def _given(config: Config) -> Iterator[_Given]:
     """Yield the settings that a configuration holds: one map for each function that it may name."""
     for key, chosen in CHOSEN.items():
-        group, name = settings_key(key).split(".")
-        yield _Given(f"{group}.{name}", key, chosen(config), getattr(getattr(config, group), name))
+        place = settings_key(key)
+        yield _Given(place, key, chosen(config), attrgetter(place)(config))
     for name, source in config.data.sources.items():
         if isinstance(source, dict) and isinstance(kind := source.get("kind", "text"), str):
             if isinstance(values := source.get("settings", {}), dict):
