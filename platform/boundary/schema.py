@@ -13,8 +13,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
 from math import isnan
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+T = TypeVar("T")
 Reader = Callable[[Any], Any]
 
 LARGEST = 1 << 64  # largest absolute value of any integer
@@ -112,10 +113,10 @@ class OpenMap(NamedTuple):
                 _at(key, reader(kind), value[key])
 
 
-def read(kind: Any, value: Any) -> Any:
+def read(kind: type[T], value: Any) -> T:
     """Convert foreign plain data `value`, such as parsed JSON, to the declared type `kind`: a dataclass, a NamedTuple,
     or such as dict[str, int]. Raises Malformed, which names the place and the reason."""
-    return reader(kind)(value)
+    return reader(kind)(value)  # type: ignore[arg-type]
 
 
 def fields_of(value: object) -> dict[str, Any]:

@@ -83,8 +83,7 @@ class SavedModel:
             raise Refused(f"holds no {CONFIG}")
         raw = self._folder.read(CONFIG, 0, LARGEST_CONFIG + 1)
         try:
-            found: dict[str, Any] = schema.read(dict[str, Any], documents.from_json(raw, LARGEST_CONFIG))
-            return found
+            return schema.read(dict[str, Any], documents.from_json(raw, LARGEST_CONFIG))
         except Malformed as error:
             raise Refused(f"{CONFIG}: {error}") from None
 
@@ -95,7 +94,7 @@ class SavedModel:
         if INDEX in there:
             try:
                 raw = self._folder.read(INDEX, 0, LARGEST_INDEX + 1)
-                index = schema.read(_Index, documents.from_json(raw, LARGEST_INDEX, _VALUES))
+                index: dict[str, Any] = schema.read(_Index, documents.from_json(raw, LARGEST_INDEX, _VALUES))
             except Malformed as error:
                 raise Refused(f"{INDEX}: {error}") from None
             return sorted(set(index["weight_map"].values()))

@@ -203,7 +203,7 @@ def _blocks_of(folder: Path, files: Mapping[str, Any]) -> list[tuple[FileRange, 
 
 def described(folder: Path) -> dict[str, Any]:
     """Return the description of a cache entry, whose `files` are not looked at. Raises Malformed or OSError."""
-    meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
+    meta = schema.read(_Meta, documents.json_file(folder / _META))
     if meta.sha256 != _hash(meta.content):
         raise Malformed("is not what was written", _META)
     return meta.content

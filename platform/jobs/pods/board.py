@@ -96,7 +96,6 @@ class Board:
     def _read(self, kind: type[_Said], name: str) -> _Said | None:
         """Read a file of the board as a `kind`, None if it is missing or broken."""
         try:
-            found: _Said = schema.read(kind, documents.json_file(self._folder / name))
-            return found
+            return schema.read(kind, documents.json_file(self._folder / name))
         except (OSError, Malformed):
             return None
