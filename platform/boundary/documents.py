@@ -127,13 +127,13 @@ def _no_constant(name: str) -> Any:
     raise Malformed(f"{name} is no number of JSON")
 
 
-def from_yaml(raw: bytes, most: int = SMALL) -> Any:
-    """Parse an untrusted YAML text of at most `most` bytes into plain data. Raises Malformed, also for an alias or a
+def from_yaml(raw: bytes) -> Any:
+    """Parse an untrusted YAML text of at most SMALL bytes into plain data. Raises Malformed, also for an alias or a
     key given twice."""
     import yaml
 
-    if len(raw) > most:
-        raise Malformed(f"more than {most} bytes")
+    if len(raw) > SMALL:
+        raise Malformed(f"more than {SMALL} bytes")
 
     class Loader(yaml.SafeLoader):
         """Reads YAML that has no alias, no key twice, and maps and lists in each other only so deep."""
@@ -166,6 +166,6 @@ def _first_line(error: Exception) -> str:
     return one_line((str(error).splitlines() or [type(error).__name__])[0].encode(errors="replace"))
 
 
-def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
-    """Parse an untrusted JSON file of at most `most` bytes and `values` values. Raises Malformed, OSError."""
-    return from_json(read_bytes(path, most), most, values)
+def json_file(path: Path) -> Any:
+    """Parse an untrusted JSON file of at most SMALL bytes. Raises Malformed, OSError."""
+    return from_json(read_bytes(path))

@@ -48,14 +48,12 @@ class Bar(NamedTuple):
 Rows = Mapping[int, Sequence[tuple[str, Sequence[Bar]]]]  # stage -> rows beneath its lane: (label, bars by start)
 
 
-def gantt_svg(
-    panels: Mapping[str, Sequence[TimedAction]], unit: str = "s", beneath: Mapping[str, Rows] | None = None
-) -> str:
+def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], beneath: Mapping[str, Rows] | None = None) -> str:
     """Draw timelines of a pipeline step as the text of one SVG image: one panel per entry {title: events} of `panels`,
     one above the other on a common time scale, with one lane per stage. `beneath`: title -> what else a panel shows.
 
     Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if the
-    events have them, are strips under the boxes. `unit`: the unit of the events' times.
+    events have them, are strips under the boxes.
     """
     rows = beneath or {}
     bars = [bar for found in rows.values() for lanes in found.values() for _, lane in lanes for bar in lane]
@@ -68,7 +66,7 @@ def gantt_svg(
         panel, height = _panel(title, events, rows.get(title, {}), top, scale)
         parts += panel
         top += height
-        parts += _axis(span, top, scale, unit)
+        parts += _axis(span, top, scale)
         top += AXIS
     kinds = {e.action.kind for events in panels.values() for e in events}
     shown = {bar.kind for bar in bars}
@@ -154,15 +152,15 @@ def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
     return f'{box}<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle">{label}</text>'
 
 
-def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
-    """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span`, at height `y` in
-    pixels with `scale` pixels per unit of time."""
+def _axis(span: float, y: int, scale: float) -> Iterator[str]:
+    """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span` seconds, at height `y`
+    in pixels with `scale` pixels per second."""
     step = _round_step(span / 10)
     digits = max(0, -floor(log10(step)))
     for tick in range(floor(span / step) + 1):
         x = LEFT + tick * step * scale
         yield f'<path d="M{x:.2f} {y} v4" stroke="#555555"/>'
-        text = f"{tick * step:.{digits}f}" + (f" {unit}" if tick == 0 else "")
+        text = f"{tick * step:.{digits}f}" + ("" if tick else " s")
         yield f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle" fill="#555555">{escape(text)}</text>'
 
 

@@ -35,11 +35,9 @@ def test_planned_beside_measured_on_one_scale():
 
 def test_titles_are_escaped_and_every_panel_and_kind_is_named():
     message = TimedAction(0, Action(Kind.SEND_F, 0, 0, 1), 1.0, 1.2)
-    picture = gantt_svg(
-        {"a < b & c": [TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0), message], "none": []}, "ms"
-    )
+    picture = gantt_svg({"a < b & c": [TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0), message], "none": []})
     texts = [t.text for t in xml.fromstring(picture).iter(f"{SVG}text")]
-    assert {"a < b & c", "none", "forward", "send", "stage 0", "0.0 ms"} <= set(texts)
+    assert {"a < b & c", "none", "forward", "send", "stage 0", "0.0 s"} <= set(texts)
     assert "backward" not in texts
 
 
