@@ -131,6 +131,8 @@ def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Return nested plain data with `change` of every value of type `kind` in it; names in maps stay."""
     if isinstance(value, kind):
         return change(value)
+    if isinstance(value, (str, int, float)):  # most of it: Mapping is slow to ask for
+        return value
     if isinstance(value, Mapping):
         return {name: changed(part, kind, change) for name, part in value.items()}
     if isinstance(value, list | tuple):
