@@ -24,6 +24,12 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.violations))
 
 
+def refuse(lines: Iterable[str]) -> None:
+    """Raise ConfigError with refusal lines, each once, if there are any."""
+    if found := list(dict.fromkeys(lines)):
+        raise ConfigError(found)
+
+
 def behind(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, then the one that it was raised from or while handling, and so on."""
     one: BaseException | None = error

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Data, objective_of, short_hash
 from platform.data import synthetic
@@ -204,8 +204,8 @@ def open_corpus(
     special = special_of(known, sources[0].data)
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
     goal = make_objective(objective, shape, data.objective_settings)
-    if not entry and (violations := violations_of_sources(data, vocab=vocab, reserved=goal.reserved)):
-        raise ConfigError(violations)
+    if not entry:
+        refuse(violations_of_sources(data, vocab=vocab, reserved=goal.reserved))
     opening = _Opening(sources, goal, vocab - goal.reserved, seed, length)
     if data.kind == "synthetic":
         corpus = opening.synthetic()
@@ -235,8 +235,7 @@ def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> 
         streams = {split: part.beginning(split) for split in part.streams}
         small = too_small(source, streams, corpus.objective, length)
         violations += small or teaches_nothing(source, streams, corpus.objective)
-    if violations:
-        raise ConfigError(violations)
+    refuse(violations)
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:

@@ -17,7 +17,7 @@ from platform.boundary import documents
 from platform.boundary.files.local_files import replace_text
 from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import redact
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.config.fields import Config, Eval
@@ -54,8 +54,7 @@ class RunDirectory:
         if there is None:
             return None
         what = "holds another run; name another directory"
-        if lines := violations_of_identity(identity(there), config, "run.dir", self.path, what):
-            raise ConfigError(lines)
+        refuse(violations_of_identity(identity(there), config, "run.dir", self.path, what))
         return there.to_dict()
 
     def finished(self, steps: int, e: Eval) -> int:
