@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.command_line import CommandLine, command_line, run_command
-from platform.boundary.refusals import NEAREST, ConfigError, in_words, refuse, violation
+from platform.boundary.refusals import NEAREST, ConfigError, in_words, refuse, rephrasing, violation
 from platform.boundary.terminal import print_line, printable, write_text
 from platform.config.fields import Config, Model
 from platform.config.groups.data_group import Data
@@ -148,10 +148,8 @@ def plan_answers(
     stored.train.init, stored.cluster.kind = found.url, "inline"
     stored.elastic.snapshot_every = 0
     stored.checkpoint.on_stop = False
-    try:
+    with rephrasing(lambda line: _of_trained(line, model)):
         config = compose(arguments, config_dir, stored=asdict(stored))
-    except ConfigError as error:
-        raise ConfigError([_of_trained(line, model) for line in error.violations]) from None
     replicas = max(1, config.parallel.data)
     if "train.microbatch" not in typed:  # as many sequences as any layout may divide
         unit = prod([*config.tensor.axes.values(), *config.branch.axes.values()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -62,6 +62,15 @@ def as_refusal(key: str, value: Any, *failures: type[Exception], why: str = "{}"
         yield
     except failures as error:
         raise ConfigError(violation(key, value, why.format(error))) from None
+
+
+@contextmanager
+def rephrasing(change: Callable[[str], str]) -> Iterator[None]:
+    """Apply `change` to each line of a ConfigError that is raised within the context."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([*map(change, error.violations)]) from None
 
 
 def in_words(value: Any) -> str:

@@ -4,17 +4,18 @@ A share is an integer; of every sum of the shares' worth of samples in a row, ea
 The samples of a source come in the order that they would have without the others.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import gcd, lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from platform.boundary.refusals import ConfigError, closest, refuse, violation
+from platform.boundary.refusals import closest, refuse, rephrasing, violation
 from platform.boundary.schema import fits
 from platform.config.bounds import KEYS, violations_of_value
 from platform.config.fields import Data, declared
@@ -125,13 +126,9 @@ def of_source(source: DataSource, line: str) -> str:
     return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
 
 
-@contextmanager
-def naming(source: DataSource) -> Iterator[None]:
+def naming(source: DataSource) -> AbstractContextManager[None]:
     """Replace keys "data.KEY" by the source's "data.sources.NAME.KEY" in a ConfigError raised within the context."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([of_source(source, line) for line in error.violations]) from None
+    return rephrasing(partial(of_source, source))
 
 
 def paths_of(data: Data) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, as_refusal, violation
+from platform.boundary.refusals import ConfigError, as_refusal, rephrasing, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
@@ -86,10 +86,8 @@ def _of_checkpoint(url: str) -> TrainedModel:
         storage, name, manifest = catalogue.select(url, NAME)
         identity = manifest.meta.identity
         files = read_carried(storage, name, manifest)
-    try:
+    with rephrasing(lambda line: violation(NAME, bare_url(url), line)):
         model = stored_model(identity)
-    except ConfigError as error:
-        raise ConfigError([violation(NAME, bare_url(url), line) for line in error.violations]) from None
     given = identity.get("data")
     data = Config.from_dict({"data": given}).data if isinstance(given, dict) else None
     return TrainedModel(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, rephrasing
 from platform.boundary.schema import changed
 from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, encodable, ending, naming_file
@@ -154,10 +154,8 @@ def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
         prompt, answer = instruction.texts
         begin, end = (vocabulary.spelling(i) for i in (vocabulary.special.begin, vocabulary.special.end))
         return [(begin, True, False), (prompt, False, False), (answer, False, True), (end, True, True)]
-    try:
+    with rephrasing(lambda line: f"{instruction.place}: {line}"):
         parts = list(vocabulary.chat.parts(instruction.messages))
-    except ConfigError as error:
-        raise ConfigError(f"{instruction.place}: {error}") from None
     if not _writes_answer(instruction, "".join(text for text, special, answer in parts if answer and not special)):
         reason = "the chat template writes no answer of this conversation, of which nothing would be learned"
         raise ConfigError(f"{instruction.place}: {reason}; nearest legal: another data.chat_template")
