@@ -20,7 +20,7 @@ from typing import Any
 from platform.boundary.command_line import command_line, run_command
 from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import known_secrets
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, as_refusal
 from platform.boundary.terminal import print_line, visible
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
@@ -80,10 +80,8 @@ def _folder(config: Config) -> Iterator[Path]:
 
     folder, home = Path(config.run.dir) / _FOLDER, urls.home(config)
     made = {*missing_directories(folder.parent), *([] if "://" in home else missing_directories(Path(home)))}
-    try:
+    with as_refusal("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):
         folder.mkdir(0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir={config.run.dir}: cannot be used ({error.strerror})") from None
     keep = False
     try:
         yield folder

@@ -56,8 +56,7 @@ def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) 
 
 @contextmanager
 def as_refusal(key: str, value: Any, *failures: type[Exception], why: str = "{}") -> Iterator[None]:
-    """Raise ConfigError, which refuses the value of a key, in place of exceptions of the types `failures` within the
-    context. `why`: the constraint, with the exception's text in place of {}."""
+    """Raise ConfigError, for a key's value, in place of such `failures` in the context; `why`: text with {} for one."""
     try:
         yield
     except failures as error:

@@ -252,12 +252,10 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     """Open the run's journal and its monitor (console, metrics, W&B), to be closed by `opened`. Raises ConfigError if
     the run directory cannot be written."""
     path = state.directory.path
-    try:
+    with state.directory.usable():
         journal = Journal(state.directory.journal, state.say, state.event)
         state.journal = opened.enter_context(closing(journal))
         state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.step)
-    except OSError as error:
-        raise state.directory.unusable(error) from None
     opened.callback(lambda: monitor.close(state.status))
     return journal, monitor
 

@@ -228,8 +228,7 @@ def _as_found(folder: Path) -> Iterator[None]:
 
 
 def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
-    """Raise ConfigError if a split of some data source has no whole sample of `length` tokens, or no sample with a
-    label."""
+    """Raise ConfigError if a split of some data source has no sample of `length` tokens, or none with a label."""
     violations = []
     for source, part in zip(sources, corpus.parts, strict=True):
         streams = {split: part.beginning(split) for split in part.streams}

@@ -113,8 +113,7 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
 
 
 def within(config: Config, mount: str) -> None:
-    """Raise ConfigError unless the data and checkpoint paths of a job's run lie below `mount`, the volume that all pods
-    of its Kubernetes job share. URLs are allowed anywhere."""
+    """Raise ConfigError unless a job's data and checkpoints lie below `mount`, the volume that its pods share."""
     lines = [
         violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
         for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()

@@ -66,8 +66,7 @@ def _impossible(m: Model) -> list[str]:
 
 
 def stored_model(identity: Mapping[str, Any]) -> Model:
-    """Return the configuration of the model whose tensors a checkpoint has, from the identity in its metadata, which is
-    not trusted. Raises ConfigError if it says none, or one that cannot be."""
+    """Return the model whose tensors a checkpoint has, from its untrusted identity. Raises ConfigError."""
     given = identity.get("model")
     if not isinstance(given, dict):
         raise ConfigError("the checkpoint says nothing of its model: it is no checkpoint of a run")
@@ -95,8 +94,7 @@ def meaning(m: Model) -> dict[str, Any]:
 
 
 def config_of(m: Model, family: Family) -> dict[str, Any]:
-    """Return the config.json of transformers for a model of a family, without its element type. Raises ConfigError with
-    a line for each of our keys that the family does not express."""
+    """Return a model's config.json of transformers, without its element type. Raises ConfigError, a line per key."""
     out: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
     rules: Iterable[Rule] = (*family.rules, *COMMON)
     for rule in rules:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from platform.boundary import documents, schema
 from platform.boundary.files.local_files import Local, drafted, writing_to
 from platform.boundary.files.sealed import LARGEST_BLOCK, FileRange, hashes_of
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import as_refusal
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
 
 BLOCK = LARGEST_BLOCK  # bytes that are hashed by themselves; blocks.bin may say another size
@@ -93,12 +93,10 @@ def fetch_shared(
 def _published(key: str, entry: Path) -> Iterator[Path]:
     """Give an empty private folder that becomes the cache entry after the block, in the place of a corrupt one, unless
     another process is faster. Raises ConfigError, naming the `key` of the entry's folder, if that takes nothing."""
-    try:
+    with as_refusal(key, entry.parent, OSError, why="cannot be written: {.strerror}; name another folder"):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), TemporaryDirectory(dir=entry.parent, prefix=".building-") as aside:
             entry.rename(Path(aside, "corrupt"))
-    except OSError as error:
-        raise ConfigError(f"{key}={entry.parent}: cannot be written: {error.strerror}; name another folder") from None
     try:
         with writing_to(key, entry.parent), drafted(entry) as private:
             private.mkdir()
