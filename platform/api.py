@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
-from platform.boundary.refusals import ConfigError, as_refusal, refuse, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
@@ -112,7 +112,7 @@ def plan(config: Config, workers: int | None = None) -> Plan:
     lines = violations_of_configuration(config)
     if workers is not None and not (type(workers) is int and 1 <= workers <= WORKERS):
         lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
-    refuse(lines)
+    refuse_all(lines)
     return make_plan(config, workers)
 
 
@@ -128,7 +128,7 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     lines = violations_of_configuration(config) if violations_of_types(config) else []
     if not isinstance(callbacks, Callbacks | None):
         lines.append(violation("callbacks", shown_value(callbacks), "must be Callbacks(on_step=..., on_event=...)"))
-    refuse(lines)
+    refuse_all(lines)
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
     register_url_secrets(config.to_dict())
     with shielded(sys.stdout, sys.stderr):
@@ -157,7 +157,7 @@ def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callback
 
 def _of_texts(what: str, given: Sequence[Any]) -> None:
     """Raise ConfigError for arguments that are no texts."""
-    refuse([violation(what, shown_value(value), "must be text") for value in given if type(value) is not str])
+    refuse_all([violation(what, shown_value(value), "must be text") for value in given if type(value) is not str])
 
 
 def _path(what: str, given: Any) -> Path:
@@ -181,7 +181,7 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
         raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
     hidden = [key for key, value in flat_values(config).items() if REDACTED in str(value) and key not in given]
-    refuse(violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden)
+    refuse_all(violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden)
     config.run.dir, config.checkpoint.resume = str(directory), "auto"
     return config.to_dict()
 

@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.command_line import CommandLine, command_line, run_command
-from platform.boundary.refusals import NEAREST, ConfigError, in_words, refuse, rephrasing, violation
+from platform.boundary.refusals import NEAREST, ConfigError, in_words, refuse_all, rephrasing, violation
 from platform.boundary.terminal import print_line, printable, write_text
 from platform.config.fields import Config, Model
 from platform.config.groups.data_group import Data
@@ -87,7 +87,7 @@ def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _generate(given: argparse.Namespace) -> int:
     """Answer the prompts of a command line; return the exit status."""
     overrides, words = sorted_words(given.words)
-    refuse(_violations_of_words(given, words))
+    refuse_all(_violations_of_words(given, words))
     from platform.cluster.generation.answer_memory import violations_of_memory
     from platform.cluster.generation.asked_model import AskedModel, Reader
     from platform.cluster.generation.outputs import Lines
@@ -105,7 +105,8 @@ def _generate(given: argparse.Namespace) -> int:
     tokens = min(TOKENS, room(rows, model)) if given.tokens is None else given.tokens
     longest = tokens + (max(map(len, rows)) if model.kind != "encoder_decoder" else 1)
     needed = min(given.batch, len(rows)), longest, given.beams
-    refuse(list(too_long(prompts, rows, model, tokens)) or violations_of_memory(planned.config, planned.plan, *needed))
+    refuse_all(too_long(prompts, rows, model, tokens))
+    refuse_all(violations_of_memory(planned.config, planned.plan, *needed))
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
     with ExitStack() as opened:
@@ -189,7 +190,7 @@ def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
             found.append(task(thing))
         except ConfigError as error:
             wrong += error.violations
-    refuse(wrong)
+    refuse_all(wrong)
     return found
 
 

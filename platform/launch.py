@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusing
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
-from platform.boundary.refusals import ConfigError, closest, refuse, violation
+from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
@@ -100,7 +100,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
     """
     with open_composer(config_dir, stored) as composer:
         config, lines = _compose(composer, overrides)
-    refuse(lines)
+    refuse_all(lines)
     return config
 
 
@@ -244,7 +244,7 @@ def _planned(args: Namespace, phases: Phases) -> list[PlannedJob]:
             jobs += [job] if job else []
     directories = [job.config.run.dir for job in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
-    refuse(lines)
+    refuse_all(lines)
     return jobs
 
 

@@ -24,7 +24,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.violations))
 
 
-def refuse(lines: Iterable[str]) -> None:
+def refuse_all(lines: Iterable[str]) -> None:
     """Raise ConfigError with refusal lines, each once, if there are any."""
     if found := list(dict.fromkeys(lines)):
         raise ConfigError(found)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
-from platform.boundary.refusals import ConfigError, as_refusal, refuse, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
@@ -108,7 +108,7 @@ def _check_and_drive(
         early = "" if done >= steps else ", after which it learned no more"
         state.say(f"already done: {count_of(done, 'step')}{early}, in {directory.path}")
         return DONE
-    refuse([*violations_of_sources(config.data, vocab=config.model.vocab), *_impossible(config, plan)])
+    refuse_all([*violations_of_sources(config.data, vocab=config.model.vocab), *_impossible(config, plan)])
     _check_memory(config, plan, config.cluster.device, state.say, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
@@ -128,7 +128,7 @@ def _check_and_drive(
     for line in found_early:
         state.say(line)
     here = replace(config, cluster=replace(config.cluster, device=places.device))
-    refuse(kernel_violations(here, plan))
+    refuse_all(kernel_violations(here, plan))
     _check_memory(here, plan, places.device, state.say)
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):

@@ -17,7 +17,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from platform.boundary.refusals import closest, in_words, refuse, violation
+from platform.boundary.refusals import closest, in_words, refuse_all, violation
 from platform.boundary.schema import By, fits
 from platform.config.groups.data_group import Data
 from platform.config.groups.execution_group import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
@@ -77,7 +77,7 @@ class Config:
                 vars(getattr(config, name)).update(value)
             else:
                 vars(config)[name] = value
-        refuse(line for lines in violations_of_types(config).values() for line in lines)
+        refuse_all(line for lines in violations_of_types(config).values() for line in lines)
         return config
 
 

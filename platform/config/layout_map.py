@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from platform.boundary.refusals import ConfigError, closest, refuse, violation
+from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.config.fields import Branch, Config, Tensor
 from platform.config.groups.mesh_group import Rules
 from platform.plan.language.layout import DIMS
@@ -64,7 +64,7 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
             for name in (name for name in names if name not in known):
                 legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
                 lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
-    refuse(lines)  # a map shared by all regions repeats its mistakes
+    refuse_all(lines)  # a map shared by all regions repeats its mistakes
     return rules, {"all": rules.pop("parameters", {})}
 
 
@@ -80,7 +80,7 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
         return layout
     words = re.sub(r"\s*([:+])\s*", r"\1", layout).replace(";", " ").replace(",", " ").replace("|", " ").split()
     wrong = [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]
-    refuse(violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong)
+    refuse_all(violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong)
     dims = [word.partition(":")[0] for word in words]
     if twice := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
         axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in twice}

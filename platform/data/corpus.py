@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, refuse, violation
+from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Data, objective_of, short_hash
 from platform.data import synthetic
@@ -205,7 +205,7 @@ def open_corpus(
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
     goal = make_objective(objective, shape, data.objective_settings)
     if not entry:
-        refuse(violations_of_sources(data, vocab=vocab, reserved=goal.reserved))
+        refuse_all(violations_of_sources(data, vocab=vocab, reserved=goal.reserved))
     opening = _Opening(sources, goal, vocab - goal.reserved, seed, length)
     if data.kind == "synthetic":
         corpus = opening.synthetic()
@@ -234,7 +234,7 @@ def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> 
         streams = {split: part.beginning(split) for split in part.streams}
         small = too_small(source, streams, corpus.objective, length)
         violations += small or teaches_nothing(source, streams, corpus.objective)
-    refuse(violations)
+    refuse_all(violations)
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from platform.boundary.refusals import closest, refuse, rephrasing, violation
+from platform.boundary.refusals import closest, refuse_all, rephrasing, violation
 from platform.boundary.schema import fits
 from platform.config.bounds import KEYS, violations_of_value
 from platform.config.fields import Data, declared
@@ -77,7 +77,7 @@ def sources_of(data: Data) -> list[DataSource]:
             lines = [f"{without.key}.weight: must be given, as {weighted[0].key}.weight is"]
         elif len(trained) > 1 and not weighted and (streamed := [s for s in trained if s.data.streaming]):
             lines = [f"{source.key}.weight: must be given, as {streamed[0].key} is streamed" for source in trained]
-    refuse(lines)
+    refuse_all(lines)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
-from platform.boundary.refusals import closest, in_words, refuse, violation
+from platform.boundary.refusals import closest, in_words, refuse_all, violation
 from platform.config.bounds import violations_of_value
 from platform.config.durations import job_seconds
 from platform.config.key import WORKERS, key, type_in_words
@@ -182,7 +182,7 @@ def lacking_options(needed: dict[str, str]) -> None:
         "job.claim": "job.claim=NAME",
     }
     missing = [name for name, value in needed.items() if not value]
-    refuse(violation(n, "", "must be given", [example.get(n, f"{n}=2")]) for n in missing)
+    refuse_all(violation(n, "", "must be given", [example.get(n, f"{n}=2")]) for n in missing)
 
 
 def options_page(kind: type[JobOptions]) -> Iterator[str]:

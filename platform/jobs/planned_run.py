@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, redact, register_url_secrets
-from platform.boundary.refusals import ConfigError, refuse, violation
+from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
 from platform.config.durations import hms, job_seconds
@@ -62,7 +62,7 @@ def plan_job(
         config = compose(words, config_dir)
     except ConfigError as error:
         lines += error.violations
-    refuse(lines)
+    refuse_all(lines)
     with open_composer(config_dir):  # which knows the groups
         given, experiment = typed_values(words), experiment_of(words)
     if experiment is None:
@@ -119,7 +119,7 @@ def within(config: Config, mount: str) -> None:
         for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()
         if path and "://" not in path and not path.startswith(f"{mount}/")
     ]
-    refuse(lines)
+    refuse_all(lines)
 
 
 def fill(template: str, values: Mapping[str, str | None]) -> str:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from platform.boundary.files.file_storage import Storage
-from platform.boundary.refusals import ConfigError, refuse, rephrasing, violation
+from platform.boundary.refusals import ConfigError, refuse_all, rephrasing, violation
 from platform.checkpoint.blocks.placement import Piece
 from platform.checkpoint.interchange import store_pieces
 from platform.checkpoint.storage.carried import CarriedFiles
@@ -103,7 +103,7 @@ def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[S
     match, wrong = matched(names, wanted, model, family)
     tensors = [(stored, match.there[stored.name]) for stored in wanted if stored.name in match.there]
     wrong += _misshapen(saved, tensors)
-    refuse(wrong or list(_unequal(saved, match.repeated, match.there)))
+    refuse_all(wrong or list(_unequal(saved, match.repeated, match.there)))
     return tensors
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, as_refusal, refuse, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.blocks.placement import ITEMSIZE, Piece
@@ -95,7 +95,7 @@ def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
             f"{n} is {list(there[n])}, not {list(s)}" for n, s in shapes.items() if n in there and there[n] != s
         ],
     }
-    refuse([violation(KEY, bare_url(url), f"{what}: {', '.join(sorted(n))}") for what, n in wrong.items() if n])
+    refuse_all([violation(KEY, bare_url(url), f"{what}: {', '.join(sorted(n))}") for what, n in wrong.items() if n])
     pieces, where = stored_pieces(manifest, [f"model.{n}" for n in shapes]), bare_url(f"{storage.url}/{name}")
     found = InitialWeights(where, pieces, stored_fetch(storage, name), notes)
     return _grown(found, model, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, closest, in_words, refuse, violation
+from platform.boundary.refusals import ConfigError, closest, in_words, refuse_all, violation
 from platform.config.bounds import violations_of_values
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config, Data, Model
@@ -54,7 +54,7 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
     ]
     if "tied" not in out:
         out["tied"] = "lm_head.weight" not in names
-    refuse(wrong or _impossible(Model(**out)))
+    refuse_all(wrong or _impossible(Model(**out)))
     return out
 
 
@@ -71,7 +71,7 @@ def stored_model(identity: Mapping[str, Any]) -> Model:
     if not isinstance(given, dict):
         raise ConfigError("the checkpoint says nothing of its model: it is no checkpoint of a run")
     model = Config.from_dict({"model": given}).model
-    refuse(_impossible(model))
+    refuse_all(_impossible(model))
     return model
 
 
@@ -99,7 +99,7 @@ def config_of(m: Model, family: Family) -> dict[str, Any]:
     rules: Iterable[Rule] = (*family.rules, *COMMON)
     for rule in rules:
         out |= rule.write(m)
-    refuse(_unlike(m, out, family))
+    refuse_all(_unlike(m, out, family))
     return out
 
 

@@ -17,7 +17,7 @@ from platform.boundary import documents
 from platform.boundary.files.local_files import replace_text
 from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import redact
-from platform.boundary.refusals import ConfigError, as_refusal, refuse, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.config.fields import Config, Eval
@@ -45,11 +45,11 @@ class RunDirectory:
         with self.usable(), as_refusal("run.dir", self.path, Malformed, why=why):
             there = traces.configuration(self.path)
         cure = "move it away, or name another directory"
-        refuse(violation("run.dir", self.path, f"{fault}; {cure}") for fault in traces.faults(self.path))
+        refuse_all(violation("run.dir", self.path, f"{fault}; {cure}") for fault in traces.faults(self.path))
         if there is None:
             return None
         what = "holds another run; name another directory"
-        refuse(violations_of_identity(identity(there), config, "run.dir", self.path, what))
+        refuse_all(violations_of_identity(identity(there), config, "run.dir", self.path, what))
         return there.to_dict()
 
     def finished(self, steps: int, e: Eval) -> int:

@@ -12,7 +12,7 @@ from platform.boundary.files.file_storage import Storage, open_storage
 from platform.boundary.files.local_files import Local
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, as_refusal, refuse, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Manifest, Refused
@@ -72,7 +72,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
         raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
     if found.manifest:
         what = f"{found.directory} is of another run; name another"
-        refuse(violations_of_identity(found.manifest.meta.identity, config, key, where, what))
+        refuse_all(violations_of_identity(found.manifest.meta.identity, config, key, where, what))
     return found
 
 

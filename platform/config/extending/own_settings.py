@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from platform.boundary.own_code import OwnCodeError, own_code
-from platform.boundary.refusals import ConfigError, as_refusal, closest, refuse, violation
+from platform.boundary.refusals import ConfigError, as_refusal, closest, refuse_all, violation
 from platform.boundary.schema import LARGEST, fits
 from platform.config.bounds import KEYS, allow, violations_of_value
 from platform.config.fields import Config, loss_of, objective_of, shown_value
@@ -81,7 +81,7 @@ def with_settings(function: Callable[..., Any], key: str, name: str, values: Map
     defaults. Raises ConfigError for illegal settings."""
     if (kind := OWN_SETTINGS.get((key, name))) is None:
         return function
-    refuse(_violations_of_settings(_Given(settings_key(key), key, name, dict(values))))
+    refuse_all(_violations_of_settings(_Given(settings_key(key), key, name, dict(values))))
     return partial(function, settings=_made(kind, values))
 
 
