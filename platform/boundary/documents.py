@@ -64,8 +64,9 @@ def half_character(text: str) -> str:
     return ""
 
 
-def one_line(raw: bytes | bytearray, most: int = 300) -> str:
-    """Decode foreign bytes, such as a note in a file, as one printable line of at most `most` characters."""
+def one_line(foreign: object, most: int = 300) -> str:
+    """Return foreign bytes, or the text of an error, as one printable line of at most `most` characters."""
+    raw = foreign if isinstance(foreign, bytes | bytearray) else str(foreign).encode(errors="replace")
     text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
     return "".join(c if c.isprintable() else "?" for c in text)[:most]
 
@@ -88,7 +89,7 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
     except RecursionError:
         raise Malformed("too many maps and lists in each other") from None
     except ValueError as error:  # text that is not UTF-8 or not JSON, integers of thousands of digits
-        raise Malformed(f"not JSON: {_first_line(error)}") from None
+        raise Malformed(f"not JSON: {first_line(error)}") from None
 
 
 def _too_many(raw: bytes | bytearray, values: int) -> bool:
@@ -158,12 +159,12 @@ def from_yaml(raw: bytes) -> Any:
     except RecursionError:
         raise Malformed("too many maps and lists in each other") from None
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
-        raise Malformed(f"not YAML: {_first_line(error)}") from None
+        raise Malformed(f"not YAML: {first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of a JSON or YAML parser's error as printable text; its type if it has no text."""
-    return one_line((str(error).splitlines() or [type(error).__name__])[0].encode(errors="replace"))
+    return one_line((str(error).splitlines() or [type(error).__name__])[0])
 
 
 def json_file(path: Path) -> Any:

@@ -155,7 +155,7 @@ def _import(given: argparse.Namespace) -> int:
     except (Refused, ConfigError, OSError):
         raise
     except Exception as error:  # the libraries raise their own for what they cannot parse
-        reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+        reason = documents.one_line(f"{type(error).__name__}: {error}")
         raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
     print(visible(f"{storage.url}/{directory}"))
     return 0

@@ -184,7 +184,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 def _line(error: Exception) -> str:
     """Return an exception of an lm-eval task as one line: its type and message."""
-    return documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+    return documents.one_line(f"{type(error).__name__}: {error}")
 
 
 @contextmanager

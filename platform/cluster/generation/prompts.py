@@ -35,8 +35,7 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = documents.read_bytes(Path(path), LARGEST).decode()
     except (OSError, Malformed, UnicodeDecodeError) as error:
-        why = documents.one_line(str(error).encode(errors="replace"))
-        raise ConfigError(violation("--prompts", path, f"cannot be read: {why}")) from None
+        raise ConfigError(violation("--prompts", path, f"cannot be read: {documents.one_line(error)}")) from None
     lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(violation("--prompts", path, "holds no prompt"))

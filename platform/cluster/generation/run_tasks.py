@@ -63,6 +63,5 @@ class RunTasks:
         except (WorkerFailed, NotScored):
             raise
         except Exception as error:  # of a task's own code: no reason to end a run of weeks
-            reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
-            raise NotScored(reason) from error
+            raise NotScored(documents.one_line(f"{type(error).__name__}: {error}")) from error
         return {f"{task}/{metric}": value for task, values in found.items() for metric, value in values.items()}

@@ -72,7 +72,7 @@ ROWS: dict[str, Callable[[DataFile, Sequence[str]], Iterator[Record]]] = {
 def _check_columns(names: list[str], fields: Sequence[str]) -> None:
     """Raise ConfigError if a table of data, with columns `names`, has none of the wanted columns `fields`."""
     if not any(name in names for name in fields):
-        there = one_line(", ".join(names[:20]).encode(errors="replace")) or "none"
+        there = one_line(", ".join(names[:20])) or "none"
         raise ConfigError(f"data.field={fields[0]}: no such column; its columns: {there}")
 
 

@@ -161,7 +161,7 @@ def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | Non
     except FileNotFoundError:
         return None
     except (OSError, Malformed) as error:
-        logger.info("%s is built again: %s", folder, documents.one_line(str(error).encode(errors="replace")))
+        logger.info("%s is built again: %s", folder, documents.one_line(error))
         return None
 
 

@@ -135,5 +135,5 @@ def _last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:
     if found:
         last = found[-1]
         where = f"; {last.log}" if last.log else ""
-        cause = documents.one_line(last.cause.encode())
+        cause = documents.one_line(last.cause)
         yield f"last failure: worker {last.number} on {last.node}, {_since(last.time)}: {last.kind}: {cause}{where}"
