@@ -114,12 +114,11 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
 
 def within(config: Config, mount: str) -> None:
     """Raise ConfigError unless a job's data and checkpoints lie below `mount`, the volume that its pods share."""
-    lines = [
+    refuse_all(
         violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
         for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()
         if path and "://" not in path and not path.startswith(f"{mount}/")
-    ]
-    refuse_all(lines)
+    )
 
 
 def fill(template: str, values: Mapping[str, str | None]) -> str:
