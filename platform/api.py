@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.composition.composer import CONF
-from platform.config.bounds import flat_values, violations_of_types
+from platform.config.bounds import flat_values
 from platform.config.checks import violations_of_configuration
-from platform.config.fields import Config, shown_value
+from platform.config.fields import Config, shown_value, violations_of_types
 from platform.config.key import WORKERS, key
 from platform.data.objectives import register_objective
 from platform.data.sources import register_documents, register_source
@@ -112,8 +112,7 @@ def plan(config: Config, workers: int | None = None) -> Plan:
     lines = violations_of_configuration(config)
     if workers is not None and not (type(workers) is int and 1 <= workers <= WORKERS):
         lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
-    if lines:
-        raise ConfigError(lines)
+    refuse_all(lines)
     return make_plan(config, workers)
 
 
@@ -129,8 +128,7 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     lines = violations_of_configuration(config) if violations_of_types(config) else []
     if not isinstance(callbacks, Callbacks | None):
         lines.append(violation("callbacks", shown_value(callbacks), "must be Callbacks(on_step=..., on_event=...)"))
-    if lines:
-        raise ConfigError(lines)
+    refuse_all(lines)
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
     register_url_secrets(config.to_dict())
     with shielded(sys.stdout, sys.stderr):
@@ -159,8 +157,7 @@ def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callback
 
 def _of_texts(what: str, given: Sequence[Any]) -> None:
     """Raise ConfigError for arguments that are no texts."""
-    if lines := [violation(what, shown_value(value), "must be text") for value in given if type(value) is not str]:
-        raise ConfigError(lines)
+    refuse_all([violation(what, shown_value(value), "must be text") for value in given if type(value) is not str])
 
 
 def _path(what: str, given: Any) -> Path:
@@ -178,18 +175,13 @@ def _path(what: str, given: Any) -> Path:
 def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Read the configuration of the run in `directory`, to resume it with the arguments `overrides`. Raises ConfigError
     if there is no whole one, or if it has secrets, which are not stored, that `overrides` do not give again."""
-    try:
+    with as_refusal("run.dir", directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
         config = traces.configuration(directory)
-    except (OSError, Malformed) as error:
-        raise ConfigError(violation("run.dir", directory, f"its config.yaml cannot be read ({error})")) from None
     if config is None:
         raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
     hidden = [key for key, value in flat_values(config).items() if REDACTED in str(value) and key not in given]
-    if lines := [
-        violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden
-    ]:
-        raise ConfigError(lines)
+    refuse_all(violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden)
     config.run.dir, config.checkpoint.resume = str(directory), "auto"
     return config.to_dict()
 

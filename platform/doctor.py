@@ -20,7 +20,7 @@ from typing import Any
 from platform.boundary.command_line import command_line, run_command
 from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import known_secrets
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, as_refusal
 from platform.boundary.terminal import print_line, visible
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
@@ -80,10 +80,8 @@ def _folder(config: Config) -> Iterator[Path]:
 
     folder, home = Path(config.run.dir) / _FOLDER, urls.home(config)
     made = {*missing_directories(folder.parent), *([] if "://" in home else missing_directories(Path(home)))}
-    try:
+    with as_refusal("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):
         folder.mkdir(0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir={config.run.dir}: cannot be used ({error.strerror})") from None
     keep = False
     try:
         yield folder
@@ -121,10 +119,16 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
         for number, lines in _disagreeing(crew, job, numbers).items():
             bad.setdefault(number, {})["environment"] = "; ".join(lines)
         rows = [
-            Row(number, rank if rank < size else None, crew.members[number].node, vars(outcome.findings[number]))
+            Row(
+                number,
+                rank if rank < size else None,
+                crew.members[number].node,
+                vars(outcome.findings[number]),
+                bad.get(number, {}),
+            )
             for rank, number in enumerate(numbers)
         ]
-        return Report(rows, bad, dict(outcome.shared))
+        return Report(rows, dict(outcome.shared))
 
 
 def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
@@ -140,12 +144,13 @@ def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list
 @dataclass(frozen=True)
 class Row:
     """Row of the report, on one worker. `rank`: the one that it would have in the run, None for a spare; `findings`:
-    the fields of its Findings."""
+    the fields of its Findings; `bad`: check -> why."""
 
     number: int
     rank: int | None
     node: str
     findings: dict[str, dict[str, Any]]
+    bad: dict[str, str]
 
     @property
     def where(self) -> str:
@@ -156,21 +161,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of an examination. `bad`: worker's number -> check -> why; `shared`: checks bad on most, check -> why."""
+    """Report of an examination: the rows of all workers, and the checks that are bad on most (`shared`: check ->
+    why)."""
 
     rows: list[Row]
-    bad: dict[int, dict[str, str]]
     shared: dict[str, str]
 
     @property
     def status(self) -> int:
         """Return the exit status of the command."""
-        return BAD if self.bad or self.shared else SOUND
+        return BAD if self.shared or any(row.bad for row in self.rows) else SOUND
 
     def plain(self) -> dict[str, Any]:
         """Return the report as the plain data that `--json` prints."""
-        workers = [{**vars(row), "bad": self.bad.get(row.number, {})} for row in self.rows]
-        nodes = sorted({row.node for row in self.rows if row.number in self.bad})
+        workers, nodes = [*map(vars, self.rows)], sorted({row.node for row in self.rows if row.bad})
         return {"status": self.status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
 
     def text(self) -> str:
@@ -182,17 +186,17 @@ class Report:
         for row in self.rows:
             readings = row.findings["readings"]
             cells = [check.cell(readings.get(check.name)) for check in checks]
-            verdict = f"BAD: {', '.join(self.bad[row.number])}" if row.number in self.bad else "sound"
+            verdict = f"BAD: {', '.join(row.bad)}" if row.bad else "sound"
             rank = "spare" if row.rank is None else str(row.rank)
             table.append([rank, str(row.number), row.where, *cells, verdict])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
         for row in self.rows:
-            for check, why in self.bad.get(row.number, {}).items():
+            for check, why in row.bad.items():
                 remedy = f" (look at: {BY_NAME[check].remedy})" if check in BY_NAME else ""
                 lines.append(f"bad: worker {row.number} on {row.where}: {check}: {why}{remedy}")
         lines += [f"bad on most workers: {check}: {why}" for check, why in self.shared.items()]
-        if not self.bad and not self.shared:
+        if self.status == SOUND:
             lines.append(f"{count_of(len(self.rows), 'worker')}, all sound")
         return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.command_line import CommandLine, command_line
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse_all, rephrasing, violation
 from platform.boundary.terminal import print_line
 from platform.config.fields import Config
 from platform.config.groups.data_group import Data
@@ -73,8 +73,7 @@ def _evaluate(given: argparse.Namespace) -> int:
             wrong.append(f"--{flag}: needs the package {package}: pip install 'elastic-platform[eval]'")
     if given.include and not os.path.isdir(given.include):
         wrong.append(violation("--include", given.include, "there is no such folder"))
-    if wrong:
-        raise ConfigError(wrong)
+    refuse_all(wrong)
     from platform.cluster.generation.outputs import WholeFile
 
     out = WholeFile(given.json, "--json") if given.json else None
@@ -105,13 +104,11 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
             (folder / name).write_bytes(raw)
         apart = trained.model.within_documents and "data.document_mask" not in typed
         complete = partial(_complete, typed=typed, tokenizer=str(folder) if JSON in trained.files else "", apart=apart)
-        try:
+        with rephrasing(lambda line: line.replace(str(folder), trained.url)):  # it is the model's own
             planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
-            if given.bleu and (wrong := [*violations_of_memory(planned.config, planned.plan, 1, 1, given.beams)]):
-                raise ConfigError(wrong)
+            if given.bleu:
+                refuse_all(violations_of_memory(planned.config, planned.plan, 1, 1, given.beams))
             corpus = corpus_of(planned.config)
-        except ConfigError as error:  # it is the model's own
-            raise ConfigError([line.replace(str(folder), trained.url) for line in error.violations]) from None
         splits = _splits(corpus, given.split)
         session = open_session(planned.config, planned.plan, note, corpus=str(corpus.entry or ""), writes=given.bleu)
         crew = opened.enter_context(session)

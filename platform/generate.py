@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.command_line import CommandLine, command_line, run_command
-from platform.boundary.refusals import NEAREST, ConfigError, in_words, violation
+from platform.boundary.refusals import NEAREST, ConfigError, in_words, refuse_all, rephrasing, violation
 from platform.boundary.terminal import print_line, printable, write_text
 from platform.config.fields import Config, Model
 from platform.config.groups.data_group import Data
@@ -87,8 +87,7 @@ def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _generate(given: argparse.Namespace) -> int:
     """Answer the prompts of a command line; return the exit status."""
     overrides, words = sorted_words(given.words)
-    if wrong := list(_violations_of_words(given, words)):
-        raise ConfigError(wrong)
+    refuse_all(_violations_of_words(given, words))
     from platform.cluster.generation.answer_memory import violations_of_memory
     from platform.cluster.generation.asked_model import AskedModel, Reader
     from platform.cluster.generation.outputs import Lines
@@ -106,10 +105,8 @@ def _generate(given: argparse.Namespace) -> int:
     tokens = min(TOKENS, room(rows, model)) if given.tokens is None else given.tokens
     longest = tokens + (max(map(len, rows)) if model.kind != "encoder_decoder" else 1)
     needed = min(given.batch, len(rows)), longest, given.beams
-    if wrong := list(too_long(prompts, rows, model, tokens)) or [
-        *violations_of_memory(planned.config, planned.plan, *needed)
-    ]:
-        raise ConfigError(wrong)
+    refuse_all(too_long(prompts, rows, model, tokens))
+    refuse_all(violations_of_memory(planned.config, planned.plan, *needed))
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
     with ExitStack() as opened:
@@ -152,10 +149,8 @@ def plan_answers(
     stored.train.init, stored.cluster.kind = found.url, "inline"
     stored.elastic.snapshot_every = 0
     stored.checkpoint.on_stop = False
-    try:
+    with rephrasing(lambda line: _of_trained(line, model)):
         config = compose(arguments, config_dir, stored=asdict(stored))
-    except ConfigError as error:
-        raise ConfigError([_of_trained(line, model) for line in error.violations]) from None
     replicas = max(1, config.parallel.data)
     if "train.microbatch" not in typed:  # as many sequences as any layout may divide
         unit = prod([*config.tensor.axes.values(), *config.branch.axes.values()])
@@ -195,8 +190,7 @@ def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
             found.append(task(thing))
         except ConfigError as error:
             wrong += error.violations
-    if wrong:
-        raise ConfigError(list(dict.fromkeys(wrong)))
+    refuse_all(wrong)
     return found
 
 

@@ -10,24 +10,24 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusing
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
 from platform.composition.composer import CONF, Composer, open_composer
-from platform.config.bounds import impossible_values, violations_of_values
+from platform.config.bounds import flat_values, impossible_values, set_value, violations_of_values
 from platform.config.checks import violations_of_configuration
 from platform.config.extending.extensions import load_extensions, refusing_exits
 from platform.config.extending.own_settings import complete_settings
 from platform.config.fields import Config
-from platform.config.groups.execution_group import ON_RAY, RESUME, Cluster
+from platform.config.groups.execution_group import ON_RAY, RESUME
 from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
 from platform.config.rules.execution_rules import absent_ranks
@@ -47,6 +47,17 @@ SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exi
 # Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
 # further mistakes.
 PLANNED = tuple("model. tensor. branch. pipeline. parallel. train.global_batch train.microbatch recompute".split())
+
+# Keys that nothing reads in such configurations: unless they are typed, they are at their defaults there.
+UNREAD: dict[str, Callable[[Config], bool]] = {
+    "tensor.layout": lambda c: c.tensor.scheme != "layout" or not c.tensor.layout,
+    "branch.slice_via": lambda c: not slices_heads(c.branch),
+    "parallel.zero": lambda c: c.branch.kind == "dsp_csub",  # not built beside it
+    "pipeline.stages": lambda c: c.pipeline.kind == "none",
+    "pipeline.chunks": lambda c: c.pipeline.kind in ("none", *ONE_CHUNK),
+    "pipeline.file": lambda c: c.pipeline.kind != "file",
+    **dict.fromkeys((f"cluster.{name}" for name in ON_RAY), lambda c: c.cluster.kind != "ray"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +100,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
     """
     with open_composer(config_dir, stored) as composer:
         config, lines = _compose(composer, overrides)
-    if lines:
-        raise ConfigError(lines)
+    refuse_all(lines)
     return config
 
 
@@ -126,36 +136,23 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         lines += complete_model(config, typed)
     if config.data.document_mask and "model.within_documents" not in typed:
         config.model.within_documents = True
-    tensor, branch, pipeline = config.tensor, config.branch, config.pipeline
+    tensor, branch = config.tensor, config.branch
     if tensor.scheme == "layout" and tensor.layout:
         try:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
         except ConfigError as error:  # its lines quote words of the layout; if that holds a secret, quote none
             shown = redact(tensor.layout)
             lines += error.violations if shown == tensor.layout else [violation("tensor.layout", shown, "is no layout")]
-    elif "tensor.layout" not in typed:
-        tensor.layout = None
     declared = axes_of(tensor)
     tensor.axes = _own_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
-    if "branch.slice_via" not in typed and not slices_heads(branch):
-        branch.slice_via = "all_to_all"
-    if branch.kind == "dsp_csub" and "parallel.zero" not in typed:
-        config.parallel.zero = 0  # not built beside it
+    for key, unread in UNREAD.items():
+        if unread(config) and not any(f"{name}.".startswith(f"{key}.") for name in typed):
+            set_value(config, key, flat_values(Config())[key])
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
         lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
-    if pipeline.kind == "none":
-        pipeline.stages = pipeline.stages if "pipeline.stages" in typed else 1
-    if pipeline.kind in ("none", *ONE_CHUNK):
-        pipeline.chunks = pipeline.chunks if "pipeline.chunks" in typed else 1
-    if pipeline.kind != "file":
-        pipeline.file = pipeline.file if "pipeline.file" in typed else ""
-    if config.cluster.kind != "ray":
-        for key in ON_RAY:
-            if not any(f"{name}.".startswith(f"cluster.{key}.") for name in typed):
-                setattr(config.cluster, key, getattr(Cluster(), key))
     name = experiment_of(arguments) or "config"
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
@@ -191,20 +188,14 @@ PATHS: dict[str, Sequence[str]] = {
 def _complete_paths(config: Config) -> list[str]:
     """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
     refusal line per path that begins with ~USER of a user that does not exist."""
-    from platform.data.mixture import paths_of, set_path
+    from platform.data.mixture import paths_of
 
-    lines = []
-    for key, given in paths_of(config.data).items():
+    lines, values = [], flat_values(config)
+    own = {key: values[key] for key, words in PATHS.items() if values[key] not in words}
+    for key, given in {**paths_of(config.data), **own}.items():
         path, wrong = expanded(key, given)
-        set_path(config, key, path)
+        set_value(config, key, path)
         lines += wrong
-    for key, words in PATHS.items():
-        group, name = key.split(".")
-        given = getattr(getattr(config, group), name)
-        if given not in words:
-            path, wrong = expanded(key, given)
-            setattr(getattr(config, group), name, path)
-            lines += wrong
     return lines
 
 
@@ -253,8 +244,7 @@ def _planned(args: Namespace, phases: Phases) -> list[PlannedJob]:
             jobs += [job] if job else []
     directories = [job.config.run.dir for job in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
-    if lines:
-        raise ConfigError(list(dict.fromkeys(lines)))
+    refuse_all(lines)
     return jobs
 
 

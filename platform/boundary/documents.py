@@ -64,11 +64,11 @@ def half_character(text: str) -> str:
     return ""
 
 
-def one_line(foreign: str | bytes | bytearray, most: int = 300) -> str:
-    """Return a foreign text, or bytes such as a note in a file, as one printable line of at most `most` characters."""
-    start = foreign[: 4 * most]
-    text = start if isinstance(start, str) else start.decode(errors="replace")
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:most]
+def one_line(foreign: object, most: int = 300) -> str:
+    """Return foreign bytes, or the text of an error, as one printable line of at most `most` characters."""
+    raw = foreign if isinstance(foreign, bytes | bytearray) else str(foreign).encode(errors="replace")
+    text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
+    return "".join(c if c.isprintable() else "?" for c in text)[:most]
 
 
 def error_line(error: BaseException) -> str:
@@ -94,7 +94,7 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
     except RecursionError:
         raise Malformed("too many maps and lists in each other") from None
     except ValueError as error:  # text that is not UTF-8 or not JSON, integers of thousands of digits
-        raise Malformed(f"not JSON: {_first_line(error)}") from None
+        raise Malformed(f"not JSON: {first_line(error)}") from None
 
 
 def _too_many(raw: bytes | bytearray, values: int) -> bool:
@@ -133,13 +133,13 @@ def _no_constant(name: str) -> Any:
     raise Malformed(f"{name} is no number of JSON")
 
 
-def from_yaml(raw: bytes, most: int = SMALL) -> Any:
-    """Parse an untrusted YAML text of at most `most` bytes into plain data. Raises Malformed, also for an alias or a
+def from_yaml(raw: bytes) -> Any:
+    """Parse an untrusted YAML text of at most SMALL bytes into plain data. Raises Malformed, also for an alias or a
     key given twice."""
     import yaml
 
-    if len(raw) > most:
-        raise Malformed(f"more than {most} bytes")
+    if len(raw) > SMALL:
+        raise Malformed(f"more than {SMALL} bytes")
 
     class Loader(yaml.SafeLoader):
         """Reads YAML that has no alias, no key twice, and maps and lists in each other only so deep."""
@@ -164,14 +164,14 @@ def from_yaml(raw: bytes, most: int = SMALL) -> Any:
     except RecursionError:
         raise Malformed("too many maps and lists in each other") from None
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
-        raise Malformed(f"not YAML: {_first_line(error)}") from None
+        raise Malformed(f"not YAML: {first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of a JSON or YAML parser's error as printable text; its type if it has no text."""
     return one_line((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
-    """Parse an untrusted JSON file of at most `most` bytes and `values` values. Raises Malformed, OSError."""
-    return from_json(read_bytes(path, most), most, values)
+def json_file(path: Path) -> Any:
+    """Parse an untrusted JSON file of at most SMALL bytes. Raises Malformed, OSError."""
+    return from_json(read_bytes(path))

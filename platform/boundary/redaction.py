@@ -14,6 +14,8 @@ from functools import lru_cache
 from typing import Any, TextIO, TypeVar
 from urllib.parse import quote, unquote
 
+from platform.boundary.schema import changed, texts
+
 T = TypeVar("T")
 
 REDACTED = "***"
@@ -29,15 +31,9 @@ _known: dict[str, str] = {}  # secret -> text shown in its place; global, so tha
 
 
 def redact(value: T) -> T:
-    """Replace the secrets in a text, or in every text of nested plain data, before it is shown or stored: registered
-    secrets, and secrets in any URL. Names in maps and numbers stay. Idempotent."""
-    if isinstance(value, str):
-        return _redact(value)  # type: ignore[return-value]
-    if isinstance(value, Mapping):
-        return {key: redact(item) for key, item in value.items()}  # type: ignore[return-value]
-    if isinstance(value, list | tuple):
-        return type(value)(map(redact, value)) if type(value) in (list, tuple) else value
-    return value
+    """Replace the secrets, also in any URL, in the texts of plain data, before it is shown or stored. Idempotent."""
+    found: T = changed(value, str, _redact)
+    return found
 
 
 def _redact(text: str) -> str:
@@ -122,17 +118,13 @@ def register_secrets(secrets: Mapping[str, str]) -> None:
 def register_url_secrets(value: Any) -> None:
     """Register, for `redact`, the secrets in the URLs among the texts in `value`, a text or nested lists and maps of
     them. A URL extends to the end of its text, spaces included."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            register_url_secrets(item)
-    elif isinstance(value, str) and (start := re.search(_PROTOCOL, value)):
-        url = value[start.start() :]
-        written = _with_references(url)
-        if bare_url(written) != written:
-            inside = dict.fromkeys(_secrets_in(written.partition("://")[2]), REDACTED)
-            register_secrets({url: bare_url(written), **inside})
+    for text in texts(value):
+        if start := re.search(_PROTOCOL, text):
+            url = text[start.start() :]
+            written = _with_references(url)
+            if bare_url(written) != written:
+                inside = dict.fromkeys(_secrets_in(written.partition("://")[2]), REDACTED)
+                register_secrets({url: bare_url(written), **inside})
 
 
 def _secrets_in(rest: str) -> Iterator[str]:

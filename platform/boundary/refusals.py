@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,6 +22,12 @@ class ConfigError(ValueError):
         given = [violations] if isinstance(violations, str) else violations
         self.violations = [one_refusal(v) for v in given]
         super().__init__("\n".join(self.violations))
+
+
+def refuse_all(lines: Iterable[str]) -> None:
+    """Raise ConfigError with refusal lines, each once, if there are any."""
+    if found := list(dict.fromkeys(lines)):
+        raise ConfigError(found)
 
 
 def behind(error: BaseException) -> Iterator[BaseException]:
@@ -45,6 +52,24 @@ def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) 
     if len(given) > SHOWN:
         given = f"{given[:SHOWN]}... ({len(given)} characters)"
     return printable(f"{key}={given}: {constraint}" + (f"{NEAREST}{', '.join(names)}" if names else ""))
+
+
+@contextmanager
+def as_refusal(key: str, value: Any, *failures: type[Exception], why: str = "{}") -> Iterator[None]:
+    """Raise ConfigError, for a key's value, in place of such `failures` in the context; `why`: text with {} for one."""
+    try:
+        yield
+    except failures as error:
+        raise ConfigError(violation(key, value, why.format(error))) from None
+
+
+@contextmanager
+def rephrasing(change: Callable[[str], str]) -> Iterator[None]:
+    """Apply `change` to each line of a ConfigError that is raised within the context."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([*map(change, error.violations)]) from None
 
 
 def in_words(value: Any) -> str:

@@ -8,13 +8,14 @@ shape raises `Malformed`, which says where and why in one line.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
 from math import isnan
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+T = TypeVar("T")
 Reader = Callable[[Any], Any]
 
 LARGEST = 1 << 64  # largest absolute value of any integer
@@ -112,10 +113,10 @@ class OpenMap(NamedTuple):
                 _at(key, reader(kind), value[key])
 
 
-def read(kind: Any, value: Any) -> Any:
+def read(kind: type[T], value: Any) -> T:
     """Convert foreign plain data `value`, such as parsed JSON, to the declared type `kind`: a dataclass, a NamedTuple,
     or such as dict[str, int]. Raises Malformed, which names the place and the reason."""
-    return reader(kind)(value)
+    return reader(kind)(value)  # type: ignore[arg-type]
 
 
 def fields_of(value: object) -> dict[str, Any]:
@@ -124,6 +125,29 @@ def fields_of(value: object) -> dict[str, Any]:
         found = ((field, getattr(value, field.name)) for field in fields(value))
         return {f.name: each for f, each in found if each or f.default_factory is MISSING or f.default_factory()}
     raise TypeError(f"a {type(value).__name__} is no plain data")
+
+
+def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return nested plain data with `change` of every value of type `kind` in it; names in maps stay."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (str, int, float)):  # most of it: Mapping is slow to ask for
+        return value
+    if isinstance(value, Mapping):
+        return {name: changed(part, kind, change) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [changed(part, kind, change) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yield every text in nested plain data, names in maps excepted."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from texts(part)
 
 
 def shown(value: Any) -> str:
@@ -135,27 +159,40 @@ def shown(value: Any) -> str:
     return ascii(value) if isinstance(value, bool | int | float | None) else type(value).__name__
 
 
+def fits(value: Any, kind: Any) -> bool:
+    """Return True if plain data of any size has the declared type `kind`; an integer is accepted as a float."""
+    try:
+        reader(kind, False)(value)
+    except Malformed:
+        return False
+    return True
+
+
 @cache
-def reader(kind: Any) -> Reader:
+def reader(kind: Any, limited: bool = True) -> Reader:
     """Return the function that converts foreign plain data to the declared type `kind`, or raises Malformed; built once
-    per type."""
+    per type. If not `limited`, it takes numbers and texts of any size, and returns a number as it is."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind in _PLAIN:
-        return _PLAIN[kind]
+    plain, of = _LIMITED if limited else _TYPES, partial(reader, limited=limited)
+    if kind in plain:
+        return plain[kind]
+    if kind is Any:
+        return partial(_any, plain)
     if origin is Annotated:
-        return _bounded(*arguments)
+        return _bounded(of(arguments[0]), arguments[1:])
     if origin in (Union, UnionType):
-        return _either(arguments)
+        return _either([*map(of, arguments)])
     if origin is dict:
-        return _map(*arguments)
-    if origin is list:
-        return _sequence(arguments[0], list)
+        return _map(*map(of, arguments))
+    if origin is list or arguments[1:] == (...,):
+        return _sequence(of(arguments[0]), origin, _span_of(arguments[0]))
     if origin is tuple:
-        return _sequence(arguments[0], tuple) if arguments[1:] == (...,) else _row(tuple, dict(enumerate(arguments)))
+        return _row(tuple, dict(enumerate(map(of, arguments))))
+    hints = get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
-        return _record(kind)
+        return _record(kind, {field.name: of(hints[field.name]) for field in fields(kind)})
     assert issubclass(kind, tuple), f"no reader of {kind}"
-    return _row(kind._make, get_type_hints(kind, include_extras=True))
+    return _row(kind._make, {name: of(hint) for name, hint in hints.items()})
 
 
 def _number(value: Any) -> float:
@@ -170,28 +207,26 @@ Real = Annotated[float, By(lambda value: value if type(value) is float else _num
 
 def _integer(value: Any) -> int:
     """Return an integer of 64 bits of foreign data; raises Malformed for any other value."""
-    if type(value) is not int or abs(value) > LARGEST:
-        raise Malformed(f"{shown(value)} is no integer" + (" of 64 bits" if type(value) is int else ""))
+    if abs(_TYPES[int](value)) > LARGEST:
+        raise Malformed(f"{shown(value)} is no integer of 64 bits")
     return value
 
 
 def _string(value: Any) -> str:
     """Return a text of foreign data, of bounded length and whole characters; raises Malformed for any other value."""
-    if type(value) is not str:
-        raise Malformed(f"{shown(value)} is no text")
-    if len(value) > LONGEST:
+    if len(_TYPES[str](value)) > LONGEST:
         raise Malformed(f"a text of {len(value)} characters is too long")
     if not value.isascii() and re.search("[\ud800-\udfff]", value):
         raise Malformed(f"{shown(value)} has half a surrogate pair")
     return value
 
 
-def _exactly(kind: type, otherwise: str) -> Reader:
-    """Return the function that accepts foreign values whose type is exactly `kind`, and raises Malformed for others.
-    `otherwise`: words for these in the message, such as "not null"."""
+def _exactly(otherwise: str, *kinds: type) -> Reader:
+    """Return the function that accepts foreign values whose type is exactly one of `kinds`, and raises Malformed for
+    others. `otherwise`: words for these in the message, such as "not null"."""
 
     def read_exactly(value: Any) -> Any:
-        if type(value) is not kind:
+        if type(value) not in kinds:
             raise Malformed(f"{shown(value)} is {otherwise}")
         return value
 
@@ -206,44 +241,44 @@ def _at(place: Any, read_part: Reader, part: Any) -> Any:
         raise error.within(place) from None
 
 
-def _any(value: Any, depth: int = 0) -> Any:
-    """Check foreign plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts,
-    numbers, booleans and null, at most DEEPEST levels of maps and lists. Return it, or raise Malformed."""
+def _any(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
+    """Check plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts, numbers,
+    booleans and null, at most DEEPEST levels of maps and lists; `plain`: the readers of texts and integers. Return it,
+    or raise Malformed."""
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")
-    read_part = partial(_any, depth=depth + 1)
+    read_part = partial(_any, plain, depth=depth + 1)
     if kind is dict:
         for key, item in value.items():
-            _at(key, _string, key)
+            _at(key, plain[str], key)
             _at(key, read_part, item)
     elif kind is list:
         for place, item in enumerate(value):
             _at(place, read_part, item)
     elif kind in (int, str):
-        _PLAIN[kind](value)
+        plain[kind](value)
     elif kind not in (float, bool, NoneType):
         raise Malformed(f"a {kind.__name__} is no plain data")
     return value
 
 
-_PLAIN: dict[Any, Reader] = {
-    int: _integer,
-    float: _number,
-    str: _string,
-    bool: _exactly(bool, "neither true nor false"),
-    NoneType: _exactly(NoneType, "not null"),
-    Any: _any,
+_TYPES: dict[Any, Reader] = {
+    int: _exactly("no integer", int),
+    float: _exactly("no number", float, int),
+    str: _exactly("no text", str),
+    bool: _exactly("neither true nor false", bool),
+    NoneType: _exactly("not null", NoneType),
     object: lambda value: value,
 }
+_LIMITED = _TYPES | {int: _integer, float: _number, str: _string}
 
 
-def _bounded(base: Any, *bounds: Any) -> Reader:
-    """Return the function that reads foreign data declared as Annotated[base, *bounds]: it reads as `base`, then lets
-    each bound, such as Span(1, 9), check the value."""
+def _bounded(inner: Reader, bounds: Sequence[Any]) -> Reader:
+    """Return the function that reads foreign data declared as Annotated[base, *bounds]: it reads as `inner`, the reader
+    of the base, then lets each bound, such as Span(1, 9), check the value."""
     if isinstance(bounds[0], By):
         return bounds[0].read
-    inner = reader(base)
 
     def read_bounded(value: Any) -> Any:
         value = inner(value)
@@ -254,10 +289,9 @@ def _bounded(base: Any, *bounds: Any) -> Reader:
     return read_bounded
 
 
-def _either(kinds: tuple[Any, ...]) -> Reader:
-    """Return the function that reads foreign data declared as a Union: it gives what the first of `kinds` that accepts
-    a value makes of it, and raises Malformed with the reason of the first kind if none does."""
-    readers = [reader(kind) for kind in kinds]
+def _either(readers: Sequence[Reader]) -> Reader:
+    """Return the function that reads foreign data declared as a Union: it gives what the first of the `readers` that
+    accepts a value makes of it, and raises Malformed with the reason of the first one if none does."""
 
     def read_either(value: Any) -> Any:
         reasons = []
@@ -271,9 +305,8 @@ def _either(kinds: tuple[Any, ...]) -> Reader:
     return read_either
 
 
-def _map(key: Any, item: Any) -> Reader:
-    """Return the function that reads foreign data declared as dict[key, item] from a map, or raises Malformed."""
-    read_key, read_item = reader(key), reader(item)
+def _map(read_key: Reader, read_item: Reader) -> Reader:
+    """Return the function that reads foreign data declared as dict[KEY, ITEM] from a map, or raises Malformed."""
 
     def read_map(value: Any) -> dict[Any, Any]:
         if type(value) is not dict:
@@ -287,10 +320,9 @@ def _map(key: Any, item: Any) -> Reader:
     return read_map
 
 
-def _sequence(item: Any, kind: type) -> Reader:
-    """Return the function that reads foreign data declared as list[item] or tuple[item, ...] from a list, or raises
-    Malformed. `kind`: list or tuple."""
-    read_item, span = reader(item), _span_of(item)
+def _sequence(read_item: Reader, kind: type, span: Span | None) -> Reader:
+    """Return the function that reads foreign data declared as list[ITEM] or tuple[ITEM, ...] from a list, or raises
+    Malformed. `kind`: list or tuple; `span`: the bounds on integers, None for other items."""
 
     def read_sequence(value: Any) -> Any:
         if type(value) is not list:
@@ -310,26 +342,23 @@ def _span_of(item: Any) -> Span | None:
     return Span(max(-LARGEST, *(b.least for b in bounds), -LARGEST), min(LARGEST, *(b.most for b in bounds), LARGEST))
 
 
-def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
+def _row(made: Callable[[list[Any]], Any], readers: dict[Any, Reader]) -> Reader:
     """Return the function that reads foreign data declared as a tuple or NamedTuple from a list of the same length, or
-    raises Malformed. `hints`: the declared type of each entry, by its name or index; `made`: the function that makes
-    the tuple of the list of converted entries."""
-    names, readers = list(hints), [reader(hint) for hint in hints.values()]
+    raises Malformed. `readers`: the reader of each entry, by its name or index; `made`: the function that makes the
+    tuple of the list of converted entries."""
 
     def read_row(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(names):
-            raise Malformed(f"{shown(value)} is no list of {len(names)}")
-        return made([_at(name, one, part) for name, one, part in zip(names, readers, value, strict=True)])
+        if type(value) is not list or len(value) != len(readers):
+            raise Malformed(f"{shown(value)} is no list of {len(readers)}")
+        return made([_at(name, one, part) for (name, one), part in zip(readers.items(), value, strict=True)])
 
     return read_row
 
 
-def _record(kind: Any) -> Reader:
-    """Return the function that reads foreign data declared as the dataclass `kind` from a map of its fields; it raises
-    Malformed for unknown keys, and for missing ones without a default."""
-    hints = get_type_hints(kind, include_extras=True)
-    readers = {field.name: reader(hints[field.name]) for field in fields(kind)}
-    needed = [field.name for field in fields(kind) if _needed(field)]
+def _record(kind: Any, readers: dict[str, Reader]) -> Reader:
+    """Return the function that reads foreign data declared as the dataclass `kind` from a map of its fields, each by
+    its reader; it raises Malformed for unknown keys, and for missing ones without a default."""
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
     def read_record(value: Any) -> Any:
         if type(value) is not dict:
@@ -341,8 +370,3 @@ def _record(kind: Any) -> Reader:
         return kind(**{name: _at(name, readers[name], part) for name, part in value.items()})
 
     return read_record
-
-
-def _needed(field: Field[Any]) -> bool:
-    """Return True if a dataclass field has no default, so that foreign data must have its key."""
-    return field.default is MISSING and field.default_factory is MISSING

@@ -110,7 +110,7 @@ def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, F
         raise Malformed("its header is no map")
     if odd := [key for key, value in metadata.items() if type(value) is not str]:
         raise Malformed("is no text", f"__metadata__.{schema.shown(odd[0])}")
-    described: dict[str, ForeignTensor] = schema.read(dict[Name, ForeignTensor], header)
+    described = schema.read(dict[Name, ForeignTensor], header)
     placed = {name: t.placed(name, 8 + length, size) for name, t in described.items()}
     _check_tiling(placed, 8 + length, size)
     return metadata, placed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.job import WORKER, Job, gpu_count
 from platform.cluster.crew.base.signals import Stopped, StopSignals
@@ -108,8 +108,7 @@ def _check_and_drive(
         early = "" if done >= steps else ", after which it learned no more"
         state.say(f"already done: {count_of(done, 'step')}{early}, in {directory.path}")
         return DONE
-    if mistakes := [*violations_of_sources(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
-        raise ConfigError(mistakes)
+    refuse_all([*violations_of_sources(config.data, vocab=config.model.vocab), *_impossible(config, plan)])
     _check_memory(config, plan, config.cluster.device, state.say, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
@@ -129,8 +128,7 @@ def _check_and_drive(
     for line in found_early:
         state.say(line)
     here = replace(config, cluster=replace(config.cluster, device=places.device))
-    if mistakes := list(kernel_violations(here, plan)):
-        raise ConfigError(mistakes)
+    refuse_all(kernel_violations(here, plan))
     _check_memory(here, plan, places.device, state.say)
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
@@ -176,10 +174,8 @@ def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
         from platform.checkpoint.storage.manifest import Refused
         from platform.weights.beside import check_tokenizer, files_beside
 
-        try:
+        with as_refusal("train.init", bare_url(config.train.init), Refused, OSError):
             place, files = files_beside(config.train.init)
-        except (Refused, OSError) as error:
-            raise ConfigError(violation("train.init", bare_url(config.train.init), str(error))) from None
         check_tokenizer(config.data, vocabulary, place, files)
 
 
@@ -256,12 +252,10 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     """Open the run's journal and its monitor (console, metrics, W&B), to be closed by `opened`. Raises ConfigError if
     the run directory cannot be written."""
     path = state.directory.path
-    try:
+    with state.directory.usable():
         journal = Journal(state.directory.journal, state.say, state.event)
         state.journal = opened.enter_context(closing(journal))
         state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.step)
-    except OSError as error:
-        raise state.directory.unusable(error) from None
     opened.callback(lambda: monitor.close(state.status))
     return journal, monitor
 

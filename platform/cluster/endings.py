@@ -23,6 +23,7 @@ from platform.cluster.run.phases import Phases, phase_table
 from platform.config.fields import Config
 from platform.monitor import Journal, MetricsRow, RunMonitor, cost_line, goodput, story
 from platform.monitor.records import events
+from platform.plan.language.numbers import count_of
 
 if TYPE_CHECKING:
     from platform.cluster.control.controller import Controller
@@ -116,7 +117,7 @@ def _stopped(error: Stopped, state: DriverState) -> Ending:
         return events.Drained(signal=str(error)), f"stopped by {error}: nothing was done; the same command does it"
     lost = max(0, state.done - state.saved)
     off = "" if state.config.checkpoint.on_stop else ", as checkpoint.on_stop=false says"
-    how = f" ({lost} step{'' if lost == 1 else 's'} not saved{off})" if lost else ""
+    how = f" ({count_of(lost, 'step')} not saved{off})" if lost else ""
     where = f"after step {state.done}" if state.done else "before its first step"
     kind = events.Drained if state.saved else events.Stopped
     return kind(signal=str(error)), f"stopped by {error} {where}{how}: {state.kept}"

@@ -204,7 +204,7 @@ def translate_error(argument: str, error: Exception) -> str:
 
     if plugin := re.search(r"(hydra/(?:launcher|sweeper))=(\S+)", text):
         return violation(plugin[1], plugin[2], plugin_refusal(f"{plugin[1]}={plugin[2]}"), ["basic"])
-    place = re.search(r"full_key: (\S+)|Could not override '(\S+)'|^(\S+): unknown key", text)
+    place = re.search(r"(?m)full_key: (\S+)|Could not override '(\S+)'|^([^\s=]+)=.*: unknown key", text)
     where = next(filter(None, place.groups()), key) if place else key
     within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # the chosen file has the mistake
     if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
@@ -235,7 +235,7 @@ def translate_error(argument: str, error: Exception) -> str:
 def _default(key: str) -> list[Any]:
     """Return a key's default as a list of one value to suggest; [] if it is empty or there is no such key."""
     value = flat_values(Config()).get(key)
-    return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
+    return [value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:

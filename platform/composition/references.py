@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from platform.boundary.redaction import register_secrets
+from platform.boundary.schema import texts
 from platform.config.bounds import KEYS
 
 # Resolvers of OmegaConf and Hydra that read only the configuration, the clock or the interpreter: no secrets.
@@ -50,7 +51,7 @@ def resolve(composed: Any) -> dict[str, Any]:
         register_secrets({value: shown for value, shown in _read.items() if not _is_word(value)})
         raise
     for key, raw, value in _pairs(OmegaConf.to_container(composed, resolve=False), values, ""):
-        for text in _texts(value):
+        for text in texts(value):
             if key in KEYS and text in KEYS[key].choices:
                 continue
             found = {secret: shown for secret, shown in _read.items() if secret and secret in text}
@@ -84,12 +85,3 @@ def _pairs(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:
             yield from _pairs(part, item, key)
     elif isinstance(raw, str) and "${" in raw:
         yield key, raw, value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in nested plain data, names in maps excepted."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
-    elif isinstance(value, str):
-        yield value

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import inf
-from operator import ge, gt, le, lt
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 from unicodedata import category
 
 from platform.boundary.refusals import ConfigError, closest, violation
-from platform.config.fields import Config, declared, key_fields, shown_value
-from platform.config.key import Key, fits, type_in_words
+from platform.config.fields import Config, key_fields, violations_of_types
+from platform.config.key import Key
 
 KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in key_fields().items()}
 _OURS = {name: legal.choices for name, legal in KEYS.items()}
@@ -37,48 +37,15 @@ def allow(key: str, value: Any, *functions: Any) -> None:
 
 def flat_values(config: Config) -> dict[str, Any]:
     """Return every key of a configuration with its value, flat: {"seed": 0, "train.steps": 100, ...}."""
-    out: dict[str, Any] = {}
-    for group, value in vars(config).items():
-        grouped = is_dataclass(value) and group not in KEYS
-        out |= {f"{group}.{k}": v for k, v in vars(value).items()} if grouped else {group: value}
-    return out
+    return {key: attrgetter(key)(config) for key in KEYS}
 
 
-def violations_of_types(config: Any) -> dict[str, list[str]]:
-    """Return the keys that a configuration does not have or whose values are of another type than declared, as only
-    Python code can make it, each with a refusal line."""
-    types, groups = declared(Config)
-    if type(config) is not Config:
-        return {"config": [violation("config", shown_value(config), "must be a Config, as compose() returns it")]}
-    found: dict[str, list[str]] = {}
-    for name, hint in types.items():
-        value = vars(config).get(name)
-        if name not in groups:
-            found |= _violations_of_type(name, value, hint)
-        elif type(value) is not groups[name]:
-            found[name] = [violation(name, shown_value(value), f"must be a {groups[name].__name__}, as Config has it")]
-        else:
-            inner, _ = declared(groups[name])
-            found |= _unknown(vars(value), inner, f"{name}.")
-            for key, one in inner.items():
-                found |= _violations_of_type(f"{name}.{key}", vars(value).get(key), one)
-    return found | _unknown(vars(config), types, "")
-
-
-def _violations_of_type(key: str, value: Any, hint: Any) -> dict[str, list[str]]:
-    """Return key -> refusal line if the value does not have the type `hint`, else {}."""
-    if fits(value, hint):
-        return {}
-    return {key: [violation(key, shown_value(value), f"must be {type_in_words(hint)}")]}
-
-
-def _unknown(values: Mapping[str, Any], known: Iterable[str], prefix: str) -> dict[str, list[str]]:
-    """Return a refusal line for each of the attributes `values` of a group of keys, `prefix`, that is no key."""
-    legal = {name: [prefix + near for near in closest(name, known)[:3]] for name in values if name not in known}
-    return {
-        f"{prefix}{name}": [violation(f"{prefix}{name}", shown_value(values[name]), "unknown key", near)]
-        for name, near in legal.items()
-    }
+def set_value(config: Config, key: str, value: Any) -> None:
+    """Set the value of a key of a configuration's group, or of a mixture's source, data.sources.NAME.KEY, in place."""
+    group, _, name = key.rpartition(".")
+    source = group.removeprefix("data.sources.")
+    place = vars(getattr(config, group)) if source == group else config.data.sources[source]
+    place[name] = value
 
 
 def violations_of_values(config: Config) -> dict[str, list[str]]:
@@ -87,8 +54,7 @@ def violations_of_values(config: Config) -> dict[str, list[str]]:
     found = violations_of_types(config)
     if any(key not in KEYS for key in found):  # groups of keys are missing
         return found
-    values = flat_values(config)
-    lines = {k: found.get(k) or list(violations_of_value(k, values[k], legal)) for k, legal in KEYS.items()}
+    lines = {k: found.get(k) or [*violations_of_value(k, attrgetter(k)(config), legal)] for k, legal in KEYS.items()}
     return {key: wrong for key, wrong in lines.items() if wrong}
 
 
@@ -107,7 +73,7 @@ def violations_of_value(key: str, value: Any, legal: Key) -> Iterator[str]:
         where = f"{key}.{name}".rstrip(".")
         if isinstance(part, str):
             yield from _violations_of_text(where if isinstance(value, Mapping) else key, legal, part)
-        elif not isinstance(part, bool) and isinstance(part, int | float):
+        elif type(part) in (int, float):
             yield from _violations_of_number(where, legal, part)
 
 

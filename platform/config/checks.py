@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
-from platform.config.bounds import violations_of_types, violations_of_values
+from platform.config.bounds import violations_of_values
 from platform.config.extending.own_settings import violations_of_settings
-from platform.config.fields import Config
+from platform.config.fields import Config, violations_of_types
 from platform.config.identity import violations_of_allowances
 from platform.config.rules import data_rules, execution_rules, mesh_rules, model_rules, optimizer_rules, train_rules
 

@@ -54,6 +54,6 @@ def job_seconds(limit: str) -> int:
     return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, units, strict=False))
 
 
-def limit_of(seconds: int) -> str:
-    """Write seconds as a job's time limit: H:MM:SS."""
+def hms(seconds: int) -> str:
+    """Write seconds as H:MM:SS, as a job's time limit has them."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from platform.boundary.refusals import ConfigError, in_words, violation
-from platform.boundary.schema import By
+from platform.boundary.refusals import closest, in_words, refuse_all, violation
+from platform.boundary.schema import By, fits
 from platform.config.groups.data_group import Data
 from platform.config.groups.execution_group import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
 from platform.config.groups.mesh_group import Branch, Parallel, Pipeline, Tensor
 from platform.config.groups.model_group import Model
 from platform.config.groups.optimizer_group import Optimizer
 from platform.config.groups.train_group import Eval, LossScaling, Train
-from platform.config.key import fits, is_plain, key, type_in_words
+from platform.config.key import key, type_in_words
 from platform.plan.language.functions import CROSS_ENTROPY
 
 
@@ -69,9 +69,16 @@ class Config:
     def from_dict(cls, values: dict[str, Any]) -> Config:
         """Build a Config from nested plain values, as `to_dict` returns them; missing keys get their defaults.
 
-        Raises ConfigError for an unknown key or a wrong type.
+        Raises ConfigError for unknown keys and wrong types.
         """
-        return _build(cls, values, "")
+        config, (_, groups) = cls(), declared(Config)
+        for name, value in values.items():
+            if name in groups and isinstance(value, dict):
+                vars(getattr(config, name)).update(value)
+            else:
+                vars(config)[name] = value
+        refuse_all(line for lines in violations_of_types(config).values() for line in lines)
+        return config
 
 
 SentConfig = Annotated[Config, By(Config.from_dict)]  # as driver and workers exchange it: no number changes its type
@@ -80,37 +87,41 @@ SentConfig = Annotated[Config, By(Config.from_dict)]  # as driver and workers ex
 def key_fields() -> dict[str, Field[Any]]:
     """Return the dataclass field of every configuration key by its full name, such as `train.steps`, in order."""
     found: dict[str, Field[Any]] = {}
+    _, groups = declared(Config)
     for f in fields(Config):
-        group = _group(f)
+        group = groups.get(f.name)
         found |= {f"{f.name}.{inner.name}": inner for inner in fields(group)} if group else {f.name: f}
     return found
-
-
-def _group(f: Field[Any]) -> Any:
-    """Return the dataclass, such as Train, of a field of Config that is a group of keys, else None."""
-    return f.default_factory if is_dataclass(f.default_factory) else None
-
-
-def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
-    """Build the dataclass `cls` (Config, or recursively a group of keys) from plain values; `prefix` is the group's
-    name with a dot, "" for Config. Raises ConfigError for an unknown key or a wrong type."""
-    hints, parts = declared(cls)
-    if unknown := [f"{prefix}{k}" for k in values if k not in hints]:
-        raise ConfigError([f"{key}: unknown key" for key in unknown])
-    if wrong := [
-        violation(f"{prefix}{k}", v, f"must be {'keys with values' if k in parts else type_in_words(hints[k])}")
-        for k, v in values.items()
-        if not (isinstance(v, dict) if k in parts else fits(v, hints[k]))
-    ]:
-        raise ConfigError(wrong)
-    return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})
 
 
 @cache
 def declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return, of the dataclass `cls`, the types of all fields by name, and the dataclasses of the groups of keys."""
-    groups = {f.name: group for f in fields(cls) if (group := _group(f))}
+    groups = {f.name: f.default_factory for f in fields(cls) if is_dataclass(f.default_factory)}
     return get_type_hints(cls), groups
+
+
+def violations_of_types(config: Any) -> dict[str, list[str]]:
+    """Return key -> [refusal line] for a configuration's unknown keys, and values of another type than declared."""
+    if type(config) is not Config:
+        return {"config": [violation("config", shown_value(config), "must be a Config, as compose() returns it")]}
+    return {key: [violation(key, shown_value(value), why, near)] for key, value, why, near in _mistyped(config)}
+
+
+def _mistyped(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, list[str]]]:
+    """Yield (key, value, constraint, nearest legal keys) for each attribute of a Config, or of its group of keys
+    `prefix`, that is no key, is missing (None), or has another type than declared."""
+    hints, groups = declared(part.__class__)
+    for name, value in (dict.fromkeys(hints) | vars(part)).items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            yield key, value, "unknown key", [prefix + near for near in closest(name, hints)[:3]]
+        elif name in groups and type(value) is groups[name]:
+            yield from _mistyped(value, f"{name}.")
+        elif name in groups:
+            yield key, value, f"must be a {groups[name].__name__}, as Config has it", []
+        elif not fits(value, hints[name]):
+            yield key, value, f"must be {type_in_words(hints[name])}", []
 
 
 # model.kind -> legal values of data.objective; the first is the default
@@ -149,6 +160,4 @@ def short_hash(values: Any) -> str:
 
 def shown_value(value: Any) -> str:
     """Return any value, whose own methods may fail, as a refusal shows it: by its type, unless that is plain."""
-    if type(value) in (str, int, float, bool, type(None), list, dict) and is_plain(value):
-        return in_words(value)
-    return f"a {type(value).__name__}"
+    return in_words(value) if fits(value, Any) else f"a {type(value).__name__}"

@@ -9,8 +9,8 @@ from operator import attrgetter
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from platform.boundary.refusals import violation
-from platform.boundary.schema import DEEPEST, LARGEST
+from platform.boundary.refusals import in_words, violation
+from platform.boundary.schema import LARGEST
 
 WORKERS = 10**6  # most workers in a mesh, and along each of its axes
 SECONDS = 10**8  # longest duration (three years): clocks and timers take no more
@@ -36,8 +36,8 @@ class Key:
         """Describe the legal values of a configuration key to a user, such as "1 to 1,000" or "adamw, or a registered
         name"; "" if every value of the type is legal."""
         if self.choices:
-            names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in self.choices]
-            return ", ".join(name or '""' for name in names) + (", or a registered name" if self.open else "")
+            names = [in_words(choice) or '""' for choice in self.choices]
+            return ", ".join(names) + (", or a registered name" if self.open else "")
         if self.constraint or self.most == Key.most:
             return self.constraint.removeprefix("must be ") or self.bounds
         least = self.bounds.removesuffix(" and < inf")
@@ -69,34 +69,7 @@ def own_settings(what: str) -> Any:
     return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint)
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Return True if a plain value has the type `hint` of a configuration field, entries of lists and maps included; an
-    integer is accepted as a float."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return is_plain(value)
-    if kind is list:
-        return type(value) is list and all(fits(v, inner[0]) for v in value)
-    if kind is dict:
-        return type(value) is dict and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-    if inner:
-        return any(fits(value, one) for one in inner)
-    return type(value) in ((int, float) if hint is float else (hint,))  # Python's True is an int, and no int
-
-
-def is_plain(value: Any, depth: int = 0) -> bool:
-    """Return True if a value is of texts, numbers, booleans, None, and lists and maps with texts as keys of these, as
-    YAML writes and reads it; at most DEEPEST of them in each other."""
-    if type(value) is dict:
-        parts = list(value.values()) if all(type(name) is str for name in value) else [object()]
-    elif type(value) is list:
-        parts = value
-    else:
-        return type(value) in (str, int, float, bool, type(None))
-    return depth < DEEPEST and all(is_plain(part, depth + 1) for part in parts)
-
-
-_WORDS = {
+WORDS = {  # type of a scalar -> it in words
     str: "text",
     int: "an integer",
     float: "a number",
@@ -110,6 +83,6 @@ def type_in_words(hint: Any) -> str:
     """Describe the type of a configuration key to a user: "an integer", "a list, each of it text"."""
     if get_origin(hint) is list:
         return "a list, each of it " + type_in_words(get_args(hint)[0])
-    if dict in (hint, get_origin(hint)):
+    if get_origin(hint) is dict:
         return "keys with values"
-    return _WORDS.get(hint) or " or ".join(map(type_in_words, get_args(hint)))
+    return WORDS.get(hint) or " or ".join(map(type_in_words, get_args(hint)))

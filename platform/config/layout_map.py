@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.config.fields import Branch, Config, Tensor
 from platform.config.groups.mesh_group import Rules
 from platform.plan.language.layout import DIMS
@@ -64,8 +64,7 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
             for name in (name for name in names if name not in known):
                 legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
                 lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
-    if lines:
-        raise ConfigError(list(dict.fromkeys(lines)))  # a map shared by all regions repeats its mistakes
+    refuse_all(lines)  # a map shared by all regions repeats its mistakes
     return rules, {"all": rules.pop("parameters", {})}
 
 
@@ -80,9 +79,8 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(layout, str):
         return layout
     words = re.sub(r"\s*([:+])\s*", r"\1", layout).replace(";", " ").replace(",", " ").replace("|", " ").split()
-    if wrong := [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]:
-        lines = [violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong]
-        raise ConfigError(lines)
+    wrong = [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]
+    refuse_all(violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong)
     dims = [word.partition(":")[0] for word in words]
     if twice := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
         axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in twice}

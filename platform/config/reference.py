@@ -9,9 +9,9 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import Field
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-from platform.config.fields import Config, key_fields
+from platform.config.fields import Config, declared, key_fields
 from platform.config.key import Key, type_in_words
 
 _WIDTH = 118  # characters of a line of `--help`
@@ -62,12 +62,10 @@ def summary() -> str:
 
 
 def _groups() -> Iterator[tuple[str, str, list[Entry]]]:
-    """Yield each group of configuration keys as (name, docstring of its class, rows of its keys) for the reference of
-    keys; first, with the name "", the keys without a group."""
+    """Yield each group of keys as (name, docstring of its class, rows of its keys); first "", the keys without one."""
     fields = key_fields()
-    classes = {name: hint for name, hint in get_type_hints(Config).items() if name not in fields}
-    for group, kind in {"": Config, **classes}.items():
-        hints = get_type_hints(kind)
+    for group, kind in {"": Config, **declared(Config)[1]}.items():
+        hints, _ = declared(kind)
         own = {name: f for name, f in fields.items() if name.rpartition(".")[0] == group}
         entries = [_entry(name, f, hints[f.name]) for name, f in own.items()]
         yield group, (group and inspect.getdoc(kind)) or "Keys without a group.", entries

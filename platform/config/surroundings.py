@@ -37,11 +37,10 @@ _MODES = ("online", "offline", "disabled")
 _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W&B", _MODES)
 
 
-def violations_of_surroundings(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
+def violations_of_surroundings(config: Config) -> list[str]:
     """Return one refusal line per directory, storage URL or environment variable that a run of `config` cannot use on
-    this machine, judging without creating or connecting to anything; `environment`: variables, by default
-    os.environ."""
-    lines = list(_variables(config, os.environ if environment is None else environment))
+    this machine, judging without creating or connecting to anything."""
+    lines = list(_variables(config))
     checkpoint, folders = config.checkpoint, {"run.dir": config.run.dir, "data.cache": config.data.cache}
     for key, path in {**folders, "checkpoint.url": checkpoint.url}.items():
         if path and "://" not in path and (reason := _unusable(path)):
@@ -55,10 +54,10 @@ def violations_of_surroundings(config: Config, environment: Mapping[str, str] | 
     return lines
 
 
-def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+def _variables(config: Config) -> Iterator[str]:
     """Yield a refusal line per environment variable of torchrun, Ray, W&B, cuBLAS or NCCL, as far as this run reads it,
     that is malformed or asks for what the run cannot have; torchrun's also if one is missing."""
-    torchrun = "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
     read = {
         **({"RAY_ADDRESS": _RAY} if config.cluster.kind == "ray" and not torchrun else {}),
         **({"WANDB_MODE": _WANDB} if config.monitor.kind == "wandb" else {}),
@@ -66,9 +65,9 @@ def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
         **(_DETERMINISTIC if config.train.deterministic and config.cluster.device != "cpu" else {}),
     }
     for name, (pattern, words, legal) in read.items():
-        missing = torchrun and name in TORCHRUN and name not in environment
-        if missing or (name in environment and not re.fullmatch(pattern, environment[name], re.ASCII)):
-            yield violation(name, environment.get(name, ""), f"(environment) {words}", legal)
+        missing = torchrun and name in TORCHRUN and name not in os.environ
+        if missing or (name in os.environ and not re.fullmatch(pattern, os.environ[name], re.ASCII)):
+            yield violation(name, os.environ.get(name, ""), f"(environment) {words}", legal)
 
 
 def _unusable(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Data, objective_of, short_hash
 from platform.data import synthetic
@@ -204,8 +204,8 @@ def open_corpus(
     special = special_of(known, sources[0].data)
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
     goal = make_objective(objective, shape, data.objective_settings)
-    if not entry and (violations := violations_of_sources(data, vocab=vocab, reserved=goal.reserved)):
-        raise ConfigError(violations)
+    if not entry:
+        refuse_all(violations_of_sources(data, vocab=vocab, reserved=goal.reserved))
     opening = _Opening(sources, goal, vocab - goal.reserved, seed, length)
     if data.kind == "synthetic":
         corpus = opening.synthetic()
@@ -228,15 +228,13 @@ def _as_found(folder: Path) -> Iterator[None]:
 
 
 def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
-    """Raise ConfigError if a split of some data source has no whole sample of `length` tokens, or no sample with a
-    label."""
+    """Raise ConfigError if a split of some data source has no sample of `length` tokens, or none with a label."""
     violations = []
     for source, part in zip(sources, corpus.parts, strict=True):
         streams = {split: part.beginning(split) for split in part.streams}
         small = too_small(source, streams, corpus.objective, length)
         violations += small or teaches_nothing(source, streams, corpus.objective)
-    if violations:
-        raise ConfigError(violations)
+    refuse_all(violations)
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:

@@ -4,20 +4,22 @@ A share is an integer; of every sum of the shares' worth of samples in a row, ea
 The samples of a source come in the order that they would have without the others.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import gcd, lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import closest, refuse_all, rephrasing, violation
+from platform.boundary.schema import fits
 from platform.config.bounds import KEYS, violations_of_value
-from platform.config.fields import Config, Data
-from platform.config.key import fits, type_in_words
+from platform.config.fields import Data, declared
+from platform.config.key import type_in_words
 
 _FINEST = 1 << 20  # parts into which weights are rounded
 _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
@@ -75,8 +77,7 @@ def sources_of(data: Data) -> list[DataSource]:
             lines = [f"{without.key}.weight: must be given, as {weighted[0].key}.weight is"]
         elif len(trained) > 1 and not weighted and (streamed := [s for s in trained if s.data.streaming]):
             lines = [f"{source.key}.weight: must be given, as {streamed[0].key} is streamed" for source in trained]
-    if lines:
-        raise ConfigError(lines)
+    refuse_all(lines)
     return found
 
 
@@ -94,13 +95,13 @@ def _violations_of_source(name: str, given: Any) -> list[str]:
         return wrong
     if not isinstance(given, Mapping):
         return [violation(key, given, "must be keys with values", [f"{key}.path=FILE"])]
-    lines, types = [], {name: type(value) for name, value in vars(Data()).items() if name in OWN}
+    lines, (types, _) = [], declared(Data)
     for own, value in given.items():
         where = f"{key}.{own}"
         if own in ("weight", "epochs"):
             if not fits(value, float) or not 1e-9 <= value <= 1e9:
                 lines.append(violation(where, value, "must be a number from 1e-9 to 1e9", [1]))
-        elif own not in types:
+        elif own not in OWN:
             near = [f"{key}.{name}" for name in closest(own, [*OWN, "weight", "epochs"])[:3]]
             lines.append(violation(where, value, "unknown key", near))
         elif own == "kind" and value in ("mixture", "synthetic"):
@@ -125,13 +126,9 @@ def of_source(source: DataSource, line: str) -> str:
     return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
 
 
-@contextmanager
-def naming(source: DataSource) -> Iterator[None]:
+def naming(source: DataSource) -> AbstractContextManager[None]:
     """Replace keys "data.KEY" by the source's "data.sources.NAME.KEY" in a ConfigError raised within the context."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([of_source(source, line) for line in error.violations]) from None
+    return rephrasing(partial(of_source, source))
 
 
 def paths_of(data: Data) -> dict[str, str]:
@@ -148,15 +145,6 @@ def _violations_of_name(name: Any) -> list[str]:
     if isinstance(name, str) and name.isidentifier():
         return []
     return [violation("data.sources", name, "the name of a source has letters, digits and _")]
-
-
-def set_path(config: Config, key: str, path: str) -> None:
-    """Set a path of data in a configuration, in place; `key` is one of the keys that `paths_of` returned."""
-    place, _, name = key.rpartition(".")
-    if place == "data":
-        setattr(config.data, name, path)
-    else:
-        config.data.sources[place.removeprefix("data.sources.")][name] = path
 
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:

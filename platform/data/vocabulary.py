@@ -225,7 +225,7 @@ def template_of(data: Data) -> str:
     try:
         text = documents.read_bytes(data.chat_template, _LARGEST_TEMPLATE).decode()
     except (Malformed, OSError, UnicodeDecodeError) as error:
-        line = documents.one_line(str(error))
+        line = documents.one_line(error)
         raise ConfigError(violation("data.chat_template", data.chat_template, line, ["chatml"])) from None
     ChatTemplate(text, {}, [])
     return text

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.command_line import DONE, command_line, refusing, run_command
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
 
@@ -76,11 +76,9 @@ def _write(given: argparse.Namespace) -> int:
         return DONE
     files = {given.output: text, **({given.output.parent / claim[0]: claim[1]} if claim else {})}
     for path, content in files.items():
-        try:
+        with as_refusal("--output", path, OSError, why="cannot be written ({.strerror})"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
-        except OSError as error:
-            raise ConfigError(f"--output={path}: cannot be written ({error.strerror})") from None
     if claim:
         print_line(f"{given.output.parent / claim[0]}: the claim; kubectl apply -f it once, before the job")
     return DONE

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import refuse_all, violation
 from platform.config.durations import job_seconds
 from platform.jobs.options import KubernetesOptions, take_options
 from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, folded, plan_job, within
@@ -70,8 +70,7 @@ def _check_launcher(run: PlannedRun) -> None:
     if world % each:
         legal = [n for n in range(each, 0, -1) if world % n == 0]
         lines.append(violation("job.workers", each, f"torchrun starts as many on each node, {world} in all", legal[:1]))
-    if lines:
-        raise ConfigError(lines)
+    refuse_all(lines)
 
 
 def _nodes(run: PlannedRun) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import closest, in_words, refuse_all, violation
 from platform.config.bounds import violations_of_value
 from platform.config.durations import job_seconds
 from platform.config.key import WORKERS, key, type_in_words
@@ -175,14 +175,14 @@ def _violations_of_option(field: Field[Any], value: Any) -> Iterator[str]:
 def lacking_options(needed: dict[str, str]) -> None:
     """Raise ConfigError, with a line for each, if keys that must be given are not. `needed`: key -> its value, "" for
     none."""
-    if missing := [name for name, value in needed.items() if not value]:
-        example = {
-            "data.path": "data=text data.path=/shared/corpus",
-            "checkpoint.url": "checkpoint.url=/shared/checkpoints/NAME",
-            "job.image": "job.image=REGISTRY/NAME:TAG",
-            "job.claim": "job.claim=NAME",
-        }
-        raise ConfigError([violation(n, "", "must be given", [example.get(n, f"{n}=2")]) for n in missing])
+    example = {
+        "data.path": "data=text data.path=/shared/corpus",
+        "checkpoint.url": "checkpoint.url=/shared/checkpoints/NAME",
+        "job.image": "job.image=REGISTRY/NAME:TAG",
+        "job.claim": "job.claim=NAME",
+    }
+    missing = [name for name, value in needed.items() if not value]
+    refuse_all(violation(n, "", "must be given", [example.get(n, f"{n}=2")]) for n in missing)
 
 
 def options_page(kind: type[JobOptions]) -> Iterator[str]:
@@ -193,6 +193,5 @@ def options_page(kind: type[JobOptions]) -> Iterator[str]:
             default = f.default_factory() if callable(f.default_factory) else f.default
             legal = f.metadata["key"].choices
             one_of = f" ({', '.join(str(c) or chr(34) * 2 for c in legal)})" if legal else ""
-            shown = str(default).lower() if isinstance(default, bool) else default
-            cell = f"`{shown}`" if shown != "" else ""
+            cell = f"`{in_words(default)}`" if default != "" else ""
             yield f"| `{PREFIX}{f.name}` | {cell} | {f.metadata['key'].guidance}{one_of} |"

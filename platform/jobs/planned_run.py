@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, redact, register_url_secrets
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
-from platform.config.durations import job_seconds, limit_of
+from platform.config.durations import hms, job_seconds
 from platform.config.fields import Config
 from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
@@ -62,8 +62,7 @@ def plan_job(
         config = compose(words, config_dir)
     except ConfigError as error:
         lines += error.violations
-    if lines:
-        raise ConfigError(lines)
+    refuse_all(lines)
     with open_composer(config_dir):  # which knows the groups
         given, experiment = typed_values(words), experiment_of(words)
     if experiment is None:
@@ -80,7 +79,7 @@ def plan_job(
         raise ConfigError(line)
     if options.time and job_seconds(options.time) < (least := size.margin + _START):
         rule = f"its end, {size.margin} s before which the run saves, and its start take {least} s"
-        raise ConfigError(violation("job.time", options.time, rule, [limit_of(least)]))
+        raise ConfigError(violation("job.time", options.time, rule, [hms(least)]))
     directory = run_dir(options)
     by_ray = getattr(options, "launcher", "ray") == "ray"
     grows = by_ray and hasattr(options, "claim") and size.least < size.most  # by the autoscaler: it must know for what
@@ -114,15 +113,12 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
 
 
 def within(config: Config, mount: str) -> None:
-    """Raise ConfigError unless the data and checkpoint paths of a job's run lie below `mount`, the volume that all pods
-    of its Kubernetes job share. URLs are allowed anywhere."""
-    lines = [
+    """Raise ConfigError unless a job's data and checkpoints lie below `mount`, the volume that its pods share."""
+    refuse_all(
         violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
         for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()
         if path and "://" not in path and not path.startswith(f"{mount}/")
-    ]
-    if lines:
-        raise ConfigError(lines)
+    )
 
 
 def fill(template: str, values: Mapping[str, str | None]) -> str:

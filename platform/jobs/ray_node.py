@@ -17,12 +17,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from math import inf
 from pathlib import Path
 from socket import gethostname
 
@@ -36,7 +35,7 @@ from platform.cluster.crew.launchers.leftovers import deaf_to_term
 from platform.cluster.wire.interface import interface_of
 from platform.jobs.allocation import answers, cpus_here, endpoint, free_port, gpus_here, own_address
 from platform.jobs.look.logs import keep_ray_logs, tail
-from platform.jobs.supervisor import Supervision, Supervisor
+from platform.jobs.supervisor import Supervision, Supervisor, wait_until
 from platform.launch import FAILED
 
 HEAD, STOP, END = "head.json", "stop", "end"  # files in the directory that all nodes of the job share
@@ -164,7 +163,7 @@ class _Head:
             address = own_address(o.interface, o.peer, o.ip)
             port = free_port(address)
             self._node.start(port=port)
-            _wait(lambda: not self._node.runs or answers(address, port), _HEAD_SECONDS)  # noqa: B023
+            wait_until(lambda: not self._node.runs or answers(address, port), _HEAD_SECONDS)  # noqa: B023
             if answers(address, port):
                 self._address = endpoint(address, port)
                 o.shared.mkdir(0o700, parents=True, exist_ok=True)
@@ -224,30 +223,23 @@ def run_follower(options: NodeOptions) -> int:
             signal.signal(number, lambda *_: going.set())
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the head alone
         while not ends():
-            _wait(lambda: head() or ends(), _JOIN_SECONDS)
+            wait_until(lambda: head() or ends(), _JOIN_SECONDS)
             if not (address := head()):
                 if ends():
                     break
                 print_line(f"node: no head of Ray wrote its address to {shared} in {_JOIN_SECONDS:.0f} s", sys.stderr)
                 return FAILED
             node.start(address)
-            _wait(lambda: ends() or not node.runs or head() not in (address, ""))  # noqa: B023
+            wait_until(lambda: ends() or not node.runs or head() not in (address, ""))  # noqa: B023
             if going.is_set() and node.runs and node.leave(address):
-                _wait(lambda: over() or not node.runs, options.drain)
+                wait_until(lambda: over() or not node.runs, options.drain)
             if not (node.runs or ends()):
                 print_line(f"{node.said()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr)
                 run_dir = _of_head(shared, "run_dir")
                 node.keep_logs(Path(run_dir) if run_dir else None)
             node.end()
-            _wait(ends, _AGAIN_SECONDS)
+            wait_until(ends, _AGAIN_SECONDS)
     return 0
-
-
-def _wait(done: Callable[[], object], seconds: float = inf) -> None:
-    """Wait until `done`, for at most `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
 
 
 def _of_head(shared: Path, name: str) -> str:

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Protocol, TypeVar
 
 from platform.boundary.interrupts import end_handling
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.signals import REASON
@@ -110,7 +111,7 @@ class Supervisor:
             os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
             opened.callback(os.environ.pop, REASON, None)
             opened.callback(end_handling, {number: signal.signal(number, self.ask) for number in SIGNALS})
-            try:
+            with as_refusal("run.dir", run_dir, OSError, Malformed, why="cannot be used ({})"):
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
                 lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 opened.callback(os.close, lock)
@@ -119,8 +120,6 @@ class Supervisor:
                 record = JsonLines(run_dir / DRIVERS)
                 opened.callback(record.close)
                 used = spent(read_drivers(run_dir))
-            except (OSError, Malformed) as error:
-                raise ConfigError(violation("run.dir", run_dir, f"cannot be used ({error})")) from None
             status = self._drivers(run_dir, record, used)
             if status != STOPPED or not self._o.elsewhere:
                 record.append({"event": CLOSED, "time": time.time(), "status": status})
@@ -198,9 +197,7 @@ class Supervisor:
 
     def _rest(self, seconds: float) -> bool:
         """Wait before the next driver; return True if the job was asked to stop meanwhile."""
-        deadline = time.monotonic() + seconds
-        while not self._asked and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(0.1, left))
+        wait_until(lambda: self._asked, seconds, 0.1)
         return bool(self._asked)
 
     def _spent(self, used: int) -> int:
@@ -221,6 +218,13 @@ def seen(read: Callable[[Path], _Seen], run_dir: Path, otherwise: _Seen) -> _See
         return otherwise
 
 
+def wait_until(done: Callable[[], object], seconds: float = inf, every: float = 0.5) -> None:
+    """Wait until `done`, for at most `seconds`; look whether it is once in `every` seconds."""
+    deadline = time.monotonic() + seconds
+    while not done() and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(every, left))
+
+
 def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> None:
     """Stop the Ray job that this process is the entry point of, if it is one and its status is not 0: KubeRay starts
     the whole RayJob again, with all of its nodes, where an entry point fails, and does not where the job is stopped.
@@ -235,9 +239,7 @@ def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> Non
     except (OSError, subprocess.SubprocessError) as error:
         print_line(f"supervisor: the Ray job could not be stopped ({error})", sys.stderr)
         return
-    deadline = time.monotonic() + _STOPPING_SECONDS
-    while time.monotonic() < deadline:  # Ray sends SIGTERM
-        time.sleep(0.1)
+    time.sleep(_STOPPING_SECONDS)  # Ray sends SIGTERM
 
 
 def ray_job(environment: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ from statistics import median
 
 from platform.monitor.records import events
 from platform.monitor.records.events import Goodput, JournalEvent
+from platform.plan.language.numbers import count_of
 
 
 def goodput(journal: Iterable[JournalEvent]) -> Goodput:
@@ -77,9 +78,9 @@ def cost_line(cost: Goodput) -> str:
         recovery = f"; to the first new step {median(cost.recoveries):.2f} s median, {max(cost.recoveries):.2f} s"
         recovery += " longest"
     survived = len(cost.recoveries)
-    of = f" of {cost.failures}" if survived < cost.failures else ""
-    failures = f"{survived}{of} failure{'' if cost.failures == 1 else 's'} survived"
-    lost = f"{cost.steps_lost} step{'' if cost.steps_lost == 1 else 's'} lost"
-    often = f"{cost.restarts} restart{'' if cost.restarts == 1 else 's'} of the driver"
+    of = f"{survived} of " if survived < cost.failures else ""
+    failures = f"{of}{count_of(cost.failures, 'failure')} survived"
+    lost = f"{count_of(cost.steps_lost, 'step')} lost"
+    often = f"{count_of(cost.restarts, 'restart')} of the driver"
     restarts = f", {often} ({cost.restart_seconds:.2f} s to the first new step)" if cost.restarts else ""
     return f"{failures}{restarts}, {lost}{recovery}; goodput {cost.goodput:.1%} of {cost.seconds:.1f} s"

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TextIO
 from platform.config.fields import Config
 from platform.monitor.console import Console
 from platform.monitor.prometheus import RayGauges
-from platform.monitor.records.metrics import MetricsLog, MetricsRow
+from platform.monitor.records.metrics import MetricsLog, MetricsRow, for_wandb
 from platform.monitor.records.records import METRICS
 from platform.monitor.wandb_log import WandbLog
 
@@ -20,11 +20,11 @@ OnStep = Callable[[MetricsRow], None]
 class Service(Protocol):
     """Service outside of the run that is sent its numbers, and may fail without harm to it."""
 
-    def step(self, row: MetricsRow) -> None:
-        """Send a committed step's row of metrics.jsonl to this outside service, such as W&B."""
+    def step(self, values: dict[str, float]) -> None:
+        """Send the numbers of a committed step, by their W&B names, to this outside service, such as W&B."""
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Send numbers of the whole run, by name, to this outside service, such as W&B."""
+        """Send numbers of the whole run, by their W&B names, to this outside service, such as W&B."""
 
     def close(self, status: int) -> None:
         """End the run at this outside service, such as W&B, with the launcher's exit status."""
@@ -42,7 +42,7 @@ class RunMonitor:
         """Write a committed step's row to metrics.jsonl, and show it on the console, to the services and `on_step`."""
         self._metrics.write(row)
         self._console.step(row)
-        self._to_services(lambda service: service.step(row))
+        self._to_services(lambda service: service.step(for_wandb(row)))
         self._on_step(row)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -55,7 +55,8 @@ class RunMonitor:
 
     def summary(self, values: dict[str, Any]) -> None:
         """Record numbers of the whole run by name, such as its goodput, with the services."""
-        self._to_services(lambda service: service.summary(values))
+        named = {f"elastic/{key}": value for key, value in values.items()}
+        self._to_services(lambda service: service.summary(named))
 
     def close(self, status: int) -> None:
         """Close the metrics file, console and services of a run that ends with the exit status `status`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from platform.monitor.records.metrics import MetricsRow, for_wandb
-
 PREFIX = "platform_"  # Ray puts ray_ before it
 TAG = "run"  # label of every gauge: the name of the run directory, by which runs in one cluster are told apart
 
@@ -19,19 +17,8 @@ class RayGauges:
         """Prepare the Prometheus gauges of a run, labelled with `run`, the name of its directory."""
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
 
-    def step(self, row: MetricsRow) -> None:
-        """Set the Prometheus gauges to the values of a committed step's row of metrics; do nothing once Ray is gone."""
-        self._set(for_wandb(row))
-
-    def summary(self, values: dict[str, Any]) -> None:
-        """Set the Prometheus gauges of numbers of the whole run by name, which W&B gets too."""
-        self._set({f"elastic/{key}": value for key, value in values.items() if isinstance(value, int | float)})
-
-    def close(self, status: int) -> None:
-        """End the Prometheus gauges with the driver: Ray forgets the metrics of an ended process."""
-
-    def _set(self, values: dict[str, float]) -> None:
-        """Set the Prometheus gauges to values by name, making new ones; do nothing once Ray is gone."""
+    def step(self, values: dict[str, float]) -> None:
+        """Set the Prometheus gauges to a step's values by name, making new ones; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
 
@@ -41,6 +28,13 @@ class RayGauges:
             if name not in self._gauges:
                 self._gauges[name] = Gauge(gauge_name(name), name, (TAG,))
             self._gauges[name].set(float(value), self._tags)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Set the Prometheus gauges of numbers of the whole run by name, which W&B gets too."""
+        self.step({name: value for name, value in values.items() if isinstance(value, int | float)})
+
+    def close(self, status: int) -> None:
+        """End the Prometheus gauges with the driver: Ray forgets the metrics of an ended process."""
 
 
 def gauge_name(name: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 from platform.boundary.redaction import redact, register_url_secrets
 from platform.config.fields import Config
-from platform.monitor.records.metrics import MetricsRow, for_wandb
 
 RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 
@@ -66,13 +65,13 @@ class WandbLog:
         upload = f"; upload with `wandb sync {shlex.quote(str(wandb_dir))}/offline-run-*`"
         self.where = {"offline": f"offline ({why}){upload}", "disabled": f"disabled ({why})"}.get(mode) or self._run.url
 
-    def step(self, row: MetricsRow) -> None:
-        """Log a committed step's row of metrics.jsonl on W&B, under the W&B names of its keys."""
-        self._run.log(for_wandb(row))
+    def step(self, values: dict[str, float]) -> None:
+        """Log the numbers of a committed step, by their names, on W&B."""
+        self._run.log(values)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Record numbers of the whole run by name, which W&B shows beside the name of the run."""
-        self._run.summary.update({f"elastic/{key}": value for key, value in values.items()})
+        self._run.summary.update(values)
 
     def close(self, status: int) -> None:
         """End the W&B run with the launcher's exit status; marks it as preempted if the run will be continued, and

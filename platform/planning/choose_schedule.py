@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.config.batch_ramp import batch_sizes
 from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Config, Pipeline
@@ -131,8 +131,7 @@ def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
         shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {count_of(more, 'more mistake')}"] if more > 0 else [])]
         lines = [violation("pipeline.file", path, line) for line in shown]
         raise ConfigError([*lines, *(table(error.rows).splitlines() if error.rows else [])]) from None
-    if lines := list(_mismatches(config, schedule, microbatches, unit)):
-        raise ConfigError(lines)
+    refuse_all(_mismatches(config, schedule, microbatches, unit))
     return schedule
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
 
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.config.extending.extensions import refusing_exits
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.config.layout_map import axes_of
@@ -140,8 +140,7 @@ def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:
     frozen = tuple(name for name in names if any(name in matched for matched in found.values()))
     if len(frozen) == len(names):
         lines.append(violation("train.freeze", ",".join(found), "leaves no parameter to train"))
-    if lines:
-        raise ConfigError(lines)
+    refuse_all(lines)
     return frozen
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.files.file_storage import Storage
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
@@ -57,12 +57,10 @@ def to_export(source: str, storage: Storage, directory: str, manifest: Manifest,
     else:
         found = read_files(source, key="--tokenizer")
         found |= {GENERATION: carried[GENERATION]} if GENERATION in carried else {}
-    try:
+    with as_refusal("--tokenizer", source, Malformed):
         if JSON in found and json_of(found, CONFIG) == OWN:  # trained here: it knows no longest text
             described = json.dumps({**OWN, "model_max_length": length}, indent=2) + "\n"
             return {**found, CONFIG: described.encode()}
-    except Malformed as error:
-        raise ConfigError(violation("--tokenizer", source, str(error))) from None
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from platform.boundary.files.file_storage import Storage, all_or_nothing
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.interchange import write_safetensors
 from platform.checkpoint.moves import read_tensor
@@ -88,8 +88,7 @@ def exportable(
         raise ConfigError(violation("checkpoint", directory, f"its {SOURCE} is no config.json"))
     config = _config(model, family, source, token_ids(vocabulary, model))
     found = Exportable(storage, directory, manifest, model, family_of(config), config, dtype)
-    if wrong := [*_lacking(found)]:
-        raise ConfigError(wrong)
+    refuse_all(_lacking(found))
     config["dtype"] = found.type_of(found.tensors[0])
     config.pop("torch_dtype", None)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
@@ -31,12 +30,7 @@ _HEADERS: dict[tuple[str, ...], dict[str, tuple[str, ForeignTensor]]] = {}  # by
 
 _File = Annotated[str, Text(r"[\w.-]{1,250}\.safetensors", "the name of a safetensors file")]  # stays in its folder
 
-
-@dataclass(frozen=True)
-class _Index:
-    """An index of safetensors files: the name of each tensor -> the file that holds it."""
-
-    weight_map: dict[Name, _File]
+_Index = Annotated[dict[str, object], OpenMap((("weight_map", dict[Name, _File]),), ("weight_map",))]
 
 
 class Place(NamedTuple):
@@ -89,8 +83,7 @@ class SavedModel:
             raise Refused(f"holds no {CONFIG}")
         raw = self._folder.read(CONFIG, 0, LARGEST_CONFIG + 1)
         try:
-            found = documents.from_json(raw, LARGEST_CONFIG)
-            return schema.read(Annotated[dict[str, Any], OpenMap(())], found)
+            return schema.read(dict[str, Any], documents.from_json(raw, LARGEST_CONFIG))
         except Malformed as error:
             raise Refused(f"{CONFIG}: {error}") from None
 
@@ -101,11 +94,10 @@ class SavedModel:
         if INDEX in there:
             try:
                 raw = self._folder.read(INDEX, 0, LARGEST_INDEX + 1)
-                found = documents.from_json(raw, LARGEST_INDEX, _VALUES)
-                index = schema.read(_Index, {"weight_map": found.get("weight_map")} if type(found) is dict else found)
+                index: dict[str, Any] = schema.read(_Index, documents.from_json(raw, LARGEST_INDEX, _VALUES))
             except Malformed as error:
                 raise Refused(f"{INDEX}: {error}") from None
-            return sorted(set(index.weight_map.values()))
+            return sorted(set(index["weight_map"].values()))
         if SINGLE in there:
             return [SINGLE]
         found = sorted(name for name in there if name.endswith(".safetensors"))

@@ -4,13 +4,13 @@ there, and a checkpoint of it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from platform.boundary.files.file_storage import Storage
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse_all, rephrasing, violation
 from platform.checkpoint.blocks.placement import Piece
 from platform.checkpoint.interchange import store_pieces
 from platform.checkpoint.storage.carried import CarriedFiles
@@ -103,18 +103,13 @@ def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[S
     match, wrong = matched(names, wanted, model, family)
     tensors = [(stored, match.there[stored.name]) for stored in wanted if stored.name in match.there]
     wrong += _misshapen(saved, tensors)
-    if wrong := wrong or list(_unequal(saved, match.repeated, match.there)):
-        raise ConfigError(wrong)
+    refuse_all(wrong or list(_unequal(saved, match.repeated, match.there)))
     return tensors
 
 
-@contextmanager
-def _naming(saved: SavedModel) -> Iterator[None]:
+def _naming(saved: SavedModel) -> AbstractContextManager[None]:
     """Name the saved model, by its URL, at the start of every line of a ConfigError within the context."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([f"{saved.url}: {line}" for line in error.violations]) from None
+    return rephrasing(lambda line: f"{saved.url}: {line}")
 
 
 def _misshapen(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iterator[str]:

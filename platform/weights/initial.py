@@ -16,7 +16,7 @@ from torch import Tensor
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.blocks.placement import ITEMSIZE, Piece
@@ -79,11 +79,9 @@ def _listed(url: str) -> dict[str, int]:
 def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
     """Return the initial weights, or the averages of them (`averaged`), from the checkpoint that a URL names, or the
     newest good one in the storage. Raises ConfigError unless they fit `model`."""
-    try:
+    with as_refusal(KEY, bare_url(url), Refused, OSError):
         storage, name, manifest = catalogue.select(url, KEY, none=f"holds neither a checkpoint nor a {CONFIG}")
         manifest = with_averages(manifest) if averaged else manifest
-    except (Refused, OSError) as error:
-        raise ConfigError(violation(KEY, bare_url(url), str(error))) from None
     source, notes = model, []
     with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
         source = stored_model(manifest.meta.identity)
@@ -97,8 +95,7 @@ def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
             f"{n} is {list(there[n])}, not {list(s)}" for n, s in shapes.items() if n in there and there[n] != s
         ],
     }
-    if lines := [violation(KEY, bare_url(url), f"{what}: {', '.join(sorted(n))}") for what, n in wrong.items() if n]:
-        raise ConfigError(lines)
+    refuse_all([violation(KEY, bare_url(url), f"{what}: {', '.join(sorted(n))}") for what, n in wrong.items() if n])
     pieces, where = stored_pieces(manifest, [f"model.{n}" for n in shapes]), bare_url(f"{storage.url}/{name}")
     found = InitialWeights(where, pieces, stored_fetch(storage, name), notes)
     return _grown(found, model, source)

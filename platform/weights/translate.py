@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, closest, in_words, violation
+from platform.boundary.refusals import ConfigError, closest, in_words, refuse_all, violation
 from platform.config.bounds import violations_of_values
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config, Data, Model
@@ -54,8 +54,7 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
     ]
     if "tied" not in out:
         out["tied"] = "lm_head.weight" not in names
-    if wrong := wrong or _impossible(Model(**out)):
-        raise ConfigError(wrong)
+    refuse_all(wrong or _impossible(Model(**out)))
     return out
 
 
@@ -67,14 +66,12 @@ def _impossible(m: Model) -> list[str]:
 
 
 def stored_model(identity: Mapping[str, Any]) -> Model:
-    """Return the configuration of the model whose tensors a checkpoint has, from the identity in its metadata, which is
-    not trusted. Raises ConfigError if it says none, or one that cannot be."""
+    """Return the model whose tensors a checkpoint has, from its untrusted identity. Raises ConfigError."""
     given = identity.get("model")
     if not isinstance(given, dict):
         raise ConfigError("the checkpoint says nothing of its model: it is no checkpoint of a run")
     model = Config.from_dict({"model": given}).model
-    if wrong := _impossible(model):
-        raise ConfigError(wrong)
+    refuse_all(_impossible(model))
     return model
 
 
@@ -97,14 +94,12 @@ def meaning(m: Model) -> dict[str, Any]:
 
 
 def config_of(m: Model, family: Family) -> dict[str, Any]:
-    """Return the config.json of transformers for a model of a family, without its element type. Raises ConfigError with
-    a line for each of our keys that the family does not express."""
+    """Return a model's config.json of transformers, without its element type. Raises ConfigError, a line per key."""
     out: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
     rules: Iterable[Rule] = (*family.rules, *COMMON)
     for rule in rules:
         out |= rule.write(m)
-    if lines := [*_unlike(m, out, family)]:
-        raise ConfigError(lines)
+    refuse_all(_unlike(m, out, family))
     return out
 
 

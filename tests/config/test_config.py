@@ -13,7 +13,7 @@ def test_plain_data_and_back():
     config = compose([QUICK, "tensor=3d", "branch=dsp", "branch.axes.g=2"])
     assert Config.from_dict(config.to_dict()) == config
     assert Config.from_dict({"train": {"steps": 3}}).train.steps == 3
-    with pytest.raises(ConfigError, match="train.stepz: unknown key"):
+    with pytest.raises(ConfigError, match="train.stepz=3: unknown key; nearest legal: train.steps"):
         Config.from_dict({"train": {"stepz": 3}})
     with pytest.raises(ConfigError, match="train.steps"):
         Config.from_dict({"train": {"steps": True}})

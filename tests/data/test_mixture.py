@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.boundary.refusals import ConfigError
+from platform.config.bounds import set_value
 from platform.config.fields import Config, Data
 from platform.data.corpus import Corpus, SourceTokens, open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.mixture import DataSource, paths_of, set_path, shares_of, sources_of, turns
+from platform.data.mixture import DataSource, paths_of, shares_of, sources_of, turns
 from platform.data.objectives import Causal
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
@@ -290,7 +291,7 @@ def test_paths_are_found_and_set_wherever_they_are():
     keys = {key: path for key, path in paths_of(config.data).items() if path}
     assert keys == {"data.sources.a.path": "x", "data.sources.b.target_path": "y"}
     for key, path in keys.items():
-        set_path(config, key, f"/{path}")
+        set_value(config, key, f"/{path}")
     assert [sorted(paths_of(config.data).values())[-2:]] == [["/x", "/y"]]
     assert sources_of(Data())[0].key == "data"
 

@@ -12,12 +12,12 @@ from typing import Any
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
 from platform.config.rules.mesh_rules import slices_heads
 from platform.plan.language.scheme import ROLES, compose_scheme
-from platform.plan.schedule.csv_file import to_csv
 from platform.planning.choose_schedule import count_microbatches
 from tests.fuzz.draw_data import draw_data
 from tests.fuzz.draw_training import draw_optimizer, draw_training
 from tests.fuzz.tables import draw_table, spoil
 from tests.harness.oracle import read
+from tests.harness.schedule_files import to_csv
 
 RANKS = 8
 TOGETHER = (1, 2, 2, 3)  # microbatches of a step

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.durations import job_seconds, limit_of
+from platform.config.durations import hms, job_seconds
 from platform.jobs.__main__ import main
 from platform.jobs.kubernetes import kubernetes_job
 from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page, take_options
@@ -131,7 +131,7 @@ def test_a_supervisor_is_told_numbers(flag, value, capsys):
     [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-0", 172800), ("1-2:03", 93780), ("1-02:03:04", 93784)],
 )
 def test_a_time_limit_is_what_slurm_takes_it_for(limit, seconds):
-    assert job_seconds(limit) == seconds and job_seconds(limit_of(seconds)) == seconds
+    assert job_seconds(limit) == seconds and job_seconds(hms(seconds)) == seconds
     assert not take_options(KubernetesOptions, [f"job.time={limit}"])[2]
 
 

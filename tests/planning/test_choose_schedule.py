@@ -4,10 +4,10 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config, Pipeline, Train
-from platform.plan.schedule.csv_file import to_csv
 from platform.plan.schedule.generators import SCHEDULES, generate
 from platform.plan.schedule.table import ScheduleError, table
 from platform.planning.choose_schedule import register_pipeline, schedule_of
+from tests.harness.schedule_files import to_csv
 
 
 def config(batch: int = 16, microbatch: int = 2, **pipeline) -> Config:

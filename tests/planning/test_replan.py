@@ -17,12 +17,12 @@ from platform.config.checks import violations_of_configuration
 from platform.config.identity import identity
 from platform.launch import compose
 from platform.plan.core.step_collectives import communication
-from platform.plan.schedule.csv_file import to_csv
 from platform.plan.schedule.generators import generate
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
 from platform.planning.replan import replan, shrinking
 from tests.harness.oracle import configure
+from tests.harness.schedule_files import to_csv
 
 SMALL = {"layers": 5, "d_model": 24, "heads": 6, "d_ff": 48, "length": 12, "microbatch": 4, "global_batch": 16}
 CUBE = {"tensor": "1d", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2, "data": 2, **SMALL}

@@ -38,7 +38,7 @@ def read_carried(storage: Storage, directory: str, manifest: Manifest) -> dict[s
     """Read the files that a checkpoint carries, by name. Raises Refused if one has changed, OSError."""
     try:
         kind = Annotated[dict[_File, _Hash], Many(0, 100)]
-        wanted: dict[str, str] = schema.read(kind, manifest.meta.values.get(VALUE, {}))
+        wanted = schema.read(kind, manifest.meta.values.get(VALUE, {}))
     except Malformed as error:
         raise Refused(f"{directory}: its {VALUE}: {error}") from None
     sizes, found = storage.list(directory) if wanted else {}, {}

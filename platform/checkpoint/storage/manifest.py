@@ -62,8 +62,7 @@ class Meta:
         """Read a checkpoint's metadata from JSON data. Raises OtherFormat, also if it has no format, or Malformed."""
         if type(found) is dict:
             _check_format(found.get("format", 1))
-        meta: Meta = schema.read(cls, found)
-        return meta
+        return schema.read(cls, found)
 
 
 class StoredBlock(NamedTuple):
@@ -171,7 +170,7 @@ class Manifest:
                 raise Refused(f"{NAME} is not of this platform")
             _check_format(found.get("format"))
             meta = Meta.read(found.pop("meta", None))
-            document: _Document = schema.read(_Document, found)
+            document = schema.read(_Document, found)
             tensors = {t.name: t for t in document.tensors}
             if len(tensors) < len(document.tensors):
                 raise Malformed("two tensors of one name")

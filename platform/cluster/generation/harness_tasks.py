@@ -14,7 +14,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from platform.boundary.documents import one_line
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import closest, refuse_all, violation
 from platform.cluster.generation.asked_model import AskedModel
 from platform.data.reading.data_files import encodable
 from platform.train.protocol.asked import Choice
@@ -118,8 +118,7 @@ class HarnessTasks:
         with _seeded():
             manager = _manager(set(names), folder)
             lines = [line for name in names if (line := self._load(manager, name, shots, key))]
-        if lines:
-            raise ConfigError(lines)
+        refuse_all(lines)
 
     def _load(self, manager: TaskManager, name: str, shots: int | None, key: str) -> str:
         """Load the lm-eval tasks called `name`; return "", or the line that refuses them, which names `key`."""

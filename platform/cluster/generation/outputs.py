@@ -84,5 +84,4 @@ def _named(flag: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = one_line(error.strerror or str(error))
-        raise ConfigError(violation(flag, path, f"cannot be written: {why}")) from None
+        raise ConfigError(violation(flag, path, f"cannot be written: {one_line(error.strerror or error)}")) from None

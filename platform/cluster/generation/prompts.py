@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Model
 from platform.data.vocabulary import Vocabulary
@@ -35,8 +35,7 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = documents.read_bytes(Path(path), LARGEST).decode()
     except (OSError, Malformed, UnicodeDecodeError) as error:
-        why = documents.one_line(str(error))
-        raise ConfigError(violation("--prompts", path, f"cannot be read: {why}")) from None
+        raise ConfigError(violation("--prompts", path, f"cannot be read: {documents.one_line(error)}")) from None
     lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(violation("--prompts", path, "holds no prompt"))
@@ -47,10 +46,8 @@ def read_prompts(path: str) -> list[Prompt]:
 
 def _object(line: str, where: str) -> dict[str, Any]:
     """Return the object in a line of .jsonl, if it is a prompt. Raises ConfigError."""
-    try:
+    with as_refusal("--prompts", where, Malformed, why="no JSON: {}"):
         found = documents.from_json(line.encode())
-    except Malformed as error:
-        raise ConfigError(violation("--prompts", where, f"no JSON: {error}")) from None
     kinds = [kind for kind in KINDS if isinstance(found, dict) and kind in found]
     if len(kinds) != 1:
         raise ConfigError(violation("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed"))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from platform.boundary.redaction import known_secrets
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.cluster.crew.base.crew import ByRank, Crew
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.open import open_crew
@@ -38,8 +38,7 @@ def open_session(
     initial_weights(config)
     places = resources.reserve_workers(config.cluster, plan.mesh.size, say)
     here = replace(config, cluster=replace(config.cluster, device=places.device))
-    if mistakes := list(kernel_violations(here, plan)):
-        raise ConfigError(mistakes)
+    refuse_all(kernel_violations(here, plan))
     size, schedule = plan.mesh.size, schedule_of(config, plan.replicas)
     coordinates = [plan.mesh.coordinates(rank) for rank in range(size)]
     with tempfile.TemporaryDirectory(prefix="answers-") as logs:

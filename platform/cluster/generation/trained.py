@@ -10,7 +10,7 @@ from pathlib import Path
 
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, rephrasing, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.carried import read_carried
@@ -53,10 +53,8 @@ def find_trained(given: str) -> TrainedModel:
         return _of_folder(url)
     if "://" not in url and (local / traces.CONFIG).is_file():
         return _of_checkpoint(_of_run(local))
-    try:
+    with as_refusal(NAME, bare_url(given), OSError, why="cannot be read: {}"):
         found = open_storage(url, NAME).list("")
-    except OSError as error:
-        raise ConfigError(violation(NAME, bare_url(given), f"cannot be read: {error}")) from None
     if not found:
         legal = ["a run directory", "a checkpoint's URL", "a folder that transformers saved"]
         raise ConfigError(violation(NAME, bare_url(given), "there is nothing", legal))
@@ -65,11 +63,9 @@ def find_trained(given: str) -> TrainedModel:
 
 def _of_run(directory: Path) -> str:
     """Return the storage to which the run in a directory saves its checkpoints. Raises ConfigError."""
-    try:
+    with as_refusal(NAME, directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
         config = traces.configuration(directory)
         assert config
-    except (OSError, Malformed) as error:
-        raise ConfigError(violation(NAME, directory, f"its {traces.CONFIG} cannot be read ({error})")) from None
     config.run.dir = str(directory)
     return urls.home(config)
 
@@ -86,16 +82,12 @@ def _of_folder(url: str) -> TrainedModel:
 
 def _of_checkpoint(url: str) -> TrainedModel:
     """Return the model of a checkpoint, or of the newest good one in a storage."""
-    try:
+    with as_refusal(NAME, bare_url(url), Refused, OSError):
         storage, name, manifest = catalogue.select(url, NAME, none="holds no checkpoint")
         identity = manifest.meta.identity
         files = read_carried(storage, name, manifest)
-    except (Refused, OSError) as error:
-        raise ConfigError(violation(NAME, bare_url(url), str(error))) from None
-    try:
+    with rephrasing(lambda line: violation(NAME, bare_url(url), line)):
         model = stored_model(identity)
-    except ConfigError as error:
-        raise ConfigError([violation(NAME, bare_url(url), line) for line in error.violations]) from None
     given = identity.get("data")
     data = Config.from_dict({"data": given}).data if isinstance(given, dict) else None
     return TrainedModel(

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from platform.boundary import documents
 from platform.boundary.files.local_files import replace_text
 from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import redact
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.config.fields import Config, Eval
@@ -41,31 +41,25 @@ class RunDirectory:
         """Return the configuration that the run in this directory had last, as nested dicts; None if it holds no run.
         Raises ConfigError if its files are not a run's, or if its run has another identity than `config`: the message
         names each differing key, and keys freed by `resume.allow` do not count."""
-        try:
-            with self._usable():
-                there = traces.configuration(self.path)
-        except Malformed as error:
-            reason = f"its config.yaml is not a run's configuration ({error}); name another directory"
-            raise self._refusal(reason) from None
-        if faults := traces.faults(self.path):
-            raise ConfigError(
-                [violation("run.dir", self.path, f"{f}; move it away, or name another directory") for f in faults]
-            )
+        why = "its config.yaml is not a run's configuration ({}); name another directory"
+        with self.usable(), as_refusal("run.dir", self.path, Malformed, why=why):
+            there = traces.configuration(self.path)
+        cure = "move it away, or name another directory"
+        refuse_all(violation("run.dir", self.path, f"{fault}; {cure}") for fault in traces.faults(self.path))
         if there is None:
             return None
         what = "holds another run; name another directory"
-        if lines := violations_of_identity(identity(there), config, "run.dir", self.path, what):
-            raise ConfigError(lines)
+        refuse_all(violations_of_identity(identity(there), config, "run.dir", self.path, what))
         return there.to_dict()
 
     def finished(self, steps: int, e: Eval) -> int:
         """Return the updates of a run that ended in this directory, else 0; raise ConfigError if it is unreadable."""
-        with self._usable():
+        with self.usable():
             return traces.finished(self.path, steps, e)
 
     def orphaned(self) -> int | None:
         """Return the last step of a driver that died in this run directory, else None. Raises ConfigError."""
-        with self._usable():
+        with self.usable():
             return traces.orphaned(self.path)
 
     @contextmanager
@@ -79,7 +73,7 @@ class RunDirectory:
         """
         made, own_logs = missing_directories(self.path), (self.path / "logs").exists()
         try:
-            with self._usable():
+            with self.usable():
                 self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
                 (self.path / "logs").mkdir(0o700, exist_ok=True)
                 lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no symlink: it is truncated
@@ -90,7 +84,7 @@ class RunDirectory:
             self._lock_or_refuse(lock)
             there = self.check(config)  # again: another driver may have written since the first check
             with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
-                with self._usable():
+                with self.usable():
                     replace_text(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
                 yield there
@@ -122,26 +116,16 @@ class RunDirectory:
     def _lock_or_refuse(self, lock: int) -> None:
         """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
         naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is ever stale."""
-        with self._usable():
+        with self.usable():
             owner = lock_or_owner(lock)
         if owner:
-            raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory")
+            constraint = f"in use by {owner}; wait for it, stop it, or name another directory"
+            raise ConfigError(violation("run.dir", self.path, constraint))
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
+    def usable(self) -> AbstractContextManager[None]:
         """Raise ConfigError, for the user, where the run directory cannot be used inside the block."""
-        try:
-            yield
-        except OSError as error:
-            raise self.unusable(error) from None
-
-    def unusable(self, error: OSError) -> ConfigError:
-        """Return the ConfigError for the user whose run directory cannot be used because of `error`."""
-        return self._refusal(f"cannot be used ({error.strerror}); name a directory that you can write to")
-
-    def _refusal(self, constraint: str) -> ConfigError:
-        """Return the ConfigError that refuses this run directory, run.dir, for a violated `constraint`."""
-        return ConfigError(violation("run.dir", self.path, constraint))
+        why = "cannot be used ({.strerror}); name a directory that you can write to"
+        return as_refusal("run.dir", self.path, OSError, why=why)
 
 
 def lock_or_owner(lock: int) -> str:

@@ -11,7 +11,7 @@ from platform.boundary.files.file_storage import Storage, open_storage
 from platform.boundary.files.local_files import Local
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.checkpoint.storage.catalogue import Selection, find, load_manifest
 from platform.checkpoint.storage.manifest import Refused
@@ -39,13 +39,11 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Selecti
     key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
     storage = answering(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
-    try:
+    with as_refusal(key, where, Refused, OSError, why="cannot be resumed from: {}"):
         if name:
             found = Selection(storage, name, load_manifest(storage, name))
         else:
             found = find(storage, deep=False, mark=held)
-    except (Refused, OSError) as error:
-        raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
     done = 0 if found.manifest or c.resume != "auto" or over else traced(config)
     if found.manifest is None and (c.resume != "auto" or found.sound or done):  # starting over would lose them
         reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
@@ -56,18 +54,15 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Selecti
         raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
     if found.manifest:
         what = f"{found.directory} is of another run; name another"
-        if lines := violations_of_identity(found.manifest.meta.identity, config, key, where, what):
-            raise ConfigError(lines)
+        refuse_all(violations_of_identity(found.manifest.meta.identity, config, key, where, what))
     return found
 
 
 def traced(config: Config) -> int:
     """Return the highest training step that the files in the run directory show as done, 0 if none, so that a run
     without a checkpoint does not start over unnoticed. Raises ConfigError if the directory cannot be read."""
-    try:
+    with as_refusal("run.dir", config.run.dir, OSError, Malformed, why="cannot be read: {}"):
         return traces.steps(Path(config.run.dir))
-    except (OSError, Malformed) as error:
-        raise ConfigError(violation("run.dir", config.run.dir, f"cannot be read: {error}")) from None
 
 
 def check_writable(config: Config) -> None:
@@ -77,10 +72,9 @@ def check_writable(config: Config) -> None:
     made = missing_directories(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:
-        storage.write(name, [memoryview(b"x")])
-        storage.delete(name)
-    except OSError as error:
-        raise ConfigError(violation("checkpoint.url", storage.url, f"cannot be written to: {error}")) from None
+        with as_refusal("checkpoint.url", storage.url, OSError, why="cannot be written to: {}"):
+            storage.write(name, [memoryview(b"x")])
+            storage.delete(name)
     finally:
         remove_empty(made)
 

@@ -23,8 +23,7 @@ _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack
 def configuration(directory: Path) -> Config | None:
     """Return the last configuration of the run in a directory, None if it holds none. Raises Malformed, OSError."""
     try:
-        found: Config = schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
-        return found
+        return schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
     except FileNotFoundError:
         return None
 

@@ -10,30 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial, reduce
-from operator import or_
-from types import NoneType, UnionType
+from operator import attrgetter, or_
+from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from platform.boundary.own_code import OwnCodeError, own_code
-from platform.boundary.refusals import ConfigError, closest, violation
-from platform.boundary.schema import LARGEST
+from platform.boundary.refusals import ConfigError, as_refusal, closest, refuse_all, violation
+from platform.boundary.schema import LARGEST, fits
 from platform.config.bounds import KEYS, allow, violations_of_value
 from platform.config.fields import Config, loss_of, objective_of, shown_value
-from platform.config.key import Key, fits, type_in_words
+from platform.config.key import WORDS, Key, type_in_words
 
 OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> dataclass of its settings
-# key -> name of the function that a configuration chooses by it; the groups of Config have fields for its settings
-CHOSEN: dict[str, Callable[[Config], str]] = {
-    "model.kind": lambda c: c.model.kind,
-    "data.kind": lambda c: c.data.kind,
-    "data.objective": objective_of,
-    "train.loss": loss_of,
-    "optimizer.kind": lambda c: c.optimizer.kind,
-    "optimizer.schedule": lambda c: c.optimizer.schedule,
-    "pipeline.kind": lambda c: c.pipeline.kind,
+# keys by which a configuration chooses a function; the groups of Config have fields for its settings
+_NAMES = "model.kind data.kind data.objective train.loss optimizer.kind optimizer.schedule pipeline.kind"
+CHOSEN: dict[str, Callable[[Config], str]] = {  # key -> name of the function that a configuration chooses
+    **{key: attrgetter(key) for key in _NAMES.split()},
+    **{"data.objective": objective_of, "train.loss": loss_of},
 }
 _ANY = Key("", most=LARGEST)  # of a setting that declares no more than its type
-_SCALARS = (str, int, float, bool, NoneType, Any)
 
 
 class Setting(NamedTuple):
@@ -86,8 +81,7 @@ def with_settings(function: Callable[..., Any], key: str, name: str, values: Map
     defaults. Raises ConfigError for illegal settings."""
     if (kind := OWN_SETTINGS.get((key, name))) is None:
         return function
-    if lines := [*_violations_of_settings(_Given(settings_key(key), key, name, dict(values)))]:
-        raise ConfigError(lines)
+    refuse_all(_violations_of_settings(_Given(settings_key(key), key, name, dict(values))))
     return partial(function, settings=_made(kind, values))
 
 
@@ -104,8 +98,9 @@ def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
             kept = {} if other else dict(given.values)
         else:
             known = _declared(kind)
+            usual = {name: setting.default for name, setting in known.items() if setting.default is not MISSING}
             kept = {name: value for name, value in given.values.items() if name in known or not other}
-            kept = {n: _as(known[n].hint, v) if n in known else v for n, v in (_values_of(known) | kept).items()}
+            kept = {n: _as(known[n].hint, v) if n in known else v for n, v in (usual | kept).items()}
         given.values.clear()
         given.values.update(kept)
 
@@ -125,8 +120,8 @@ def shown_settings(config: Config) -> dict[str, Any]:
 def _given(config: Config) -> Iterator[_Given]:
     """Yield the settings that a configuration holds: one map for each function that it may name."""
     for key, chosen in CHOSEN.items():
-        group, name = settings_key(key).split(".")
-        yield _Given(f"{group}.{name}", key, chosen(config), getattr(getattr(config, group), name))
+        place = settings_key(key)
+        yield _Given(place, key, chosen(config), attrgetter(place)(config))
     for name, source in config.data.sources.items():
         if isinstance(source, dict) and isinstance(kind := source.get("kind", "text"), str):
             if isinstance(values := source.get("settings", {}), dict):
@@ -168,22 +163,16 @@ def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str,
     if (setting := known.get(field)) is None:
         yield violation(where, value, "unknown setting", [f"{place}.{name}" for name in closest(field, known)[:3]])
     elif not fits(value, setting.hint):
-        default = [] if setting.default is MISSING else [_in_plain_words(setting.default)]
+        default = [] if setting.default is MISSING else ["null" if setting.default is None else setting.default]
         yield violation(where, value, f"must be {type_in_words(setting.hint)}", default)
     elif not any(violations_of_value(where, value, _ANY)):  # refused with the whole map
         yield from violations_of_value(where, value, setting.legal)
 
 
-def _in_plain_words(value: Any) -> Any:
-    return "null" if value is None else value
-
-
 def _declared(kind: type) -> dict[str, Setting]:
     """Return the settings that a dataclass declares, by name. Raises ConfigError for a type that cannot be read."""
-    try:
+    with as_refusal("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
         hints = get_type_hints(kind)
-    except Exception as error:
-        raise ConfigError(violation("settings", kind.__name__, f"a type cannot be read ({error})")) from None
     return {f.name: _setting(f, hints[f.name]) for f in fields(kind) if f.init}
 
 
@@ -201,12 +190,7 @@ def _is_plain(hint: Any) -> bool:
     inner = get_args(hint)
     if get_origin(hint) in (list, Union, UnionType):
         return all(map(_is_plain, inner))
-    return _is_plain(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in _SCALARS
-
-
-def _values_of(known: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the defaults of the settings that have one."""
-    return {name: setting.default for name, setting in known.items() if setting.default is not MISSING}
+    return _is_plain(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in WORDS
 
 
 def _as(hint: Any, value: Any) -> Any:

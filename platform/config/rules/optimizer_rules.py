@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from platform.boundary.refusals import violation
+from platform.boundary.schema import fits
 from platform.config.fields import Config
 from platform.plan.language.numbers import count_of
 
@@ -33,7 +34,7 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield from _violations_of_pattern(f"{where}.match", group["match"])
         for name in group.keys() - {"match"}:
             value = group[name]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
+            if not fits(value, float) or not 0 <= value <= 1e6:
                 yield violation(f"{where}.{name}", value, "must be a factor, 0 to 1,000,000", [1])
 
 

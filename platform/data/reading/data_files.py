@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from platform.boundary.documents import one_line, open_regular
+from platform.boundary.documents import first_line, open_regular
 from platform.boundary.files.file_storage import RemoteFile, open_remote
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
@@ -127,8 +127,7 @@ def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
 
 def reason_of(error: Exception) -> str:
     """Return, in one line, the reason for which a data file could not be read, as its error says."""
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    return getattr(error, "strerror", None) or one_line(first)
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def content_hash(file: DataFile) -> str:

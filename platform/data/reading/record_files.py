@@ -76,9 +76,9 @@ def _check_columns(names: list[str], fields: Sequence[str]) -> None:
         raise ConfigError(f"data.field={fields[0]}: no such column; its columns: {there}")
 
 
-def text_of(record: Record, field: str, key: str = "data.field") -> str:
+def text_of(record: Record, field: str) -> str:
     """Return the text in a field of a record; "" for null. Raises ConfigError, with the fields that hold texts, if it
-    is missing or no text; `key` is the configuration key that names the field."""
+    is missing or no text."""
     place, values = record
     value = values.get(field)
     if isinstance(value, str):
@@ -87,4 +87,4 @@ def text_of(record: Record, field: str, key: str = "data.field") -> str:
         return ""  # tables say null for what is empty
     texts = ", ".join(name for name, v in values.items() if isinstance(v, str)) or "none"
     fault = "is not a string" if field in values else "is missing"
-    raise ConfigError(f"{key}={field} {fault} in {place}; its fields with text: {texts}")
+    raise ConfigError(f"data.field={field} {fault} in {place}; its fields with text: {texts}")

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, rephrasing
+from platform.boundary.schema import changed
 from platform.config.fields import Data
 from platform.data.reading.data_files import DataFile, encodable, ending, naming_file
 from platform.data.reading.listing import find_files
@@ -17,7 +18,7 @@ from platform.data.reading.record_files import ROWS
 from platform.data.sources.source_kind import KINDS, UNREAD, Encoded, SourceKind, more_fields
 from platform.data.sources.stream_blocks import Documents
 from platform.data.sources.texts import deciding
-from platform.data.tokenizers.chat import ANSWERS, Conversation, Parts, conversation, map_texts
+from platform.data.tokenizers.chat import ANSWERS, Conversation, Parts, conversation
 from platform.data.vocabulary import Vocabulary
 
 ENDINGS = [*ROWS]
@@ -81,7 +82,7 @@ def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> 
             return None
         pair = [("user", encodable(given + _more(values, data, place))), (ANSWERS, encodable(answer))]
         return Instruction([{"role": role, "content": text} for role, text in pair], True, where)
-    messages = conversation(_with_roles(map_texts(encodable, given)))
+    messages = conversation(_with_roles(changed(given, str, encodable)))
     if not messages:
         there = ", ".join(values) or "none"
         wanted = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
@@ -153,10 +154,8 @@ def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
         prompt, answer = instruction.texts
         begin, end = (vocabulary.spelling(i) for i in (vocabulary.special.begin, vocabulary.special.end))
         return [(begin, True, False), (prompt, False, False), (answer, False, True), (end, True, True)]
-    try:
+    with rephrasing(lambda line: f"{instruction.place}: {line}"):
         parts = list(vocabulary.chat.parts(instruction.messages))
-    except ConfigError as error:
-        raise ConfigError(f"{instruction.place}: {error}") from None
     if not _writes_answer(instruction, "".join(text for text, special, answer in parts if answer and not special)):
         reason = "the chat template writes no answer of this conversation, of which nothing would be learned"
         raise ConfigError(f"{instruction.place}: {reason}; nearest legal: another data.chat_template")

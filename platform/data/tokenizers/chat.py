@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import finalize
 
 from platform.boundary.confined import Limits, borrow, give_back, limits
 from platform.boundary.documents import from_json
 from platform.boundary.refusals import ConfigError
-from platform.boundary.schema import Malformed
+from platform.boundary.schema import Malformed, changed
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -87,7 +87,7 @@ class ChatTemplate:
     def _rendered(self, messages: Conversation, wanted: Sequence[tuple[int, bool]]) -> list[str]:
         """Return a conversation as the template writes it, once for each that is wanted: (how many of its messages, if
         the beginning of an answer follows); what messages spell like a special token is hidden."""
-        hidden = map_texts(self._hidden, [*messages])
+        hidden = changed([*messages], str, self._hidden)
         body = json.dumps({"messages": hidden, "named": self._named, "wanted": wanted}, default=str).encode()
         output = _OUTPUT + 4 * len(body) * len(wanted)
         bounds = limits(_MEMORY + 8 * output, _SECONDS + output / _SPEED, output)
@@ -120,15 +120,6 @@ class ChatTemplate:
     @staticmethod
     def _shown(text: str) -> str:
         return text.replace(_HIDDEN, "")
-
-
-def map_texts(change: Callable[[str], str], value: Any) -> Any:
-    """Return plain data with every text in it changed, but not the keys of maps."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_texts(change, part) for key, part in value.items()}
-    return [map_texts(change, part) for part in value] if isinstance(value, list) else value
 
 
 def conversation(value: Any) -> Conversation | None:

@@ -49,8 +49,7 @@ def read_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]
             raise Malformed(f"holds no tokenizer: none of {forms}")
         return found if JSON in found else {**found, JSON: make_json(found, words)}
     except (Malformed, OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        line = documents.one_line(reason)
+        line = documents.one_line(getattr(error, "strerror", None) or error)
         raise ConfigError(violation(key, bare_url(source), line, ["train"] if key == KEY else [])) from None
 
 
@@ -192,7 +191,7 @@ def _built(make: Callable[[], Any]) -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library raises its own, and panics are no Exception
-        raise Malformed(documents.one_line(str(error))) from None
+        raise Malformed(documents.one_line(error)) from None
 
 
 def parse_tokenizer(raw: bytes) -> Tokenizer:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from platform.boundary import documents, schema
 from platform.boundary.files.local_files import Local, drafted, writing_to
 from platform.boundary.files.sealed import LARGEST_BLOCK, FileRange, hashes_of
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import as_refusal
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
 
 BLOCK = LARGEST_BLOCK  # bytes that are hashed by themselves; blocks.bin may say another size
@@ -94,12 +94,10 @@ def _published(key: str, entry: Path) -> Iterator[Path]:
     """Give an empty private folder that becomes the cache entry after the block, in the place of a corrupt one; it is
     dropped if another process has made the entry meanwhile. Raises ConfigError, naming the configuration's `key` of
     caches, if their folder cannot be written."""
-    try:
+    with as_refusal(key, entry.parent, OSError, why="cannot be written: {.strerror}; name another folder"):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), TemporaryDirectory(dir=entry.parent, prefix=".building-") as aside:
             entry.rename(Path(aside, "corrupt"))
-    except OSError as error:
-        raise ConfigError(f"{key}={entry.parent}: cannot be written: {error.strerror}; name another folder") from None
     try:
         with writing_to(key, entry.parent), drafted(entry) as private:
             private.mkdir()
@@ -164,7 +162,7 @@ def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | Non
     except FileNotFoundError:
         return None
     except (OSError, Malformed) as error:
-        logger.info("%s is built again: %s", folder, documents.one_line(str(error)))
+        logger.info("%s is built again: %s", folder, documents.one_line(error))
         return None
 
 
@@ -204,7 +202,7 @@ def _blocks_of(folder: Path, files: Mapping[str, Any]) -> list[tuple[FileRange, 
 
 def described(folder: Path) -> dict[str, Any]:
     """Return the description of a cache entry, whose `files` are not looked at. Raises Malformed or OSError."""
-    meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
+    meta = schema.read(_Meta, documents.json_file(folder / _META))
     if meta.sha256 != _hash(meta.content):
         raise Malformed("is not what was written", _META)
     return meta.content

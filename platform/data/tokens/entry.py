@@ -131,7 +131,7 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
     """Read the description of a source in the cache, `meta`, and check the files in `folder` against it; `vocab`: most
     entries of the tokenizer; `deep`: read every token. Raises Malformed for an entry that no kind of source can have
     made, even if its hashes hold."""
-    entry: TokenFiles = schema.read(TokenFiles, meta)
+    entry = schema.read(TokenFiles, meta)
     try:
         vocabulary = open_vocabulary(folder)
         entries = vocabulary.size if vocabulary else vocab
@@ -238,5 +238,4 @@ def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile
 
 def read_common(folder: Path, meta: dict[str, Any]) -> _Common:
     """Read the description `meta` of what several sources have in common. Raises Malformed."""
-    found: _Common = schema.read(_Common, meta)
-    return found
+    return schema.read(_Common, meta)

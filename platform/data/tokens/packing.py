@@ -70,7 +70,7 @@ def _read(
     """Read the (pieces, rows) of each split in `folder`, mapped into memory, and check them against their description
     `meta` and, if `deep`, the numbers of tokens, all of which are in rows if they are `whole`. Raises Malformed for
     what `best_fit` cannot have made."""
-    described: _Rows = schema.read(_Rows, meta)
+    described = schema.read(_Rows, meta)
     found = {}
     for split, size in sizes.items():
         pieces, rows = (mapped(folder / f"{split}_{name}.bin", "<i8") for name in ("pieces", "rows"))

@@ -193,8 +193,7 @@ class StreamedTokens:
 
 
 def _read_end(folder: Path, meta: dict[str, Any]) -> _End:
-    found: _End = schema.read(_End, meta)
-    return found
+    return schema.read(_End, meta)
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
+from platform.config.durations import hms
 from platform.jobs.look.logs import log_files
 from platform.jobs.retries import CLOSED, ENDED, read_drivers, spent
 from platform.monitor.records import events
@@ -32,12 +33,10 @@ _SHOWN = 20  # lives, the newest
 def status_lines(run_dir: Path) -> Iterator[str]:
     """Yield the lines of `python -m platform.jobs status`. Raises ConfigError if the directory holds no run, or what
     none writes."""
-    try:
+    with as_refusal("run.dir", run_dir, OSError, Malformed, why="cannot be read ({})"):
         config = traces.configuration(run_dir)
         journal, drivers = list(traces.journal(run_dir)), read_drivers(run_dir)
         step = traces.steps(run_dir)
-    except (OSError, Malformed) as error:
-        raise ConfigError(violation("run.dir", run_dir, f"cannot be read ({error})")) from None
     if config is None and not journal and not drivers:
         raise ConfigError(violation("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"]))
     lives = traces.lives(journal)
@@ -111,12 +110,7 @@ def _ago(run_dir: Path) -> str:
 def _since(moment: float) -> str:
     """Return in words how long ago a moment was, given in seconds since the epoch; 0: never."""
     seconds = max(0, int(time.time() - moment))
-    return f"{_clock(seconds)} ago" if moment else "never"
-
-
-def _clock(seconds: float) -> str:
-    """Return seconds as H:MM:SS."""
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+    return f"{hms(seconds)} ago" if moment else "never"
 
 
 def _line(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
@@ -124,7 +118,7 @@ def _line(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
     step, end, nodes and failures. `code_before`: hash of the sources that the driver before it ran, "" if not known."""
     (ended, end), code = _end(life), _code(life)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life[0].time))
-    lasted = "no end" if ended is None else _clock(ended - life[0].time)
+    lasted = "no end" if ended is None else hms(int(ended - life[0].time))
     step = max(getattr(event, "step", 0) or 0 for event in life)
     formed = [event for event in life if isinstance(event, events.Formed)]
     nodes = len({worker.get("node") for worker in formed[-1].workers}) if formed else 0
@@ -141,5 +135,5 @@ def _last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:
     if found:
         last = found[-1]
         where = f"; {last.log}" if last.log else ""
-        cause = documents.one_line(last.cause.encode())
+        cause = documents.one_line(last.cause)
         yield f"last failure: worker {last.number} on {last.node}, {_since(last.time)}: {last.kind}: {cause}{where}"

@@ -7,7 +7,7 @@ All clocks are a reader's own: a pod is there while its heartbeat changes.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, TypeVar
@@ -21,6 +21,7 @@ _PORTS = (1 << 16) - 1
 _SILENCE = 60.0  # seconds without a new word after which a pod counts as gone; shared storage may be slow to tell
 _Said = TypeVar("_Said")
 _Count = Annotated[int, Span(0, 1 << 53)]
+_Status = dict[str, Annotated[int, Span(0, 255)]]  # of the run, as its only value, in the file that ends a job
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,6 @@ class Word:
     leaving: bool = False
 
 
-@dataclass(frozen=True)
-class _End:
-    """Exit status of the run, in the file that ends a job."""
-
-    status: Annotated[int, Span(0, 255)]
-
-
 class Board:
     """Reads and writes the files of a job's board; a file that is missing or broken reads as None."""
 
@@ -71,12 +65,11 @@ class Board:
 
     def end(self, status: int) -> None:
         """Announce that the job is over, with this exit status, as its first pod."""
-        self._write(_END, _End(status))
+        self._write(_END, {"status": status})
 
     def ended(self) -> int | None:
         """Return the exit status with which the job is over, None while it is not."""
-        found = self._read(_End, _END)
-        return found.status if found else None
+        return (self._read(_Status, _END) or {}).get("status")
 
     def say(self, index: int, word: Word) -> None:
         """Write the heartbeat `word` of the job's pod number `index` to the board."""
@@ -95,15 +88,14 @@ class Board:
         self._heard[index] = word, since
         return word if now < since + _SILENCE else None
 
-    def _write(self, name: str, what: TorchrunLife | Word | _End) -> None:
+    def _write(self, name: str, what: object) -> None:
         """Write a file of the board in one step, for this user alone."""
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
-        replace_text(self._folder / name, json.dumps(asdict(what)), 0o600)
+        replace_text(self._folder / name, json.dumps(what, default=schema.fields_of), 0o600)
 
     def _read(self, kind: type[_Said], name: str) -> _Said | None:
         """Read a file of the board as a `kind`, None if it is missing or broken."""
         try:
-            found: _Said = schema.read(kind, documents.json_file(self._folder / name))
-            return found
+            return schema.read(kind, documents.json_file(self._folder / name))
         except (OSError, Malformed):
             return None

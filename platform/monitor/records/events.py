@@ -391,8 +391,7 @@ def from_plain(line: dict[str, Any]) -> JournalEvent:
     """Build an event from its line in a journal. Raises Malformed if a field is missing or of a wrong type."""
     head = schema.read(_HEAD, line)
     kind = EVENTS.get(head["event"], JournalEvent)
-    event: JournalEvent = schema.read(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})
-    return event
+    return schema.read(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})
 
 
 def read(path: Path | str) -> Iterator[JournalEvent]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from platform.boundary import schema
 from platform.boundary.terminal import print_line
 from platform.monitor.records import records
 from platform.plan.language.numbers import count_of
@@ -35,7 +36,8 @@ class JsonLines:
 
     def append(self, value: dict[str, Any]) -> None:
         """Append an object to the file as one line of JSON, now or as soon as it can be written."""
-        self._kept.append((json.dumps(_strict(value), allow_nan=False) + "\n").encode())
+        strict = schema.changed(value, float, lambda number: number if isfinite(number) else json.dumps(number))
+        self._kept.append((json.dumps(strict, allow_nan=False) + "\n").encode())
         self._write_kept()
         while sum(map(len, self._kept)) > KEPT_BYTES:
             self._kept.popleft()
@@ -45,7 +47,7 @@ class JsonLines:
         """Try a last time to write the unwritten lines, announce how many are lost, and close the file."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
-            self._say(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
+            self._say(f"WARNING: {self.path} lacks {count_of(missing, 'line')}")
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -127,15 +129,3 @@ def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
             return start + newline + 1
         end = start
     return 0
-
-
-def _strict(value: Any) -> Any:
-    """Replace NaN and infinities in a journal's event or row of metrics, which JSON cannot hold, by the strings that
-    stand for them (NON_FINITE), at any depth."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return json.dumps(value)
-    return value

@@ -73,8 +73,7 @@ class MetricsLog(JsonLines):
 
 def read_row(row: dict[str, Any]) -> dict[str, Any]:
     """Check and return a row of a metrics file of any version. Raises Malformed if it has no valid step."""
-    found: dict[str, Any] = schema.read(_ROW, row)
-    return found
+    return schema.read(_ROW, row)
 
 
 @cache

@@ -71,8 +71,4 @@ def _read(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
 
 def with_numbers(value: Any) -> Any:
     """Return a journal's or metrics file's JSON data with NaN and infinities in place of their strings (NON_FINITE)."""
-    if isinstance(value, str):
-        return NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: with_numbers(item) for key, item in value.items()}
-    return [with_numbers(item) for item in value] if isinstance(value, list) else value
+    return schema.changed(value, str, lambda text: NON_FINITE.get(text, text))

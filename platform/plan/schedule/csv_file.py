@@ -21,13 +21,6 @@ CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 LARGEST = 16 << 20  # bytes that a file may have
 
 
-def to_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a pipeline schedule's compute actions to a CSV file as torch.distributed.pipelining does: one line per
-    stage, cells such as `4B0` (chunk, kind, microbatch)."""
-    lines = (",".join(map(str, row)) + "\n" for row in schedule.rows)
-    Path(path).write_text("".join(lines), encoding="utf-8")
-
-
 def from_csv(path: str | Path) -> Schedule:
     """Read a user's pipeline schedule from a CSV file, one line per stage with cells such as `4B0`, and validate it;
     the numbers of stages, chunks and microbatches follow from its cells.

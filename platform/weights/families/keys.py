@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from platform.boundary.refusals import in_words
 from platform.config.fields import Model
 from platform.model.blocks import dim_sizes
 
@@ -57,7 +58,7 @@ def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> 
     if name not in found and default is NEEDED:
         raise Inexpressible(name, "", "is missing")
     value = found.get(name, default)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+    if type(value) not in kinds:
         raise Inexpressible(name, value, f"is no {' or '.join(k.__name__ for k in kinds if k is not type(None))}")
     return value
 
@@ -99,7 +100,7 @@ class Words(Rule):
         """Return our model key with our word for the value in a config.json. Raises Inexpressible if there is none."""
         value = value_of(found, self.theirs, self.default, tuple({type(word) for word in self.words}))
         if value not in self.words:
-            known = ", ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in self.words)
+            known = ", ".join(map(in_words, self.words))
             raise Inexpressible(self.theirs, value, f"our words express {known}")
         return {self.ours: self.words[value]}
 
@@ -212,7 +213,7 @@ _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 def _positive(name: str, value: Any) -> float:
     """Return a number >= 0 of a config.json; raises Inexpressible, with its key `name`, for any other value."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if type(value) not in (int, float) or value < 0:
         raise Inexpressible(name, "" if value is None else value, "is no number" if value is not None else "is missing")
     return value
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from platform.plan.schedule.csv_file import from_csv, to_csv
+from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import generate
 from platform.plan.schedule.table import ScheduleError
+from tests.harness.schedule_files import to_csv
 
 
 @pytest.mark.parametrize("case", [("gpipe", 3, 1, 2), ("interleaved", 2, 3, 5), ("zb_h1", 4, 2, 8), ("1f1b", 1, 1, 1)])

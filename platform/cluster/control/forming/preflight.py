@@ -9,7 +9,7 @@ from pathlib import Path
 
 from platform.boundary.files.file_storage import Storage, open_storage
 from platform.boundary.redaction import redact
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import as_refusal, violation
 from platform.cluster.crew.base.crew import Crew
 from platform.config.bounds import flat_values
 from platform.config.fields import Config
@@ -40,10 +40,8 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
     name = f".probe-{secrets.token_hex(8)}"
     try:
         for key, storage in storages.items():
-            try:
+            with as_refusal(key, storage.url, OSError, why="cannot be written to: {}"):
                 storage.write(name, [memoryview(secrets.token_bytes(16))], durable=False)
-            except OSError as error:
-                raise ConfigError(violation(key, storage.url, f"cannot be written to: {error}")) from None
         yield name
     finally:
         for storage in storages.values():

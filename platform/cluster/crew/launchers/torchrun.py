@@ -150,7 +150,7 @@ def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bo
     """Dial the driver at `address` as member `number` with its secret `token`, and serve the worker that the driver's
     welcome describes, as an Assignment, until the driver closes the connection."""
     line = dial(address, token, number, tiers=tiers_here([], {}))
-    place: Assignment = schema.read(Assignment, line.payload)
+    place = schema.read(Assignment, line.payload)
     if place.device == "cuda":
         os.environ.update(one_gpu(int(os.environ["LOCAL_RANK"])))
     replace(place, environment={}).enter_environment()
@@ -161,7 +161,7 @@ def _published(data: bytes) -> _Driver | None:
     """Parse `data`, the driver's entry in torchrun's store: its address and session, or None if it ended without
     opening its crew. Raises PermissionError for a value that no driver writes, since anyone can write to the store."""
     try:
-        found: _Driver | None = schema.read(_Driver | None, documents.from_json(data))
+        found: _Driver | None = schema.reader(_Driver | None)(documents.from_json(data))
         return found
     except Malformed:
         raise PermissionError("torchrun's store holds what no driver writes: somebody else uses it") from None
