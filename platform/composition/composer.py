@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -126,20 +128,40 @@ class Composer:
     def _choose(self, choices: Sequence[str]) -> DictConfig:
         """Compose the YAML files that the arguments `choices` choose, and the stored configuration over them, into one
         configuration; the same choices are composed once. Raises any of `user_errors`."""
-        import hydra
         from omegaconf import OmegaConf
 
         key = tuple(choices)
         if key not in self._chosen:
-            found = hydra.compose("config", [rewrite(a) for a in (*self.own, *choices)], return_hydra_config=True)
-            OmegaConf.set_struct(found, False)  # axes of the stored configuration are new keys
-            self._swept[key] = _basic_sweep(found.pop("hydra"))
+            arguments = tuple(rewrite(a) for a in (*self.own, *choices))
+            found, self._swept[key] = _composed(arguments) if self.own else deepcopy(_shipped(arguments, _stamps()))
             chosen = {parse(choice).key_or_group for choice in choices}
             found.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
             _plain(found)
             OmegaConf.set_struct(found, True)
             self._chosen[key] = found
         return self._chosen[key]
+
+
+def _composed(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+    """Compose the files that Hydra's `arguments` choose; return them, open to new keys, and what they say to sweep
+    over. Raises any of `user_errors`."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    found = hydra.compose("config", list(arguments), return_hydra_config=True)
+    OmegaConf.set_struct(found, False)  # axes of the stored configuration are new keys
+    return found, _basic_sweep(found.pop("hydra"))
+
+
+@lru_cache(maxsize=64)
+def _shipped(arguments: tuple[str, ...], stamps: tuple[int, ...]) -> tuple[DictConfig, dict[str, str]]:
+    """Compose shipped files once per process: Hydra takes most of a composition's time. `stamps`: `_stamps`."""
+    return _composed(arguments)
+
+
+def _stamps() -> tuple[int, ...]:
+    """Return when each shipped file was changed, in order of their names."""
+    return tuple(os.stat(file).st_mtime_ns for file in sorted(CONF.rglob("*.yaml")))
 
 
 def _basic_sweep(hydra: DictConfig) -> dict[str, str]:
@@ -174,8 +196,6 @@ def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, 
 def _with_values(base: DictConfig, values: Sequence[str]) -> Config:
     """Apply the arguments `values` (KEY=VALUE) to a copy of the composed files `base`, as Hydra does, and convert the
     result to a Config. Raises any of `user_errors`."""
-    from copy import deepcopy
-
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
     config = deepcopy(base)
