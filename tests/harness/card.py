@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
@@ -37,11 +37,28 @@ from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from tests.harness.oracle import Tokens, trainer_of
 
-_setup_privateuseone_for_python_backend("card")
-CARD = torch.device("card", 0)
 LOADING = "data"  # the section in which tensors may be on the CPU: a batch on its way to the device
 # launch nothing: they make, name or describe tensors
 FREE = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "lift_fresh", "set_"}
+
+
+class CardModule(_DummyBackendModule):
+    """torch.card, which other tests of this process shall not find in the machine."""
+
+    there = False
+
+    def is_available(self) -> bool:
+        return self.there
+
+    def device_count(self) -> int:
+        return int(self.there)
+
+
+MODULE = CardModule()
+
+
+_setup_privateuseone_for_python_backend("card", MODULE)  # before a backward pass: then autograd counts the devices
+CARD = torch.device("card", 0)
 
 
 dist.Backend.register_backend(
@@ -167,6 +184,7 @@ def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
         return [1.0] * x.numel()
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        patch.setattr(MODULE, "there", True)
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
         patch.setitem(SQUARED_AT_ONCE, "card", SQUARED_AT_ONCE["cuda"])
