@@ -108,7 +108,7 @@ def _replicas(config: Config, inner: int, workers: int) -> int:
 
 
 def _with_updates(config: Config, plan: Plan) -> Plan:
-    """Return the plan with the names of its frozen parameters, Muon's whole matrices and Adafactor's factored ones."""
+    """Return the plan, noting which parameters are frozen, updated as whole matrices (Muon) or factored (Adafactor)."""
     plan = replace(plan, frozen=_frozen(config, plan))
     if config.optimizer.kind == "muon":
         return replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))

@@ -112,7 +112,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
 
 
 def _otherwise(known: ConfinedTokenizer, here: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
-    """Return (tokens of the weights' tokenizer `known` with other ids in the data's, `here`; all), but special ones."""
+    """Return how many tokens of `known`, special ones left out, have other ids in `here` or none, and how many are."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
     there = here.get_vocab()

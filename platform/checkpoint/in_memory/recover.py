@@ -95,6 +95,7 @@ def recover(
     clear_padding(state, blocks)
 
     def fetch(wanted: Sequence[Piece[Share]], into: Sequence[Tensor]) -> None:
+        """Fill each tensor of `into` with the wanted piece from this rank's snapshot."""
         for part, memory in zip(wanted, into, strict=True):
             read(part.source, memory)
 

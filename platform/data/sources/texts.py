@@ -120,7 +120,7 @@ def _records(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
 
 
 def encode_texts(vocabulary: Vocabulary | None, pieces: Documents, characters: int) -> Iterator[Encoded]:
-    """Encode pieces of texts, as `platform.data.tokenizer.encode_documents` does."""
+    """Yield the token ids of texts that come in pieces, encoding about `characters` characters at once."""
     assert vocabulary
     return map(Encoded, tokenizer.encode_documents(vocabulary, pieces, characters))
 

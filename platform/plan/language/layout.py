@@ -33,6 +33,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return cls(items, tuple(a for a in only if a not in split))
 
     def __getitem__(self, dim: str) -> tuple[str, ...]:
+        """Return the mesh axes that split `dim`, outer to inner; () if none does."""
         for d, axes in self.items_:
             if d == dim:
                 return axes

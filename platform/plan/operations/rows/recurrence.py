@@ -59,6 +59,7 @@ def _scan() -> Any:
 
         @staticmethod
         def forward(ctx, gate, x, dim):
+            """Return h with h[t] = gate[t] h[t-1] + x[t] along `dim`, from 0 on."""
             h = scan(gate, x, dim)
             ctx.save_for_backward(gate, h)
             ctx.dim = dim
