@@ -1,7 +1,7 @@
 """Command line for measuring a trained model: `python -m platform.evaluate CHECKPOINT [KEY=VALUE ...]`.
 
 Prints the loss on what its training held out, or on the text that data.path=FILE names, and the perplexity per token,
-word and byte. CHECKPOINT and KEY=VALUE are those of platform.generate.
+word and byte. CHECKPOINT and KEY=VALUE are as for platform.generate.
 Exit status: 0 done; 1 a worker failed; 2 the command line, the checkpoint or the data is wrong, and nothing is written.
 """
 

@@ -1,7 +1,7 @@
 """Command line for answers: `python -m platform.generate CHECKPOINT "prompt" [KEY=VALUE ...]`.
 
 CHECKPOINT is the directory of a run, a storage of checkpoints (its newest), one checkpoint, or a folder that
-transformers saved. KEY=VALUE are those of platform.launch: under which plan and on which workers it is computed;
+transformers saved. KEY=VALUE are as for platform.launch: under which plan and on which workers it is computed;
 without any, in one process. A prompt is continued until the tokenizer's end of text.
 Exit status: 0 done; 1 a worker failed; 2 the command line, the checkpoint or a prompt is wrong, and nothing is written.
 """

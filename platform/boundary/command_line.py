@@ -77,6 +77,7 @@ def run_command(
     `subject`: beginning of the lines of a ConfigError instead."""
 
     def answer() -> int:
+        """Parse the arguments and run the command; return its exit status."""
         try:
             parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
             return refusing(lambda: run(parse(given)), subject or parser.command)

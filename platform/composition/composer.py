@@ -133,7 +133,9 @@ class Composer:
         key = tuple(choices)
         if key not in self._chosen:
             arguments = tuple(rewrite(a) for a in (*self.own, *choices))
-            found, self._swept[key] = _composed(arguments) if self.own else deepcopy(_shipped(arguments, _stamps()))
+            # The user's own files may change while a process runs, and so may what ${oc.env:X} is.
+            changing = self.own or any("${" in argument for argument in arguments)
+            found, self._swept[key] = _composed(arguments) if changing else deepcopy(_shipped(arguments, _stamps()))
             chosen = {parse(choice).key_or_group for choice in choices}
             found.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
             _plain(found)

@@ -27,7 +27,7 @@ class Key:
     guidance: str  # one line: what the key means, in which unit, and what 0 or "" stands for
     bounds: str = ""  # of a number, as the user reads it: ">= 0 and < 1"
     most: float = 10**12  # upper limit of a number whose bounds have none: beyond it memory, clocks or time run out
-    choices: tuple[Any, ...] = ()  # all legal values, but for those that a user's module registers
+    choices: tuple[Any, ...] = ()  # all legal values, without names that a user's module registers
     open: bool = False  # a module named in `extend` may register another choice
     pattern: str = ""  # regular expression that all of a text must match
     constraint: str = ""  # pattern, or rule of `platform.config.rules`, in words

@@ -17,7 +17,7 @@ from platform.plan.language.layout import DIMS
 from platform.plan.language.scheme import REGIONS, ROLES
 
 KNOWN_DIMS = list(DIMS)  # tensor dims that tensor.layout may name
-_REGIONS = (*REGIONS, "parameters")  # those of tensor.layout and of branches
+_REGIONS = (*REGIONS, "parameters")  # regions of tensor.layout and of branches
 _PARTS = {  # key -> (what its entries are called, their legal names)
     "tensor.regions": ("region", REGIONS),
     "tensor.parameters": ("role", ("all", *ROLES)),

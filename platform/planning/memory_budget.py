@@ -13,7 +13,7 @@ from platform.optimizer.parameter_groups import factors_of
 from platform.optimizer.scratch import Update, parts_of
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import process_groups
+from platform.plan.core.step_collectives import communicators
 from platform.plan.memory.footprint import Footprint, footprint
 from platform.plan.memory.hardware import reserved_bytes
 from platform.plan.memory.metered_pass import answer_bytes, reading_shape, scoring_shape
@@ -75,10 +75,7 @@ def footprints(config: Config, plan: Plan) -> list[Footprint]:
         found = [max(pair, key=lambda f: f.total) for pair in pairs]
     if device_kind(config) != "cuda":
         return found
-    groups = {tuple(plan.mesh.groups(axes)) for axes in (plan.mesh.ordered(plan.mesh.axes), *process_groups(plan))}
-    lines = [2 * sum(stage in pair for pair in plan.neighbours) for stage in range(plan.stages)]
-    count = len(groups) if plan.mesh.size > 1 else 0
-    return [replace(f, reserved=reserved_bytes(count, n, f.total)) for f, n in zip(found, lines, strict=True)]
+    return [replace(f, reserved=reserved_bytes(*communicators(plan, i), f.total)) for i, f in enumerate(found)]
 
 
 def training(config: Config, plan: Plan) -> list[Footprint]:

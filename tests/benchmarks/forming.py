@@ -14,7 +14,7 @@ from platform.cluster.crew.base.job import GLOO_ENVIRONMENT
 from platform.launch import compose
 from platform.parallel.communicator import torch_distributed
 from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.plan.core.step_collectives import process_groups
+from platform.plan.core.step_collectives import communicators, process_groups
 from platform.planning.make_plan import make_plan
 from tests.parallel.communicator.test_forming import SIZES, CountedDist, bytes_per_rank
 
@@ -32,7 +32,7 @@ def row(ranks: int) -> list[Any]:
     listed = time.process_time() - start
     own = {tuple(plan.mesh.groups(a)) for a in axes} - {tuple(plan.mesh.groups(plan.mesh.ordered(plan.mesh.axes)))}
     before = 1 + sum(map(len, own)) + 2 * len(plan.neighbours) * (ranks // plan.stages)
-    mine = 1 + len(own) + sum(group is not None for group in groups._lines.values())
+    mine = sum(communicators(plan, groups.coordinates["stage"]))
     return [f"{ranks:,}", f"{before:,}", dist.calls, mine, f"{planned:.2f}", f"{listed:.2f}"]
 
 

@@ -12,6 +12,8 @@ from platform.checkpoint.blocks import buffer
 from platform.checkpoint.blocks.buffer import Buffer
 from platform.parallel import compiled
 from platform.parallel.communicator.progress import PROGRESS
+from platform.train.worker import Worker
+from tests.harness.oracle import configure
 
 THREADS = """
 import torch._dynamo  # as worker processes import it, before anything is compiled
@@ -42,6 +44,14 @@ def test_a_heartbeat_says_that_a_function_is_being_compiled(monkeypatch):
     assert not PROGRESS.beat().preparing
     PROGRESS.begin("")
     compiled.region.cache_clear()
+
+
+def test_products_of_16_bits_add_in_fp32(tmp_path):
+    """Also where cuBLAS splits a sum over many tokens, such as a weight's gradient."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    Worker(configure(), 0, device="cpu", run_dir=str(tmp_path), threads=1)
+    assert not matmul.allow_bf16_reduced_precision_reduction and not matmul.allow_fp16_reduced_precision_reduction
 
 
 def _doubled(x):

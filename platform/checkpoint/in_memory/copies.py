@@ -72,8 +72,8 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
 
 
 def exchanged(copies: Iterable[Copy], rank: int) -> tuple[dict[int, list[Share]], dict[int, list[Share]]]:
-    """Map the peers of `rank` to the parts of the state that they keep in memory for it, and to those that it keeps for
-    them; `copies`: all copies in peers' memory."""
+    """Map the peers of `rank` to the parts of the state that they keep in memory for it, and to the parts that it keeps
+    for them; `copies`: all copies in peers' memory."""
     sent: dict[int, list[Share]] = defaultdict(list)
     kept: dict[int, list[Share]] = defaultdict(list)
     for copy in copies:

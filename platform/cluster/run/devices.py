@@ -37,8 +37,10 @@ def _seen() -> Device | None:
     process, which would keep a context on a GPU for the whole run."""
     if not gpu_count():
         return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # by number or UUID, as the command takes them
+    query = [*_QUERY, *([f"--id={visible}"] if visible else [])]
     try:
-        shown = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     rows = [line.rpartition(",") for line in shown.splitlines()]

@@ -209,6 +209,7 @@ def open_common(
     place = cache.root(sources[0].data.cache) / cache.hash_of([FORMAT, "common", decisive, vocab, *options])
 
     def make(folder: Path) -> dict[str, Any]:
+        """Save the sources' common tokenizer in `folder`, trained on texts if none is given; name their entries."""
         made = given
         if given:
             given.save(folder)

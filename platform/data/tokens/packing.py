@@ -39,6 +39,7 @@ def packed_streams(
     read = partial(_read, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
 
     def make(folder: Path) -> dict[str, Any]:
+        """Write the pieces and rows of each split to `folder`; return how many there are."""
         counts = {}
         for split, stream in streams.items():
             bounds = np.append(beginnings(stream, begin), len(stream))

@@ -126,6 +126,7 @@ class ProcessGroups(Communicator):
         return {way: None if way[0] < way[1] else down for pair in neighbours for way in (pair, pair[::-1])}
 
     def meet(self, neighbours):
+        """Open the connections of NCCL's groups along axes too. Raises RuntimeError if one has too many ranks."""
         with self._uncounted():
             # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
             for axes in self._groups if self._nccl else ():
@@ -135,6 +136,7 @@ class ProcessGroups(Communicator):
         super().meet(neighbours)
 
     def _start(self, op, given, out, axes, group, reduce, root):
+        """Start the collective in the group along `axes`; over gloo, all-gather and reduce-scatter are messages."""
         g = self._groups[axes]
         if not self._nccl and g and op in ("all_gather", "reduce_scatter"):
             if g not in self._messages:
@@ -192,6 +194,7 @@ class ProcessGroups(Communicator):
         return work.wait if self._nccl else partial(work.wait, TIMEOUT)
 
     def exchange(self, messages):
+        """Exchange the sizes of all messages, then the messages as one tensor, in the group in host memory."""
         with PROGRESS.waiting("exchange"):
             sent = torch.tensor([m.numel() for m in messages])
             received = torch.empty_like(sent)
@@ -217,6 +220,7 @@ class ProcessGroups(Communicator):
         return torch.stack(rows) if rows else None
 
     def announce(self, text=None):
+        """Broadcast a text with its length in one message, and a longer one in a second message."""
         payload = torch.tensor(list((text or "").encode()), dtype=torch.uint8)
         with PROGRESS.waiting("announce"):
             head = torch.zeros(_ANNOUNCED + 8, dtype=torch.uint8)  # most fit into the message that says how long it is
@@ -232,6 +236,7 @@ class ProcessGroups(Communicator):
         return bytes(payload.tolist()).decode()
 
     def _abort(self) -> None:
+        """Interrupt NCCL's groups, all at the same time, and shut down the sockets of gloo's groups."""
         if self._nccl and dist.is_initialized():
             # Each from a thread of its own, all at the same time: an abort waits for the device, which the hung kernel
             # of another group holds until that one is aborted too.

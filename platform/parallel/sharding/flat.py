@@ -52,13 +52,13 @@ class FlatBucket:
         own = {name: w.detach().requires_grad_() for name, w in self._masters(self.masters).items()}
         self.master = self.compute if one and whole else own
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
-        self._coming: Tensor | None = None  # those of the pass under way, where they are of another dtype than `sums`
+        self._coming: Tensor | None = None  # gradients of the pass under way, where their dtype is not that of `sums`
         self._held: set[str] = set()  # parameters whose gradient is in `_coming`
         self._taken: dict[str, Tensor] = {}  # gradients by parameter that are in neither yet
         self.reduced: Tensor | None = None  # this rank's shard of them, summed over passes (ZeRO-2 and 3)
         self._summed: set[str] = set()  # parameters whose gradient is in `sums`
         self._came: set[str] = set()  # parameters whose gradient came in the backward pass under way
-        self._first: frozenset[str] = frozenset()  # those that come in input-gradient passes, where they are split off
+        self._first: frozenset[str] = frozenset()  # parameters with a gradient from split-off input-gradient passes
         self._reducing: Pending | None = None
         self.launched = False  # a reduction has been started in the backward pass under way
         self._gathering: Handle | Arrived | None = None

@@ -126,6 +126,15 @@ def communication(plan: Plan) -> dict[str, int]:
     return dict(sorted(out.items()))
 
 
+def communicators(plan: Plan, stage: int) -> tuple[int, int]:
+    """Return in how many process groups along axes, the world included, and lines to other stages, each of one
+    direction, a worker of pipeline stage `stage` is; groups with the same members are one."""
+    if plan.mesh.size == 1:
+        return 0, 0
+    groups = {tuple(plan.mesh.groups(axes)) for axes in (plan.mesh.ordered(plan.mesh.axes), *process_groups(plan))}
+    return len(groups), 2 * sum(stage in pair for pair in plan.neighbours)
+
+
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
     """Return the mesh axes of every process group that the plan's training steps need, in one order on all ranks."""
     used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}

@@ -31,6 +31,13 @@ def test_where_the_driver_does_not_say_the_named_gpu_counts(config, monkeypatch,
     assert device_of(config, "cuda", 2) == Device(24e9, "A30")
 
 
+def test_a_gpu_that_is_hidden_does_not_count(config, monkeypatch):
+    """A small one for the screen, say: the command is asked for the GPUs that CUDA shows."""
+    monkeypatch.setattr(devices, "_QUERY", ["sh", "-c", 'echo "GPU $0, 100"'])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert device_of(config, "cuda", 2) == Device(100 * 2**20, "GPU --id=1,3")
+
+
 def test_cuda_is_not_started_for_it():
     code = """
 import sys

@@ -127,13 +127,26 @@ def test_replicas_of_which_nobody_is_right_end_the_run(config, drive):
     assert "model.embedding of rank0[data0] and rank2[data2] differ" in drive.out
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("NCCL: out of memory")])
+def of_the_host() -> RuntimeError:
+    """What torch raises where this machine has no memory for a tensor."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'"),
+        of_the_host(),
+    ],
+    ids=["tensor", "communicator", "host"],
+)
 def test_what_has_no_memory_left_is_not_tried_again_unchanged(config, drive, error):
     """The line names what the plan needs, and changes that need less."""
     config.train.microbatch, config.train.global_batch = 2, 16
     unrelated = RuntimeError("DistBackendError: by peer")  # of the ranks that waited for it
     assert drive({"step(3)": [{0: unrelated, 1: error}]}) == 1
     assert len(events(config, "failure")) == 1 and events(config, "failure")[0]["number"] == 1
-    assert re.search(
-        r"out of memory.*; the plan needs \S+ [kM]B of a worker by our count; nearest legal: train", drive.out
-    )
+    assert re.search(r"memory.*; the plan needs \S+ [kM]B of a worker by our count; nearest legal: train", drive.out)

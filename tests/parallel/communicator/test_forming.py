@@ -3,6 +3,7 @@ through the store."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from platform.cluster.crew.base.job import GLOO_ENVIRONMENT
 from platform.launch import compose
 from platform.parallel.communicator import torch_distributed
 from platform.parallel.communicator.torch_distributed import ProcessGroups, connect_timeout, disjoint
-from platform.plan.core.step_collectives import process_groups
+from platform.plan.core.step_collectives import communicators, process_groups
 from platform.planning.make_plan import make_plan
 
 TRILLION = [
@@ -57,6 +59,9 @@ def test_calls_of_the_whole_world_do_not_grow_with_it(ranks, monkeypatch):
         assert torch_distributed.dist.calls <= len(plan.mesh.axes) + 6
         assert time.process_time() - start < 60  # listing them took minutes
         stage = groups.coordinates["stage"]
+        lines = [group for group in groups._lines.values() if group]
+        world = torch_distributed.dist.group.WORLD
+        assert communicators(plan, stage) == (len({world, *groups._groups.values()}), len(lines))
         for ways, group in groups._lines.items():
             if stage in ways:
                 ends = {groups.mesh.rank({**groups.coordinates, "stage": end}) for end in ways}
@@ -66,6 +71,16 @@ def test_calls_of_the_whole_world_do_not_grow_with_it(ranks, monkeypatch):
         for axes in process_groups(plan):
             if groups._groups[axes] is not torch_distributed.dist.group.WORLD:
                 assert groups._groups[axes] == groups.mesh.group(rank, axes)
+
+
+def test_torch_takes_what_it_is_given():
+    """The real functions, of which a CPU build has no NCCL to run them with."""
+    timeout = connect_timeout(2)
+    inspect.signature(dist.split_group).bind(split_ranks=[[0, 1]], timeout=timeout)
+    inspect.signature(dist.init_process_group).bind(
+        "nccl", store=None, rank=0, world_size=2, timeout=timeout, device_id=None, pg_options=None
+    )
+    assert callable(dist.ProcessGroup.abort) and callable(dist.distributed_c10d._abort_process_group)
 
 
 def test_pairs_that_share_nobody_are_made_together():

@@ -131,6 +131,20 @@ def launched(function, *arguments) -> tuple[int, float]:
     return kernels, sum(t.nbytes for t in touched) / arguments[0].numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factors", [False, True])
+def test_the_gradient_in_one_function_is_the_one_in_steps(dtype, factors):
+    """What a compiled run computes with all rows, an eager one with a chunk of them in place."""
+    wide = torch.promote_types(dtype, torch.float32)
+    logits, column = torch.randn(6, 11, dtype=dtype), torch.randint(11, (6, 1))
+    shift, share, whole, every = torch.randn(4, 6, 1, dtype=wide)
+    more = (whole, every) if factors else (None, None)
+    once, stepwise = logits.clone(), logits.clone()
+    loss._differentiated(once, shift, column, share, *more)
+    loss._differentiate(stepwise, shift, column, share, *more)
+    torch.testing.assert_close(once, stepwise, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
