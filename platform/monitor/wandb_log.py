@@ -37,7 +37,7 @@ class WandbLog:
         settings = wandb.Settings(silent=True, console="off")
 
         def start(mode: str) -> Any:
-            """Begin the run at W&B, online or offline as `mode` says, or go on with it."""
+            """Begin or continue the run at W&B, online or offline as `mode` says."""
             return wandb.init(
                 project=config.monitor.project,
                 name=run_dir.name,
