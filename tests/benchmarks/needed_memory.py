@@ -3,6 +3,8 @@
     python tests/benchmarks/needed_memory.py [--device cuda] [--steps 3] [--experiment one_gpu]
 
 Prints one line per plan; where a plan does not fit, what it needs alone. A peak is of the steps after the first.
+`needed`: tensors, and what is reserved for CUDA, its libraries and rounding; `on the device`: what the driver says is in
+use by all processes, so that no other may run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from platform.launch import compose  # noqa: E402
 from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.plan.core.plan import Plan  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.planning.memory_budget import needed_bytes  # noqa: E402
+from platform.planning.memory_budget import footprints  # noqa: E402
 from tests.harness.live import count  # noqa: E402
 from tests.harness.oracle import trainer_of  # noqa: E402
 
@@ -48,6 +50,14 @@ def measure(config: Config, plan: Plan, device: str, steps: int) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+def in_use(device: str) -> tuple[str, str]:
+    """Return gigabytes that torch holds on the GPU, and that are in use on it."""
+    if device == "cpu":
+        return "-", "-"
+    free, total = torch.cuda.mem_get_info()
+    return f"{torch.cuda.memory_reserved() / 1e9:.3f}", f"{(total - free) / 1e9:.3f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -55,19 +65,21 @@ def main() -> None:
     parser.add_argument("--experiment", default="one_gpu")
     parser.add_argument("overrides", nargs="*", help="for every plan")
     arguments = parser.parse_args()
-    print("| plan | needed (GB) | allocated (GB) | needed / allocated |")
-    print("|---|---|---|---|")
+    print("| plan | needed (GB) | allocated (GB) | tensors / allocated | torch's reserve (GB) | on the device (GB) |")
+    print("|---|---|---|---|---|---|")
     for variation in VARIATIONS:
         config = compose([f"+experiment={arguments.experiment}", *arguments.overrides, *variation.split()])
         config.train = replace(config.train, global_batch=2 * config.train.microbatch)
         plan = make_plan(config)
-        needed = needed_bytes(config, plan)
+        most = max(footprints(config, plan), key=lambda found: found.total)
+        tensors = most.total - most.reserved
         try:
             peak = measure(config, plan, arguments.device, arguments.steps)
-            found = f"{peak / 1e9:.3f} | {needed / peak:.3f}"
+            found = f"{peak / 1e9:.3f} | {tensors / peak:.3f} | {' | '.join(in_use(arguments.device))}"
         except torch.OutOfMemoryError:
-            found = "out of memory |"
-        print(f"| {variation or 'as it is'} | {needed / 1e9:.3f} | {found} |", flush=True)
+            found = "out of memory | | |"
+        needed = f"{tensors / 1e9:.3f} + {most.reserved / 1e9:.3f}"
+        print(f"| {variation or 'as it is'} | {needed} | {found} |", flush=True)
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -51,6 +51,10 @@ class Group:
         self.queues: dict[Any, dict[int, deque[Operation]]] = defaultdict(lambda: {m: deque() for m in members})
         self.called: set[int] = set()
         self.opened: set[tuple[int, int]] = set()  # (sender, receiver) that have exchanged a message
+        self.options = SimpleNamespace(global_ranks_in_group=[])
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
 
     def abort(self) -> None:
         """Abort the group on the rank that this thread belongs to."""
@@ -238,6 +242,8 @@ class World:
         """Like torch's: one collective of the parent for all groups; None for a rank in none of them."""
         rank, default = self.here.rank, self.here.default
         assert default.strict and default.connected, "only a connected group of NCCL can be split"
+        named = default.options.global_ranks_in_group
+        assert named == list(default.members), "torch crashes in all but a process's first world (pytorch#192109)"
         assert len({r for ranks in split_ranks for r in ranks}) == sum(map(len, split_ranks)), "groups overlap"
         count = self._together("split_group", tuple(map(tuple, split_ranks)))
         mine = next((tuple(sorted(ranks)) for ranks in split_ranks if rank in ranks), None)

@@ -8,17 +8,22 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from platform.cluster.crew.base.job import CUDA_ENVIRONMENT
 from tests.harness import warm
+from tests.harness.one_card import as_a_machine
 
 SIZE = 8
 TIMEOUT = 120.0
 
 
-def _serve(rank: int, pipe: Connection, port: int) -> None:
+def _serve(rank: int, pipe: Connection, port: int, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    if device == "cuda":
+        os.environ.update(CUDA_ENVIRONMENT | as_a_machine(rank))
     import torch
     import torch.distributed as dist
 
+    from platform.parallel.communicator.meeting import connected
     from platform.parallel.communicator.torch_distributed import ProcessGroups
     from platform.plan.core.step_collectives import process_groups
 
@@ -27,6 +32,14 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
     while (job := pipe.recv()) is not None:
         generation, work, config, plan = job
         try:
+            if device == "cuda":
+                address = "127.0.0.1", port
+                groups = process_groups(plan)
+                communicator = connected(plan.mesh, rank, address, generation, groups, "cuda:0", plan.neighbours)
+                pipe.send(("done", work(config, plan, communicator)))
+                communicator.abort()  # as Worker.leave does
+                communicator.close()
+                continue
             rendezvous = dist.PrefixStore(f"generation/{generation}", store)
             dist.init_process_group(
                 "gloo", store=rendezvous, rank=rank, world_size=plan.mesh.size, timeout=timedelta(seconds=60)
@@ -44,9 +57,9 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
 
 class Pool:
     """`run(work, config, plan)` calls work(config, plan, communicator) on plan.mesh.size of `size` processes, which
-    may take `timeout` seconds."""
+    may take `timeout` seconds. `device`: cpu, with gloo, or cuda, with NCCL and all of them on one GPU."""
 
-    def __init__(self, size: int = SIZE, timeout: float = TIMEOUT) -> None:
+    def __init__(self, size: int = SIZE, timeout: float = TIMEOUT, device: str = "cpu") -> None:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -55,7 +68,7 @@ class Pool:
         self._pipes, self._processes, self._generation = [], [], 0
         for rank in range(size):
             ours, theirs = warm.CONTEXT.Pipe()
-            process = warm.CONTEXT.Process(target=_serve, args=(rank, theirs, self._store.port), daemon=True)
+            process = warm.CONTEXT.Process(target=_serve, args=(rank, theirs, self._store.port, device), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

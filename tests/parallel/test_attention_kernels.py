@@ -129,6 +129,8 @@ def legal_in_torch(kernel: str, device: str, t: AttentionTraits) -> bool:
     return all(x.grad is not None for x in (q, k, v)) and (not t.bias or mask.grad is not None)
 
 
+# before torch 2.12 cuDNN's kernel takes any dropout, and rounds it to a multiple of 1/16 (pytorch#174245)
+ROUNDED = torch.__version__ < "2.12"
 CASES = [
     AttentionTraits(precision, d_kv, bias, mask, dropout, grouped)
     for precision, d_kv, bias, mask, dropout, grouped in product(
@@ -142,12 +144,16 @@ CASES = [
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_refused_is_what_torch_refuses(device):
     for kernel, t in product(KERNELS[1:], CASES):
+        if ROUNDED and (kernel, device) == ("cudnn", "cuda") and t.dropout:
+            continue
         assert (reason_against(kernel, device, t) == "") == legal_in_torch(kernel, device, t), (kernel, t)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_auto_is_what_torch_chooses(device):
     for t in CASES:
+        if ROUNDED and device == "cuda" and t.dropout:
+            continue
         with Seen() as mode:
             assert legal_in_torch(AUTO, device, t)
         (kernel,) = (name for name in mode.kernels if "backward" not in name)

@@ -42,5 +42,5 @@ def connected(
         meet(rank, mesh.size, address, name, device)
         groups = ProcessGroups(mesh, rank, axes, device, neighbours)
         groups.meet(neighbours)
-        groups.connections = dict(open_sockets().items() - before.items())
+        groups.connections = groups.connections or dict(open_sockets().items() - before.items())
     return groups

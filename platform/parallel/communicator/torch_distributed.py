@@ -22,7 +22,7 @@ import torch.distributed as dist
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.point_to_point import Messages
 from platform.parallel.communicator.progress import PROGRESS
-from platform.parallel.communicator.sockets import Sockets, shut_down
+from platform.parallel.communicator.sockets import Sockets, open_sockets, shut_down
 from platform.plan.language.mesh import Mesh
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -45,6 +45,9 @@ def join(store: dist.Store, rank: int, size: int, device: torch.device | str) ->
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device, pg_options=options
         )
+        # torch's split_group reads the ranks of the world here, and leaves them out in all but a process's first world:
+        # it would crash (pytorch#192109).
+        dist.group.WORLD._get_backend(device).options.global_ranks_in_group = list(range(size))
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
@@ -60,8 +63,8 @@ class ProcessGroups(Communicator):
 
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
     the same order on every rank, unless one with the same members is there. `neighbours`: the pairs of pipeline stages
-    that send to each other. `connections`: the sockets of gloo's groups, which `abort` shuts down; set by the caller
-    that forms the groups.
+    that send to each other. `connections`: the sockets of gloo's groups, which `abort` shuts down, and no others: with
+    gloo alone set by the caller, who has formed the world.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class ProcessGroups(Communicator):
                 made[members] = self._make_groups(members)
             self._groups[tuple(axes)] = made[members]
         self._messages: dict[dist.ProcessGroup, Messages] = {}
-        self._control = dist.new_group(backend="gloo", timeout=connect_timeout(mesh.size)) if self._nccl else None
+        self._control = self._host_group() if self._nccl else None
         self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
         self._lines |= self._nccl_lines(neighbours) if self._nccl else self._gloo_lines(list(neighbours))
         for group in self._own():
@@ -95,6 +98,13 @@ class ProcessGroups(Communicator):
         """Return the process groups that this rank is a member of."""
         made = dist.group.WORLD, self._control, *self._groups.values(), *self._lines.values()
         return {group for group in made if group is not None}
+
+    def _host_group(self) -> dist.ProcessGroup:
+        """Make a group of all ranks for tensors in host memory, beside NCCL's; its sockets are `connections`."""
+        before = open_sockets()
+        group = dist.new_group(backend="gloo", timeout=connect_timeout(self.mesh.size))
+        self.connections = dict(open_sockets().items() - before.items())
+        return group
 
     def _make_groups(self, groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
         """Make a process group of each of the disjoint `groups`, on all ranks together; return this rank's, if any."""

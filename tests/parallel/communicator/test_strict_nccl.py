@@ -187,6 +187,15 @@ def _split_with_one_color(self, *args, **kwargs):
 _split = World.split_group
 
 
+def test_a_split_reads_the_ranks_of_its_world(monkeypatch):
+    def work(groups):
+        torch_distributed.dist.group.WORLD._get_backend(GPU).options.global_ranks_in_group = []
+        with pytest.raises(AssertionError, match="torch crashes"):
+            groups._make_groups([[0], [1]])
+
+    run_strictly(monkeypatch, Mesh.of({"stage": 1, "data": 2}), work, [("data",)])
+
+
 @pytest.mark.parametrize("neighbours", [[(0, 1), (1, 2)], [(0, 1), (0, 2), (1, 2)]], ids=["chain", "odd ring"])
 def test_the_world_is_split_once_per_axis_and_a_few_times_for_all_lines(neighbours, monkeypatch):
     """However many groups there are: each is otherwise a collective of the whole world, one after the other."""

@@ -19,6 +19,7 @@ CUDA_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the driver's heartbeats find what hangs
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the error, and reports it
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_RAS_ENABLE": "0",  # its thread connects processes for their whole life, and crashes when peers die (nccl#1996)
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
 }
 # The same where a tensor scheme splits layers: one hardware queue, so that kernels start in the order of their launch,

@@ -1,0 +1,87 @@
+"""Whole training steps on a GPU against one process on the CPU in fp64, eagerly and compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from platform.config.fields import Config
+from platform.parallel.communicator.base import SingleRank
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import footprints
+from tests.harness.oracle import MODELS, Result, compare, compute, configure, serial, trainer_of, validation_loss
+
+pytestmark = pytest.mark.gpu
+MORE = {"dropout": {"dropout": 0.2}, "head_width_12": {"d_model": 96}}
+LOWER = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}  # of a loss, relative
+
+
+def on_gpu(c: Config, compiled: str = "off") -> Result:
+    c = replace(c, train=replace(c.train, compile=compiled))
+    plan = make_plan(c)
+    return on_host(compute(c, plan, SingleRank(plan.mesh, "cuda")))
+
+
+def on_host(found: Result) -> Result:
+    """The same result with its tensors in host memory."""
+    parts = ("gradients", "initial", "final", "averages")
+    return replace(found, **{part: {n: x.cpu() for n, x in getattr(found, part).items()} for part in parts})
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("model", [*MODELS, *MORE])
+def test_a_step_in_fp64_is_that_of_the_cpu(model, compiled):
+    c = configure(**MODELS.get(model, MORE.get(model)))
+    compare(c, make_plan(c), [on_gpu(c, compiled)], serial(c))
+
+
+def test_recomputation():
+    c = configure(recompute="full", **MODELS["llama"])
+    compare(c, make_plan(c), [on_gpu(c)], serial(c))
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "bert", "t5"])
+@pytest.mark.parametrize("precision", LOWER)
+def test_lower_precisions_on_the_kernels_of_the_gpu(precision, model):
+    c = configure(precision=precision, **MODELS[model])
+    expected = serial(configure(**MODELS[model]))
+    found = on_gpu(c, "on")
+    assert found.losses == pytest.approx(expected.losses, rel=LOWER[precision])
+    scale = c.loss_scale.initial if precision == "fp16" else 1.0
+    whole = torch.cat([g.double().flatten() for g in found.gradients.values()]) / scale
+    wanted = torch.cat([expected.gradients[n].double().flatten() for n in found.gradients])
+    assert (whole - wanted).norm() < 10 * LOWER[precision] * wanted.norm()
+
+
+def test_a_gradient_that_is_wrong_is_seen():
+    c = configure()
+    found = on_gpu(c)
+    name = max(found.gradients, key=lambda n: found.gradients[n].abs().max())
+    found.gradients[name] = found.gradients[name] * (1 + 1e-8)
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(c, make_plan(c), [found], serial(c))
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_a_plan_needs_what_it_says(compiled, capsys):
+    """What torch allocates after the first step is what the plan says but for rounding, and with torch's reserve less
+    than the plan's total, which has room for what CUDA and its libraries take."""
+    c = configure(precision="bf16", microbatch=8, global_batch=16, layers=6, d_model=1024, heads=16, length=1024,
+                  vocab=50257)  # fmt: skip
+    c.train.compile, c.cluster.device = compiled, "cuda"
+    plan = make_plan(c)
+    planned = max(footprints(c, plan), key=lambda found: found.total)
+    torch.cuda.empty_cache()
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh, "cuda"))
+    trainer.step(1)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.step(2)
+    validation_loss(trainer)
+    peak, tensors = torch.cuda.max_memory_allocated(), planned.total - planned.reserved
+    with capsys.disabled():
+        print(f"\n{compiled}: planned {tensors / 1e9:.3f} GB and {planned.reserved / 1e9:.3f}, allocated "
+              f"{peak / 1e9:.3f}, reserved {torch.cuda.memory_reserved() / 1e9:.3f}")  # fmt: skip
+    assert 0.9 * tensors < peak < 1.04 * tensors
+    assert torch.cuda.memory_reserved() < planned.total
