@@ -342,7 +342,7 @@ class Stack(Layer):
                 return x
 
             kv = [x for pair in pairs[i : i + every] for x in pair]
-            x = ops.recomputed("full", run, s.stream, x, bias, *kv)
+            x = ops.recomputed("full", together[0].name, run, s.stream, x, bias, *kv)
         return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x
 
 

@@ -25,6 +25,7 @@ from platform.parallel.sharding.convert import Pending, convert
 from platform.parallel.sharding.operands import Operands
 from platform.parallel.sharding.residency import Residency
 from platform.parallel.watched import Watched
+from platform.parallel.whole import WholeBlock, whole_block
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.ahead import Ahead
@@ -85,6 +86,9 @@ class ParallelOps(Ops):
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
+        self._blocks: dict[tuple, WholeBlock | None] = {}  # compiled, by name and arguments
+        lonely = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
+        self._wholly = compiles and lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -109,10 +113,28 @@ class ParallelOps(Ops):
             self.watched.see(name, x, spec)
         return x
 
-    def recomputed(self, kind, function, spec, x, *more):
+    def recomputed(self, kind, name, function, spec, x, *more):
+        if kind == "full":
+            function = self._whole(name, function, x, *more)
         if kind == "full" and self.residency:
             return self.residency.block(lambda x: self._recomputed(kind, function, spec, x, *more), x)
         return self._recomputed(kind, function, spec, x, *more)
+
+    def _whole(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
+        """Return the block of a model that begins with the block `name`, compiled as one function if it is the same in
+        all passes of training; else `function` itself."""
+        if not self._wholly or not self.position.training or self.deferred is not None or self.watched:
+            return function
+        key = name, *(x if x is None else (x.shape, x.dtype) for x in arguments)
+        if key not in self._blocks:
+            self.compiles = False
+            self._blocks[key] = whole_block(function, arguments, self._alike)
+            self.compiles = True
+        return self._blocks[key] or function
+
+    def _alike(self) -> set[int]:
+        """Return the ids of the tensors that passes share: angles of rotations, and masks."""
+        return {id(t) for pair in self.angles.values() for t in pair} | {id(t) for t in self._masks.values()}
 
     def _recomputed(self, kind, function, spec, x, *more):
         """Compute function(x, *more), again in the backward pass if activations of this `kind` are recomputed."""

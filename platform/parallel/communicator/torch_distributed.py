@@ -42,6 +42,7 @@ def join(store: dist.Store, rank: int, size: int, device: torch.device | str) ->
     if device.type == "cuda":
         # Collectives first, and in streams that nothing else takes; groups that are split off inherit it.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device, pg_options=options
         )

@@ -65,7 +65,8 @@ class FlatBucket:
         self.resident = True
         for name, w in self.compute.items():
             w.register_post_accumulate_grad_hook(_take)
-            _HOMES[w] = ref(self), name
+            _HOMES[w] = ref(self), (name,)
+        self._stretches: dict[tuple[str, ...], Tensor] = {}  # of compute copies, by parameters
         if plan.storage:
             self.release()
 
@@ -227,8 +228,11 @@ class FlatBucket:
 
     def values(self, *names: str) -> Tensor:
         """Return the flat compute copies of parameters that follow each other."""
-        start, stop = self._stretch(names)
-        return self._whole[start:stop]
+        if names not in self._stretches:
+            start, stop = self._stretch(names)
+            self._stretches[names] = self._whole[start:stop]
+            _HOMES[self._stretches[names]] = ref(self), names
+        return self._stretches[names]
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -328,16 +332,23 @@ class FlatBucket:
             self.master[name].grad = gradient
 
 
-# leaf -> (its bucket, its name), without keeping either alive
+# compute copies of one parameter or of several that follow each other -> (their bucket, their names), without keeping
+# either alive
 _HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def bucket_of(leaf: Tensor) -> tuple[FlatBucket, str] | None:
     """Return the bucket in which a parameter's compute copy lies, and its name; None for a tensor of no bucket."""
-    if (found := _HOMES.get(leaf)) is None:
+    return (found[0], found[1][0]) if (found := home_of(leaf)) else None
+
+
+def home_of(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
+    """Return the bucket in which compute copies lie, of one parameter or of several that follow each other, and the
+    parameters' names; None for a tensor of no bucket."""
+    if (found := _HOMES.get(copies)) is None:
         return None
-    bucket, name = found
-    return bucket(), name
+    bucket, names = found
+    return bucket(), names
 
 
 class Neighbours(NamedTuple):

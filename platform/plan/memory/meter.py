@@ -277,7 +277,7 @@ class Meter(Ops):
         self._whole = {key: kept for key, kept in self._whole.items() if key in wanted}
         self._whole |= {k: self.new(b.elements, parameter=True) for k, b in wanted.items() if k not in self._whole}
 
-    def recomputed(self, kind, function, spec, x, *more):
+    def recomputed(self, kind, name, function, spec, x, *more):
         if kind == "full":
             return self._enter(self._recomputed(kind, function, spec, self._enter(x), *more))
         return self._recomputed(kind, function, spec, x, *more)

@@ -45,7 +45,7 @@ class Recorder(Ops):
     _names: set[tuple[str, str]] = field(default_factory=set)
     _recomputing: bool = False
 
-    def recomputed(self, kind, function, spec, x, *more):
+    def recomputed(self, kind, name, function, spec, x, *more):
         """Record `function`, and that its operations are recomputed if activations of this `kind` are."""
         again, block = kind == self.recompute.kind, kind == "full"
         if again:

@@ -19,6 +19,8 @@ CUDA_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the driver's heartbeats find what hangs
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the error, and reports it
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # 4 of these the watchdog sleeps after an error; who leaves waits for it
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # a direction between stages has its own group
     "NCCL_RAS_ENABLE": "0",  # its thread connects processes for their whole life, and crashes when peers die (nccl#1996)
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
 }

@@ -38,4 +38,4 @@ class AttentionOp(Op):
             p = ops.dropout(f"{name}.probabilities", p, scores)
             return ops.einsum(f"{name}.context", p, scores, v, memory, spec)
 
-        return ops.recomputed("selective", core, spec, q, k, v, bias)
+        return ops.recomputed("selective", name, core, spec, q, k, v, bias)
