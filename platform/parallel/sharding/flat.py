@@ -66,7 +66,8 @@ class FlatBucket:
         for name, w in self.compute.items():
             w.register_post_accumulate_grad_hook(_take)
             _HOMES[w] = ref(self), (name,)
-        self._stretches: dict[tuple[str, ...], Tensor] = {}  # of compute copies, by parameters
+        self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
+        self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
         if plan.storage:
             self.release()
 
@@ -220,11 +221,13 @@ class FlatBucket:
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
-    def _stretch(self, names: Sequence[str]) -> tuple[int, int]:
+    def _stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
         """Return (start, stop) in the buffer of parameters that follow each other in this order."""
-        found = self.bucket.stretch(names)
-        assert found, "parameters that follow each other"
-        return found
+        if names not in self._found:
+            found = self.bucket.stretch(names)
+            assert found, "parameters that follow each other"
+            self._found[names] = found
+        return self._found[names]
 
     def values(self, *names: str) -> Tensor:
         """Return the flat compute copies of parameters that follow each other."""
