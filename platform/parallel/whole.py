@@ -68,7 +68,6 @@ class _Block(torch.autograd.Function):
         return None, *(next(left) if x is not None and x.requires_grad else None for x in inside)
 
 
-@torch.no_grad()
 def whole_block(
     function: Callable[..., Tensor], arguments: Sequence[Tensor | None], alike: Callable[[], Container[int]]
 ) -> WholeBlock | None:
@@ -82,9 +81,11 @@ def whole_block(
             every[i] = x
         return function(*every)
 
-    activations = [arguments[i] for i in present]
-    given(*activations)  # makes what is alike in all passes
-    graph = _differentiable(make_fx(given)(*activations))
+    # as in training: attention keeps what its backward pass needs only where there is one
+    activations = [arguments[i].detach().requires_grad_() for i in present]
+    with torch.enable_grad():
+        given(*activations)  # makes what is alike in all passes
+        graph = _differentiable(make_fx(given)(*activations))
     tensors = _read_beside(graph)
     homes = [home_of(t) for t in tensors]
     known = alike()

@@ -86,7 +86,7 @@ def test_what_the_user_has_set_wins_at_the_driver_and_at_the_worker(place, monke
 
 
 def test_the_page_lists_all_of_it():
-    rows = dict(re.findall(r"^\| `([A-Z_]+)=(\S+)` \|", PAGE.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([A-Z_0-9]+)=(\S+)` \|", PAGE.read_text(), re.MULTILINE))
     assert rows == CUDA_ENVIRONMENT | TENSOR_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT | GLOO_ENVIRONMENT
 
 
