@@ -1,20 +1,19 @@
 """Compiled regions, compiled for a GPU that is not there: by torch's inductor and Triton to code of the device.
 
 It happens in a process of its own, in which torch takes itself for one with a GPU (`_believe`). Tensors are fake, on
-cuda. A region is called there as training calls it, and its output code is run: every launch is seen, with its tensors.
-What Triton's kernels are launched as is then built in each configuration that inductor would choose from.
+cuda. A region is called there as training calls it, and what inductor has written is run: every launch is seen, with
+its tensors, and does nothing. Triton builds each kernel in all configurations that inductor would choose from.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
@@ -25,7 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ray import cloudpickle  # of functions within functions
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -88,8 +86,12 @@ class Call:
     gradient: bool
 
     @property
-    def name(self) -> str:
-        return self.function.__name__.lstrip("_")
+    def title(self) -> str:
+        return self.function.__name__.lstrip("_") + " with gradients" * self.differentiated
+
+    @property
+    def differentiated(self) -> bool:
+        return self.gradient and any(block.gradient for block in self.blocks)
 
     @property
     def blocks(self) -> list[Block]:
@@ -100,7 +102,7 @@ class Call:
         return max(self.blocks, key=lambda block: block.elements)
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(map(str, self.blocks))}){' with gradients' if self.gradient else ''}"
+        return f"{self.title}: {', '.join(map(str, self.blocks))}"
 
 
 def call_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
@@ -116,7 +118,7 @@ def _described(argument: Any) -> Any:
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel in one configuration: registers per thread, bytes spilled by a thread, bytes of shared memory."""
+    """A kernel in one configuration: registers of a thread, bytes that it spills, bytes of shared memory of a block."""
 
     registers: int
     spilled: int
@@ -134,35 +136,29 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a call of a region is compiled to."""
+    """What a call of a region is compiled to, with its backward pass where autograd follows it."""
 
     call: Call
     kernels: tuple[Kernel, ...]
-    touched: int  # bytes of all arguments and results
 
-    @property
-    def builds(self) -> list[Build]:
-        return [build for kernel in self.kernels for build in kernel.builds]
-
-    @property
-    def registers(self) -> int:
-        return max(build.registers for build in self.builds)
+    def most(self, what: str) -> int:
+        """The largest of this number of its builds."""
+        return max(getattr(build, what) for kernel in self.kernels for build in kernel.builds)
 
     @property
     def spilled(self) -> int:
-        return sum(build.spilled for build in self.builds)
-
-    @property
-    def shared(self) -> int:
-        return max(build.shared for build in self.builds)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(kernel.nbytes for kernel in self.kernels)
+        """The bytes that a thread spills for certain, as no configuration of the kernel spills less."""
+        return max(min(build.spilled for build in kernel.builds) for kernel in self.kernels if kernel.builds)
 
     @property
     def per_element(self) -> float:
-        return self.nbytes / self.call.largest.elements
+        """Bytes that are read and written per element of the largest argument."""
+        return sum(kernel.nbytes for kernel in self.kernels) / self.call.largest.elements
+
+    @property
+    def passes(self) -> float:
+        """How often all of the largest argument, or of another tensor of its size, is read or written."""
+        return self.per_element / self.call.largest.dtype.itemsize
 
 
 def lacking() -> str:
@@ -179,35 +175,49 @@ def _cxx() -> str | None:
 
 
 @contextmanager
-def compiler(target: int, folder: Path) -> Iterator[Callable[[Call], Compiled]]:
-    """A function that compiles a call for a `target` of TARGETS, in a process of its own, which keeps its files in
-    `folder`. Raises AssertionError with the compiler's words where it cannot."""
+def compilers(folder: Path) -> Iterator[Callable[[Call, int], Compiled]]:
+    """A function that compiles a call for one of TARGETS, each in a process of its own; files are kept in `folder`. It
+    raises AssertionError with the compiler's words where it cannot."""
     library, home = folder / "guard.so", Path(torch.__file__).parent
     options = [f"-I{home}/include", f"-L{home}/lib", f"-Wl,--no-as-needed,-rpath,{home}/lib", "-ltorch_cpu", "-lc10"]
     command = [_cxx() or "", "-std=c++20", "-shared", "-fPIC", "-xc++", "-", *options, "-o", str(library)]
     subprocess.run(command, input=GUARD, text=True, check=True)
-    places = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    with ExitStack() as stack:
+        started = {target: stack.enter_context(_started(target, folder, library)) for target in TARGETS}
+        yield lambda call, target: started[target](call)
+
+
+@contextmanager
+def _started(target: int, folder: Path, library: Path) -> Iterator[Callable[[Call], Compiled]]:
+    from ray import cloudpickle  # of functions within functions
+
+    places = {f"{user}_CACHE_DIR": str(folder / f"{user}{target}") for user in ("TORCHINDUCTOR", "TRITON")}
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
-    child = subprocess.Popen(
+    words = folder / f"words{target}"
+    with words.open("wb") as said, subprocess.Popen(
         [sys.executable, "-c", START, str(library), str(target)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **places, **settings},
-    )  # fmt: skip
-    assert child.stdin and child.stdout
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, env={**os.environ, **places, **settings},
+    ) as child:  # fmt: skip
+        assert child.stdin and child.stdout
 
-    def compile_(call: Call) -> Compiled:
-        cloudpickle.dump(call, child.stdin)
-        child.stdin.flush()
-        found = cloudpickle.load(child.stdout)
-        assert not isinstance(found, str), f"{call} for sm_{target}: {found}"
-        return found
+        def compiled(call: Call) -> Compiled:
+            cloudpickle.dump(call, child.stdin)
+            child.stdin.flush()
+            try:
+                found = cloudpickle.load(child.stdout)
+            except EOFError:
+                found = words.read_text()
+            assert isinstance(found, Compiled), f"{call} for sm_{target}: {found}"
+            return found
 
-    with child:
-        yield compile_
-        child.stdin.close()
+        yield compiled
+        child.kill()
 
 
 def serve(target: int) -> None:
     """Compiles the calls that come on standard input."""
+    from ray import cloudpickle
+
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what compilers print is no answer
     _believe(target)
@@ -221,7 +231,7 @@ def serve(target: int) -> None:
             found: Any = _compile(call, launched)
         except Exception:
             found = traceback.format_exc()
-        cloudpickle.dump(found, answers, protocol=pickle.HIGHEST_PROTOCOL)
+        cloudpickle.dump(found, answers)
         answers.flush()
 
 
@@ -302,9 +312,10 @@ def _watched() -> list[Any]:
             return out
 
     def run(self, *args, **_):
-        """As Triton's launch: `in_out` is read and written, every other tensor either of both."""
-        named = zip(self.fn.arg_names, args, strict=False)
-        nbytes = sum(touched(x) * (1 + name.startswith("in_out")) for name, x in named if isinstance(x, Tensor))
+        nbytes = 0
+        for name, x in zip(self.fn.arg_names, args, strict=False):
+            if isinstance(x, Tensor):
+                nbytes += touched(x) * sum(f"tl.{way}({name} " in self.fn.src for way in ("load", "store"))
         launched.append((self.inductor_meta["kernel_name"], nbytes, self))
 
     make = GraphLowering.compile_to_module
@@ -336,14 +347,11 @@ def _compile(call: Call, launched: list[Any]) -> Compiled:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(call.gradient):
         arguments = tuple(map(_made, call.arguments))
         found = region(call.function)(*arguments)
-        differentiated = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
-        gradients = ()
-        if call.gradient and differentiated:
-            gradients = torch.autograd.grad(found, differentiated, torch.empty_like(found))
-    tensors = [x for x in tree_leaves((arguments, found, gradients)) if isinstance(x, Tensor)]
-    builds = {key: _builds(kernel) for key, kernel in {id(k): k for _, _, k in launched if k}.items()}
-    kernels = tuple(Kernel(name, nbytes, builds.get(id(kernel), ())) for name, nbytes, kernel in launched)
-    return Compiled(call, kernels, sum(map(touched, tensors)))
+        if call.differentiated:
+            leaves = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.grad(found, leaves, torch.empty_like(found))
+    builds = {kernel: _builds(kernel) for _, _, kernel in launched if kernel}
+    return Compiled(call, tuple(Kernel(name, nbytes, builds.get(kernel, ())) for name, nbytes, kernel in launched))
 
 
 def _made(argument: Any) -> Any:
@@ -360,8 +368,7 @@ def _builds(kernel: Any) -> tuple[Build, ...]:
         with redirect_stdout(StringIO()) as said:
             made = kernel._precompile_config(configuration)
         assert made.kernel.asm["cubin"]
-        said_ = said.getvalue()
-        registers = int(re.search(r"Used (\d+) registers", said_)[1])
-        stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said_).groups())
-        found.append(Build(registers, max(stores, loads), made.kernel.metadata.shared))
+        (registers,) = re.findall(r"Used (\d+) registers", said.getvalue())
+        spilled = re.findall(r"(\d+) bytes spill", said.getvalue())  # stores and loads
+        found.append(Build(int(registers), max(map(int, spilled)), made.kernel.metadata.shared))
     return tuple(found)

@@ -205,6 +205,27 @@ class Cached(Tokens):
         return (end - start) * self.model.length
 
 
+def ranks(c: Config) -> list[int]:
+    """One rank of every stage and sub-grid, and the last one: all others do the same on other numbers."""
+    mesh = make_plan(c).mesh
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        found.setdefault((at["stage"], *(at[axis] > 0 for axis in c.branch.axes)), rank)
+    return sorted({*found.values(), mesh.size - 1})
+
+
+def shrunk(c: Config) -> Config:
+    """A run with a layer per chunk, or two, and no more stages and microbatches than its ranks differ in."""
+    c = deepcopy(c)
+    c.parallel.data = max(c.parallel.data, 1)  # -1: as many replicas as there are workers
+    c.pipeline.stages, c.pipeline.chunks = min(c.pipeline.stages, 4), min(c.pipeline.chunks, 2)
+    c.train.global_batch = c.train.microbatch * c.parallel.data * c.pipeline.stages
+    c.model.layers = min(c.model.layers, max(2, c.pipeline.stages * c.pipeline.chunks))
+    c.eval.batches = 1
+    return c
+
+
 def per_layer(c: Config, rank: int = 0, layers: Sequence[int] = (2, 3)) -> dict[str, Counted]:
     """What one layer adds to the forward and the backward pass of one microbatch."""
     found = []
