@@ -9,10 +9,10 @@ from random import Random
 import pytest
 import torch
 
-from platform.launch import CONF
 from tests.harness.ahead import TARGETS, Block, Call, Compiled, compilers, lacking
 from tests.harness.regions import RUNS, calls_of
 from tests.harness.suite import suite
+from tests.house.rooms import ROOT
 
 needs_compiler = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
@@ -83,24 +83,23 @@ def test_the_regions_of_a_run(case, compiled):
 @pytest.mark.full
 def test_every_region_occurs_and_has_a_budget():
     """What the platform compiles by its name is called by some run, and no budget is of nothing."""
-    titles = {run: {call.title for call in calls_of(run)} for run in RUNS}
-    every = set().union(*titles.values())
-    assert {name for name in BUDGETS if name not in every and name not in {
-        f"{run} {title}" for run, found in titles.items() for title in found}} == set()  # fmt: skip
-    assert every <= set(BUDGETS)
-    assert named_regions() - {title.removesuffix(" with gradients") for title in every} == set()
+    every = {(run, call.title) for run in RUNS for call in calls_of(run)}
+    titles = {title for _, title in every}
+    assert titles <= set(BUDGETS) <= titles | set(map(" ".join, every))
+    assert named_regions() <= {title.removesuffix(" with gradients") for title in titles}
 
 
 def named_regions() -> set[str]:
-    """The functions that the platform's code names where it calls `region`, without those that arrive in variables."""
-    found, defined = set(), set()
-    for path in (CONF.parent / "platform").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                defined.add(node.name)
-            elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] == "region":
-                found.add(ast.unparse(node.args[0]).split(".")[-1])
-    return {name.lstrip("_") for name in found & defined}
+    """The functions that the platform's code names where it calls `region`, but for those that arrive in variables."""
+    found = set()
+    for path in (ROOT / "platform").rglob("*.py"):
+        code = ast.parse(path.read_text())
+        defined = {node.name for node in code.body if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(code):
+            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] == "region":
+                name, of_another = ast.unparse(node.args[0]).split(".")[-1], isinstance(node.args[0], ast.Attribute)
+                found |= {name.lstrip("_")} if of_another or name in defined else set()
+    return found
 
 
 def test_negative_control_regions_in_the_code():

@@ -315,7 +315,9 @@ def _watched() -> list[Any]:
         nbytes = 0
         for name, x in zip(self.fn.arg_names, args, strict=False):
             if isinstance(x, Tensor):
-                nbytes += touched(x) * sum(f"tl.{way}({name} " in self.fn.src for way in ("load", "store"))
+                ways = [way for way in ("load", "store") if f"tl.{way}({name} " in self.fn.src]
+                assert ways, f"neither read nor written: {name}\n{self.fn.src}"
+                nbytes += touched(x) * len(ways)
         launched.append((self.inductor_meta["kernel_name"], nbytes, self))
 
     make = GraphLowering.compile_to_module
@@ -362,7 +364,8 @@ def _made(argument: Any) -> Any:
 
 
 def _builds(kernel: Any) -> tuple[Build, ...]:
-    """Builds a kernel in all configurations, and reads what ptxas says of each."""
+    """Builds a kernel in all configurations, and reads what ptxas says of each. (On a device, where registers leave
+    room for few blocks, inductor adds smaller ones.)"""
     found = []
     for configuration in kernel.configs:
         with redirect_stdout(StringIO()) as said:
