@@ -35,11 +35,10 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import process_groups
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
+from tests.harness.launches import moved
 from tests.harness.oracle import Tokens, trainer_of
 
 LOADING = "data"  # the section in which tensors may be on the CPU: a batch on its way to the device
-# launch nothing: they make, name or describe tensors
-FREE = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "lift_fresh", "set_"}
 
 
 class CardModule(_DummyBackendModule):
@@ -136,40 +135,19 @@ class KernelCounter(TorchDispatchMode):
         if function.namespace == "prim":  # a fake tensor is asked for its device
             return function(*args, **(kwargs or {}))
         out = function(*args, **(kwargs or {}))
-        read = [x for x in tree_leaves(_read(function, args, kwargs or {})) if isinstance(x, Tensor)]
         written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         opened = [name for name, _ in self._clock.clock._open]
         if LOADING not in opened:
             wrong = [x.device for x in written if x.device != CARD]
             assert not wrong, f"{function} makes a tensor on {wrong} in {opened}"
-        name = function.overloadpacket.__name__
-        if function.namespace == "c10d" or name in FREE or _is_view(function):
+        nbytes = moved(function, args, kwargs or {}, out)
+        if function.namespace == "c10d" or nbytes is None:
             return out
         section = next((s for s in ("forward", "backward") if s in opened), "other")
         counted = self.sections[section]
-        counted.kernels[name] += 1
-        counted.nbytes += sum(map(_touched, read)) + sum(map(_touched, written))
+        counted.kernels[function.overloadpacket.__name__] += 1
+        counted.nbytes += nbytes
         return out
-
-
-def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments that a kernel reads: not what it only writes to."""
-    writes_first = function.overloadpacket.__name__ in ("copy_", "_foreach_copy_", "zero_")
-    return args[writes_first:], {k: x for k, x in kwargs.items() if k != "out"}
-
-
-def _is_view(function: Any) -> bool:
-    """Whether it returns an alias of its input that it does not write to."""
-    returned = function._schema.returns
-    return any(r.alias_info and not r.alias_info.is_write for r in returned) or function.is_view
-
-
-def _touched(x: Tensor) -> int:
-    """The bytes of a tensor that a kernel reads or writes: what is expanded is one element."""
-    elements = 1
-    for n, stride in zip(x.shape, x.stride(), strict=True):
-        elements *= n if stride or n == 0 else 1
-    return elements * x.element_size()
 
 
 @contextmanager
@@ -225,6 +203,27 @@ class Cached(Tokens):
 
     def predicted(self, split: str, start: int, end: int) -> int:
         return (end - start) * self.model.length
+
+
+def ranks(c: Config) -> list[int]:
+    """One rank of every stage and sub-grid, and the last one: all others do the same on other numbers."""
+    mesh = make_plan(c).mesh
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        found.setdefault((at["stage"], *(at[axis] > 0 for axis in c.branch.axes)), rank)
+    return sorted({*found.values(), mesh.size - 1})
+
+
+def shrunk(c: Config) -> Config:
+    """A run with a layer per chunk, or two, and no more stages and microbatches than its ranks differ in."""
+    c = deepcopy(c)
+    c.parallel.data = max(c.parallel.data, 1)  # -1: as many replicas as there are workers
+    c.pipeline.stages, c.pipeline.chunks = min(c.pipeline.stages, 4), min(c.pipeline.chunks, 2)
+    c.train.global_batch = c.train.microbatch * c.parallel.data * c.pipeline.stages
+    c.model.layers = min(c.model.layers, max(2, c.pipeline.stages * c.pipeline.chunks))
+    c.eval.batches = 1
+    return c
 
 
 def per_layer(c: Config, rank: int = 0, layers: Sequence[int] = (2, 3)) -> dict[str, Counted]:

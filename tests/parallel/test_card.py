@@ -3,7 +3,6 @@ there, its synchronisations, the kernels and bytes of a layer, and the shapes of
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import cache
 from math import prod
 from threading import current_thread
@@ -18,7 +17,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
-from tests.harness.card import CARD, KernelCounter, alone, per_layer
+from tests.harness.card import CARD, KernelCounter, alone, per_layer, ranks, shrunk
 from tests.harness.oracle import validation_loss
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -30,25 +29,8 @@ def composed(name: str) -> Config:
     return compose([f"+experiment={name}"])
 
 
-def ranks(c: Config) -> list[int]:
-    """One rank of every stage and sub-grid, and the last one: all others do the same on other numbers."""
-    mesh = make_plan(c).mesh
-    found: dict[tuple[int, ...], int] = {}
-    for rank in range(mesh.size):
-        at = mesh.coordinates(rank)
-        found.setdefault((at["stage"], *(at[axis] > 0 for axis in c.branch.axes)), rank)
-    return sorted({*found.values(), mesh.size - 1})
-
-
 def small(name: str) -> Config:
-    """An experiment with a layer per chunk, or two, and no more stages and microbatches than its ranks differ in."""
-    c = deepcopy(composed(name))
-    c.parallel.data = max(c.parallel.data, 1)  # -1: as many replicas as there are workers
-    c.pipeline.stages, c.pipeline.chunks = min(c.pipeline.stages, 4), min(c.pipeline.chunks, 2)
-    c.train.global_batch = c.train.microbatch * c.parallel.data * c.pipeline.stages
-    c.model.layers = min(c.model.layers, max(2, c.pipeline.stages * c.pipeline.chunks))
-    c.eval.batches = 1
-    return c
+    return shrunk(composed(name))
 
 
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.full)], ids=["few ranks", "the others"])

@@ -1,0 +1,139 @@
+"""Compiled regions on GPUs, without one: at the shapes of every shipped experiment, each becomes code for sm_90 and
+sm_100, whose kernels, bytes and registers are as budgeted."""
+
+from __future__ import annotations
+
+import ast
+from random import Random
+
+import pytest
+import torch
+
+from tests.harness.ahead import TARGETS, Block, Call, Compiled, compilers, lacking
+from tests.harness.regions import RUNS, calls_of
+from tests.harness.suite import suite
+from tests.house.rooms import ROOT
+
+needs_compiler = pytest.mark.skipif(bool(lacking()), reason=lacking())
+
+# Region (of a run) -> the most kernels that it may launch, and how often these may read or write a tensor of the size
+# of its largest. A row of more than 1024 elements does not stay in registers: it is read again after its sums. Where
+# torch does not fuse sums over rows with those within them, two tensors are read twice by `gradients`.
+BUDGETS = {
+    "dropped": (1, 2.02),
+    "sum": (1, 3.02),
+    "sum_and_norm": (1, 4.1),
+    "gpt175b sum_and_norm": (1, 5.1),
+    "llama_8b sum_and_norm": (1, 5.1),
+    "gradients": (4, 6.1),
+    "one_gpu gradients": (5, 4.6),
+    "llama_8b gradients": (3, 4.3),
+    "t5_large_mod gradients": (3, 7.1),  # which drops too: one tensor more is written
+    "statistics": (1, 1.01),
+    "differentiated": (1, 2.01),
+    "rms_norm": (1, 2.01),
+    "rms_norm with gradients": (4, 7.1),
+    "llama_8b rms_norm with gradients": (4, 5.3),
+    "rotated": (1, 2.6),
+    **{f"gated_{function}": (1, 3.01) for function in ("silu", "gelu", "gelu_tanh", "relu")},
+    **{f"gated_{function} with gradients": (2, 8.01) for function in ("silu", "gelu", "gelu_tanh", "relu")},
+}
+# Bytes that a thread may spill in one configuration of a kernel that has another: inductor measures which is faster.
+SPILLS = {"transformer_base statistics": 24}
+
+CASES = [{"run": run, "target": target} for run in RUNS for target in TARGETS]
+CHOSEN = Random(9).sample(CASES, 2)
+
+
+def exceeded(run: str, found: Compiled) -> list[str]:
+    """In words, how a compiled region exceeds its budget."""
+    name = found.call.title
+    kernels, passes = BUDGETS.get(f"{run} {name}", BUDGETS[name])
+    spills = SPILLS.get(f"{run} {name}", 0)
+    wrong = {
+        f"{len(found.kernels)} kernels instead of {kernels}": len(found.kernels) > kernels,
+        f"{found.passes:.2f} passes instead of {passes}": found.passes > passes,
+        f"every configuration spills {found.spilled} bytes": found.spilled > 0,
+        f"a configuration spills {found.most('spilled')} bytes instead of {spills}": found.most("spilled") > spills,
+    }
+    return [f"{found.call}: {line}" for line, is_so in wrong.items() if is_so]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compiles a call for a target, once."""
+    known: dict[tuple[Call, int], Compiled] = {}
+    with compilers(tmp_path_factory.mktemp("ahead")) as compile_for:
+
+        def once(call: Call, target: int) -> Compiled:
+            if (call, target) not in known:
+                known[call, target] = compile_for(call, target)
+            return known[call, target]
+
+        yield once
+
+
+@needs_compiler
+@suite("runs whose regions are compiled ahead of time, on sm_90 and sm_100", CASES, CHOSEN)
+def test_the_regions_of_a_run(case, compiled):
+    run, target = case.values()
+    assert [line for call in calls_of(run) for line in exceeded(run, compiled(call, target))] == []
+
+
+@pytest.mark.full
+def test_every_region_occurs_and_has_a_budget():
+    """What the platform compiles by its name is called by some run, and no budget is of nothing."""
+    every = {(run, call.title) for run in RUNS for call in calls_of(run)}
+    titles = {title for _, title in every}
+    assert titles <= set(BUDGETS) <= titles | set(map(" ".join, every))
+    assert named_regions() <= {title.removesuffix(" with gradients") for title in titles}
+
+
+def named_regions() -> set[str]:
+    """The functions that the platform's code names where it calls `region`, but for those that arrive in variables."""
+    found = set()
+    for path in (ROOT / "platform").rglob("*.py"):
+        code = ast.parse(path.read_text())
+        defined = {node.name for node in code.body if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(code):
+            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] == "region":
+                name, of_another = ast.unparse(node.args[0]).split(".")[-1], isinstance(node.args[0], ast.Attribute)
+                found |= {name.lstrip("_")} if of_another or name in defined else set()
+    return found
+
+
+def test_negative_control_regions_in_the_code():
+    assert {"dropped", "sum_and_norm", "rotated", "statistics"} <= named_regions()
+
+
+def waiting(*rows):
+    """Rows that all stay in registers until their mean is known."""
+    mean = sum(rows).mean(-1, keepdim=True)
+    return tuple(row - mean for row in rows)
+
+
+def over_everything(x):
+    return x / x.sum()
+
+
+def asking(x):
+    return x * x.sum().item()
+
+
+ROWS = Block((4096, 1024), (1024, 1), torch.float32, False)
+
+
+@needs_compiler
+def test_negative_controls_too_many_registers_and_kernels(compiled, monkeypatch):
+    monkeypatch.setitem(BUDGETS, "waiting", (1, 24.1))
+    assert ["spills" in line for line in exceeded("", compiled(Call(waiting, (ROWS,) * 12, False), 90))] == [True, True]
+    assert exceeded("", compiled(Call(waiting, (ROWS,) * 2, False), 90)) == []
+    monkeypatch.setitem(BUDGETS, "over_everything", (1, 2.01))
+    kernels, passes = exceeded("", compiled(Call(over_everything, (ROWS,), False), 90))
+    assert "kernels instead of 1" in kernels and "3.00 passes instead of 2.01" in passes
+
+
+@needs_compiler
+def test_negative_control_what_cannot_be_compiled(compiled):
+    with pytest.raises(AssertionError, match="asking.*sm_90"):
+        compiled(Call(asking, (ROWS,), False), 90)

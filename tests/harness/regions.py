@@ -1,0 +1,46 @@
+"""The compiled regions of the shipped experiments: which functions they call, with which tensors, seen on a card that
+is not there."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from platform.launch import CONF, compose
+from platform.parallel import parallel_ops
+from tests.harness.ahead import Call, call_of
+from tests.harness.card import alone, ranks, shrunk
+from tests.harness.oracle import validation_loss
+
+T5 = ["+experiment=one_gpu", "model=t5_tiny"]
+# name -> command line: all shipped experiments, and models whose regions are in none of these
+RUNS = {path.stem: [f"+experiment={path.stem}"] for path in sorted((CONF / "experiment").glob("*.yaml"))} | {
+    "llama_8b": ["+experiment=one_gpu", "model=llama_8b", "model.query_key_norm=true", "train.microbatch=1"],
+    "t5_geglu": T5,
+    "t5_geglu_tanh": [*T5, "model.activation=geglu_tanh"],
+    "t5_reglu": [*T5, "model.activation=reglu"],
+}
+
+
+@cache
+def calls_of(run: str) -> tuple[Call, ...]:
+    """The calls of regions, each once, of a step and an evaluation of one of RUNS."""
+    found: dict[Call, None] = {}
+
+    def region(function):
+        def called(*arguments):
+            found[call_of(function, arguments)] = None
+            return function(*arguments)
+
+        return called
+
+    c = shrunk(compose(RUNS[run]))
+    c.train.compile = "on"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_ops, "region", region)
+        for rank in ranks(c):
+            with alone(c, rank, []) as trainer:
+                trainer.step(1)
+                validation_loss(trainer)
+    return tuple(found)
