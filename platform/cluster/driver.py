@@ -357,6 +357,7 @@ def relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
         """Passes each message to `say`."""
 
         def emit(self, record: logging.LogRecord) -> None:
+            """Pass the text of a logged message to `say`, which prints it for the user."""
             say(record.getMessage())
 
     logger, handler = logging.getLogger(name), Handler()

@@ -72,9 +72,11 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
     row, inner = prod(extent), Box(tuple(offset), tuple(extent))
 
     def rows(i: int, j: int) -> list[Box]:
+        """Return the box of the whole rows [i, j) of `box`, as a list; [] if there are none."""
         return [Box((origin + i, *offset), (j - i, *extent))] if i < j else []
 
     def part(i: int, a: int, b: int) -> list[Box]:
+        """Return the boxes that hold the elements [a, b) of row `i` of `box`."""
         return [Box((origin + i, *o), (1, *n)) for o, n in stretch(inner, a, b)]
 
     i, a = divmod(first, row)

@@ -44,6 +44,7 @@ class Marked:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End all of the programs, and let the sweeper process remove what is left of them."""
         self.end()
         self._sweeper.communicate(AT_ONCE)
 

@@ -73,7 +73,7 @@ class Desk:
     """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
 
     def __init__(self) -> None:
-        """Start without demands on the autoscaler, with a thread that drops the ones that are not renewed."""
+        """Start the Ray actor that sums all runs' demands on the autoscaler, and a thread that drops expired ones."""
         self._ledger, self._lock, self._asked = DemandLedger(), threading.Lock(), list[Bundle]()
         threading.Thread(target=self._watch, daemon=True).start()
 
