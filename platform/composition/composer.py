@@ -158,8 +158,7 @@ def _composed(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
 
 @lru_cache(maxsize=64)
 def _shipped(arguments: tuple[str, ...], stamps: tuple[int, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """Compose this package's YAML files in conf/ once per process: Hydra takes most of a composition's time. `stamps`:
-    `_stamps`."""
+    """Compose YAML files of conf/ once per process, as Hydra takes long. `stamps`: their times of change, `_stamps`."""
     return _composed(arguments)
 
 

@@ -41,8 +41,7 @@ class SourceTokens:
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
 
     def beginning(self, split: str) -> Any:
-        """Return the token stream of a source's split ("train", "validation"); of a streamed source the first
-        block's."""
+        """Return the token stream of a source's split, "train" or "validation"; a streamed source's first block."""
         stream = self.streams[split]
         return stream.first() if isinstance(stream, StreamedTokens) else stream
 

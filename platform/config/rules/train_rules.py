@@ -30,8 +30,7 @@ def _ramp(config: Config) -> Iterator[str]:
 
 
 def _start(config: Config) -> Iterator[str]:
-    """Yield a refusal line if training is to begin with averaged weights, and no saved model to take them from is
-    named."""
+    """Yield a refusal line if training begins with averaged weights (train.init_averaged) of no saved model."""
     if config.train.init_averaged and config.train.init in ("", "random"):
         yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
 

@@ -124,8 +124,7 @@ class PairKind(SourceKind):
         return []
 
     def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
-        """Read the pairs of texts of a source once, and divide them into training and validation. Raises
-        ConfigError."""
+        """Read the pairs of texts of a source once, and split them for training and validation. Raises ConfigError."""
         pairs = [*self.read(files, data, "data.path")]
         found = SourceKind.splits(replace(self, read=lambda *_: iter(pairs)), files, data)
         trained = sum(self.size(pair) for _, pair in found.read(False))

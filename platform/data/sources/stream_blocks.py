@@ -38,7 +38,8 @@ class BlockReader:
         size: Callable[[Any], int],
         most: int,
     ):
-        """Prepare to `read` the files `parts` of a streamed source in blocks of at most `most` bytes by `size`."""
+        """Prepare to read the files `parts` of a streamed source in blocks of `most` characters, by `size` of
+        pieces."""
         self._parts, self._read, self._size, self._most = parts, read, size, most
         self._rest: Iterator[tuple[PiecePlace, bool, Any]] = iter(())
         self._next: tuple[PiecePlace, bool, Any] | None = None  # what _rest has given and no block has taken
@@ -69,8 +70,7 @@ class BlockReader:
         self._next = next(self._rest, None)
 
     def _pieces(self, start: PiecePlace) -> Iterator[tuple[PiecePlace, bool, Any]]:
-        """Yield, from `start` on, the pieces of a streamed source's documents: place, True for a document's first,
-        piece."""
+        """Yield a streamed source's pieces of documents from `start` on: (place, if a document begins, piece)."""
         for file in range(start.file, len(self._parts)):
             before = -1
             for count, (document, piece) in enumerate(self._read(self._parts[file])):
