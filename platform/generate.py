@@ -220,8 +220,7 @@ def _violations_of_words(given: argparse.Namespace, words: Sequence[str]) -> Ite
 
 
 def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of the generated `ids`, decoded after the ids `before`, as tokenizers treat a text's beginning
-    apart."""
+    """Return the text of generated `ids` in the place after the ids `before`: the first token may differ there."""
     if vocabulary is None:
         return " ".join(map(str, ids))
     start, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])

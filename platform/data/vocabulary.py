@@ -73,7 +73,7 @@ class Vocabulary:
         return sha256(json.dumps(named).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files into a folder of a cache entry or a checkpoint, for `open_vocabulary`."""
+        """Write the tokenizer's files into the folder of a data cache entry, for `open_vocabulary`."""
         for name, raw in self.files.items():
             if self.given or name != CONFIG:
                 (folder / name).write_bytes(raw)
@@ -176,8 +176,7 @@ def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
 
 
 def open_vocabulary(folder: Path) -> Vocabulary | None:
-    """Open the vocabulary that `Vocabulary.save` wrote into a folder; None if there is none. Raises Malformed,
-    OSError."""
+    """Open the vocabulary whose files `Vocabulary.save` wrote; None if there are none. Raises Malformed, OSError."""
     found = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
     if JSON not in found:
         return None

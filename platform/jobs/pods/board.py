@@ -52,8 +52,7 @@ class Board:
     """Reads and writes the files of a job's board; a file that is missing or broken reads as None."""
 
     def __init__(self, folder: Path):
-        """Open the board, a folder of small files by which a job's pods speak to each other; no heartbeat is read
-        yet."""
+        """Open the board, a folder of files by which a job's pods speak to each other, no heartbeat read yet."""
         self._folder = folder
         self._heard: dict[int, tuple[Word, float]] = {}  # the newest word of each pod, and when it was new
 

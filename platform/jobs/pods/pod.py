@@ -88,8 +88,7 @@ class _Lives:
 
     @staticmethod
     def _left(word: Word, life: TorchrunLife) -> bool:
-        """Return True if the pod of this heartbeat joined the `life`, a start of torchrun, and has ended its own
-        since."""
+        """Return True if the pod of this heartbeat joined the `life` and has ended its torchrun since."""
         return word.life == life.number and not word.runs
 
 

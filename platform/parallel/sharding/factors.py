@@ -32,6 +32,7 @@ class Factors:
     of this rank's stage."""
 
     def __init__(self, plan: Plan, communicator: Communicator):
+        """Find where this rank's part of each matrix lies in the whole, for Adafactor's sums by row and column."""
         self._plan, self._communicator = plan, communicator
         self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
         by_name = {p.name: p for p in plan.parameters}
@@ -41,7 +42,7 @@ class Factors:
         self._parts = {p.name: part for p in here if (part := self._part(p))}
 
     def _part(self, p: Parameter) -> _Part | None:
-        """Return the place of this rank's part of a parameter; None if it has none."""
+        """Return where this rank's part of a matrix lies among its rows and columns; None if it has none."""
         plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
         start, stop = plan.shard_range(p, at)
         if not plan.present(p, at) or start >= stop:
@@ -69,7 +70,7 @@ class Factors:
         )
 
     def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of the outer product of `rows` and `columns`, laid out as the gradient `like`."""
+        """Return this rank's part of the outer product of Adafactor's `rows` and `columns`, laid out as `like`."""
         part = self._parts[name]
         whole = torch.outer(rows[part.rows], columns[part.columns]).view(-1)
         return whole[part.before : part.before + like.numel()].view(like.shape)

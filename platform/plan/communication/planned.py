@@ -87,7 +87,7 @@ class EinsumGroup:
 
     @property
     def local(self) -> bool:
-        """Return True if no operand or result is converted, in either pass, nor broadcast in panels."""
+        """Return True if no operand or result of this einsum group is converted or broadcast, so that it is local."""
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 

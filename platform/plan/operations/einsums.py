@@ -55,10 +55,12 @@ class _Products(Op):
         return PlannedOperation(operation, tuple(found), groups=tuple(groups), compute_axes=axes, only=only)
 
     def computes_on(self, planner, operation):
+        """Return, for each parameter among the operands, the mesh axes that split its einsum's iteration space."""
         x, pairs = operation.inputs[0], zip(operation.inputs[1:], operation.outputs, strict=True)
         return [planner.contraction((x, y), out).axes for y, out in pairs if isinstance(y, Parameter)]
 
     def flops(self, operation, sizes):
+        """Return the forward FLOPs of all of the operation's einsums, on all ranks together."""
         x = extents(operation.inputs[0], sizes)
         return sum(2 * prod({**x, **extents(y, sizes)}.values()) for y in operation.inputs[1:])
 
@@ -70,6 +72,7 @@ class ProductOp(_Products):
         return ops.record(self.kind, name, [x, y], [x_spec, y_spec], [out])
 
     def run(self, ops, name, x, x_spec, y, y_spec, out):
+        """Compute the einsum of two activations, x and y, on this rank's blocks, with the planned conversions."""
         return _by_group(ops, ops.planned(self.kind, name), x, [y], [out])[0]
 
     meter = run
@@ -209,7 +212,7 @@ def meter_group(
     added = [b.elements for b in biases]
 
     def rest(held: tuple) -> Gradients:
-        """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
+        """Count the gradients of the einsums' operands and biases from the storages `held`, in place where possible."""
         multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
         each = zip(keys, sizes, einsums, strict=False)
         # all gradients are there until the first is reduced, but for sums in place
@@ -278,6 +281,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     width = x.elements
 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
+        """Count the gradients of x and the operands, of panels at a time."""
         dx, *dws = (ops.new(n) for n in (width, *sizes))
         ops.new(one * (panels.count + 1))  # parts of all panels until reduced, and the last panel
         return [dx, *(ops.backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]

@@ -33,10 +33,12 @@ class FusedAttentionOp(BlockOp):
         return ops.record(self.kind, name, [q, k, v], [spec, kv, kv], [spec], [mask, begins], **more)
 
     def plan(self, planner, operation):
+        """Plan the attention in the layout of its result, with the data tensor that hides scores laid out alike."""
         layout, key = planner.layout(operation.outputs[0]), operation.inputs[1]
         return planned(planner, operation, layout, **reads_of(planner, operation, layout, key, "length"))
 
     def flops(self, operation, sizes):
+        """Return the FLOPs of attention's two products, of all ranks together."""
         query, key, _ = operation.inputs
         space = {**extents(query, sizes), **extents(key.renamed("length", "memory_length"), sizes)}
         return 2 * 2 * prod(space.values())

@@ -82,7 +82,8 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
 
     def step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
-        """Record an operation whose result is of the type of statistics. `keeps`: it keeps its result."""
+        """Record an operation of the math path, with a result in the type of statistics. `keeps`: it keeps the
+        result."""
         out = ops.tensor(elements, ops.wide)
         return ops.plain(out, ins, (*saved, out.storage) if keeps else saved)
 

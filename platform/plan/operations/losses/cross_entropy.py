@@ -34,6 +34,7 @@ class CrossEntropyOp(Op):
         return planned(planner, operation, layout, statistics=found, over=over, **labels)
 
     def run(self, ops, name, logits, spec, labels, smoothing=0.0):
+        """Compute the loss of this rank's logits, of which ranks may split the vocab, summed over its tokens."""
         found = ops.planned(self.kind, name)
         if ops.absent(logits):
             return logits.sum()

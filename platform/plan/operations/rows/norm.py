@@ -30,6 +30,7 @@ class NormOp(BlockOp):
         return with_vectors(planner, operation, found, over=over)
 
     def run(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
+        """Compute LayerNorm or RMSNorm of this rank's block of x, merging statistics over a split dim."""
         statistics = ops.kernels.statistics
         if ops.compiles and kind == "rmsnorm" and not found.over:  # LayerNorm is one kernel as it is
             return ops.region(statistics.rms_norm)(x, gain, eps)

@@ -63,6 +63,7 @@ class PointwiseOp(Op):
         return x[0]
 
     def run(self, ops, function, *x):
+        """Apply the pointwise function of this name to this rank's blocks."""
         compute = _functions()[function]
         gated = function.startswith("gated_")  # the others are one kernel as they are
         return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
@@ -90,6 +91,7 @@ class PointwiseEachOp(BlockOp):
         return x
 
     def run(self, ops, found, functions, x, spec, dim):
+        """Apply to each slice of x along `dim` that this rank has the pointwise function of its number."""
         import torch
 
         i, known = spec.dims.index(dim), _functions()
@@ -115,9 +117,11 @@ class ScaleOp(BlockOp):
         return x
 
     def run(self, ops, found, x, spec, factor):
+        """Multiply this rank's block of x by the number `factor`."""
         return x * factor
 
     def meter(self, ops, found, x, spec, factor):
+        """Count the memory of x times a number, of which nothing is kept for the backward pass."""
         return ops.plain(ops.block(spec), [x])
 
 
