@@ -162,9 +162,9 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of the mesh axes that the job's scheme in `group` (tensor or branch) uses, out of `axes`: of the
-    axes that its scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless undeclared
-    and of size 1 (without effect).
+    """Return the sizes in `axes` of the mesh axes that a job keeps for its scheme in `group` (tensor or branch), by
+    name; of the axes that the scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless
+    undeclared and of size 1 (without effect).
 
     Undeclared axes that only an experiment sets are dropped; undeclared typed ones stay, to be refused later.
     """

@@ -51,7 +51,7 @@ class Branches(Layer):
         read = slices or source
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
-            """Declare the branches' weight parameter between two activations: its dims are the dims that only one of
+            """Construct the branches' weight parameter between two activations: its dims are the dims that only one of
             them has, and the branch dim; what an `in` weight contracts comes last. `part`: last part of its name;
             `role`: its role, see `Parameter`; `spread`: its initial standard deviation."""
             dims = tuple(d for d in first.dims if d not in second.dims)

@@ -27,9 +27,7 @@ class WholeMatrices(Protocol):
 
     half: bool
 
-    def map(
-        self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's part of function(whole matrix)) for each matrix, gathered from its `parts`."""
 
     def shape(self, name: str) -> tuple[int, int]:

@@ -232,7 +232,7 @@ _WHOLE = 8 << 30  # bytes of the .bin files of a source that are read as a whole
 Ids = NDArray[np.int64]
 
 
-def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
+def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return the values that name the cache entry of files of tokens: hashes of them and of their indices, and how they
     are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
     whole = _read_whole([*files, *(others := held_files(data, ENDINGS))])
@@ -341,4 +341,4 @@ class TokenKind(SourceKind):
         return _name(folder, files, others, data, vocab)
 
 
-KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _options, endings=ENDINGS, starts=True)
+KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _deciding_values, endings=ENDINGS, starts=True)

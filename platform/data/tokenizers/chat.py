@@ -42,7 +42,7 @@ class ChatTemplate:
     role; `special`: all that a message must not spell."""
 
     def __init__(self, text: str, named: Mapping[str, str], special: Sequence[str], key: str = "data.chat_template"):
-        """Compile a chat template in a child process. `named`: special tokens by role; `special`: all; `key`: its
+        """Open a chat template in a child process. `named`: special tokens by role; `special`: all; `key`: its
         source."""
         self._key = key
         self._named = {f"{role}_token": token for role, token in named.items()}

@@ -83,7 +83,7 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | 
     read = partial(read_entry, vocab=vocab)
 
     def make(folder: Path) -> dict[str, Any]:
-        """Tokenise the source into the empty `folder` of a new cache entry; return its description."""
+        """Write the source's tokens into the empty `folder` of a new cache entry; return its description."""
         return kind.write_entry(folder, files, data, vocab, given)
 
     if shared:

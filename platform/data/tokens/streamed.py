@@ -177,7 +177,7 @@ class StreamedTokens:
         return self._opened[block]
 
     def _prepare(self, block: int) -> None:
-        """Tokenise, ahead of time, a block of this streamed source that training will soon ask for."""
+        """Prepare a block of this streamed source, ahead of the training steps that will read it."""
         with suppress(Exception):  # who asks for it meets the same
             self._stream(block)
 

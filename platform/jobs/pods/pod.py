@@ -187,7 +187,7 @@ def _run_first(o: PodOptions, supervision: Supervision) -> int:
 
 
 def _watch(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None:
-    """Have the driver replaced when a new start of torchrun would get pods back, or a pod is leaving."""
+    """Replace the driver when a new start of torchrun would get pods back, or a pod is leaving."""
     reported: TorchrunLife | None = None
     while not over.wait(_LOOK_SECONDS):
         life = lives.now

@@ -70,8 +70,8 @@ class Handle:
         section: str = "exposed_comm",
         flight: Flight | None = None,
     ):
-        """Wrap a collective in progress. `wait`: blocks until it is done; `finish`: returns its result; `section`: of
-        time."""
+        """Wrap a collective in progress. `wait`: blocks until it is done; `finish`: returns the result; `section`: its
+        clock's."""
         self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
 
     def wait(self) -> Tensor:

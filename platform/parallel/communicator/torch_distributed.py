@@ -252,7 +252,7 @@ class ProcessGroups(Communicator):
         shut_down(self.connections)
 
     def close(self) -> None:
-        """Destroy this rank's process groups and the default one, when its mesh is given up."""
+        """End this rank's process groups and the default one, when its mesh is given up."""
         if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
             for group in self._own():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

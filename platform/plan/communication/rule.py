@@ -178,8 +178,8 @@ def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
 
 
 def _located(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
-    """Fill in which ranks take each move of a conversion, `Step.only`: the axes at whose index 0 alone ranks take the
-    move. `only`: those at whose index 0 alone the tensor exists at the start."""
+    """Fill in which ranks take each move of a conversion (`Step.only`): the axes at whose index 0 alone ranks take the
+    move. `only`: the axes at whose index 0 alone the tensor exists at the start."""
     here = list(only)
     out = []
     for step in steps:

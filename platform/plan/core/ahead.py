@@ -125,7 +125,7 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
-        """Determine the order in which parameters are gathered ahead of their use in several chunks. `within`: True to
+        """Return the order in which parameters are gathered ahead of their use in several chunks. `within`: True to
         start nothing beyond the span of the operation that is running; `on`: False to start each gather only where it
         is used."""
         if not on:

@@ -228,8 +228,7 @@ class Plan:
         return [Step("all_gather", self.sharded, only=bucket.only)]
 
     def joining(self, p: Parameter) -> tuple[Step, ...]:
-        """Return the collective steps that gather a parameter's blocks into the whole, for updates of whole
-        matrices."""
+        """Return the collective steps that gather a parameter's blocks into the whole, to update whole matrices."""
         layout = self.layout(p)
         return relayout_steps(p.dims, layout, Layout.of({}, layout.only))
 
@@ -270,7 +269,7 @@ class Plan:
         return sum(max(0, stop - start) for start, stop in ranges)
 
     def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
-        """Return the elements, padding included, that the worker at `coordinates` has in one ZeRO shard of each
+        """Return the elements, with padding, of the worker at `coordinates` in one of `shards` ZeRO shards per
         bucket."""
         return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
 

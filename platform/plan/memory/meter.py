@@ -110,8 +110,7 @@ class Meter(Ops):
         return self.tensor(prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at))
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
-        """Record an operation on the memory meter's autograd tape, if gradients are wanted; arguments as in
-        `Tape.note`."""
+        """Record an operation on the memory meter's autograd tape, if gradients are wanted; as `Tape.note`."""
         if self.grad:
             self.tape.note(outs, ins, saved, backward)
 
@@ -172,8 +171,7 @@ class Meter(Ops):
         return self.new(elements, parameter=parameter) if after else out
 
     def forward(self, x: Value, conversion: Conversion) -> Value:
-        """Count the memory of the forward steps of a conversion of x, outside of the autograd tape; return the
-        converted tensor."""
+        """Count the memory of a conversion's forward steps of x, outside of the autograd tape; return the result."""
         steps, shape = conversion.forward, conversion.before
         return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
@@ -225,8 +223,7 @@ class Meter(Ops):
         return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
-        """Allocate the metered local result of an operation, before its conversion `leave`; empty if not on this
-        worker."""
+        """Allocate the metered local result of an operation, before its conversion; empty if not on this worker."""
         return self.tensor(prod(leave.before) * at_zero(planned.only, self.at))
 
     def begin(self, chunk: Chunk) -> None:

@@ -83,8 +83,7 @@ class Op:
         return [planner.layout(operation.outputs[0]).axes for _ in operation.parameters]
 
     def flops(self, operation: Operation, sizes: Mapping[str, int]) -> float:
-        """Return the forward FLOPs of this operation's matrix products on all ranks together. `sizes`: of model
-        dims."""
+        """Return the forward FLOPs of this operation's matrix products on all ranks. `sizes`: global, of model dims."""
         return 0.0
 
 

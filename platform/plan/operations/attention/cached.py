@@ -66,8 +66,7 @@ class RecallOp(Op):
         return ops.record(self.kind, name, given, [kv for _ in given], [kv, kv]) if ops.cache else (k, v)
 
     def run(self, ops, name, k, v, kv):
-        """Return k and v of the cross-attention `name`, and cache them, or return the ones cached by an earlier
-        pass."""
+        """Store k and v of the cross-attention `name` in the cache, if given, and return the stored ones."""
         if ops.cache and k is not None and not ops.absent(k):
             ops.cache.first[name] = _first(ops, kv)
         return self.meter(ops, name, k, v, kv)
