@@ -54,7 +54,7 @@ def batch_sizes(train: Train) -> list[int]:
 
 
 def batch_of(train: Train, step: int) -> int:
-    """Return the sequences of training step `step` (from 1)."""
+    """Return the batch size, in sequences, of training step `step` (from 1)."""
     return _phase(train, step).batch
 
 

@@ -126,7 +126,7 @@ def _curable(key: str) -> bool:
 
 
 def _reason(key: str) -> str:
-    """Return why a run with another value of `key` is another run, as text for the user."""
+    """Return why a run cannot be resumed with another value of `key`, as text for the user."""
     return next(why for start, why in _BECAUSE if key.startswith(start))
 
 

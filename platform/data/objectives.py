@@ -43,7 +43,7 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> int:
-        """Return how many tokens of a stream one sample takes."""
+        """Return how many tokens of a stream one sample of this objective takes."""
         ...  # tokens of a stream for one sample
 
     @property

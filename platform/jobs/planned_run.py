@@ -45,7 +45,7 @@ def plan_job(
     kind: type[JobOptions], typed: Sequence[str], config_dir: str | None, run_dir: Callable[[Any], str]
 ) -> PlannedRun:
     """Compose and plan the run that the arguments `typed` describe, with options of the class `kind` among them; choose
-    what a job must say and they do not. `run_dir`: the run directory by the options.
+    the values that a job must have and they leave open. `run_dir`: the run directory by the options.
 
     Raises ConfigError with one line per mistake.
     """

@@ -118,7 +118,7 @@ class Norm(Layer):
         return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
     def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
-        """Return the residual sum x + dropout(y), whose dropout mask is called `name`, and the norm of this sum."""
+        """Return the residual sum x + dropout(y), whose dropout is called `name`, and the norm of this sum."""
         return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias, self.eps)
 
 

@@ -49,7 +49,7 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _signature(argument: object) -> object:
-    """Return a graph's key of one argument: shape, strides, type and gradient of a tensor or of a list's tensors."""
+    """Return one argument's part of a compiled graph's key: shape, strides, type and gradient of its tensors."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument

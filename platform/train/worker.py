@@ -105,8 +105,8 @@ class Worker(Candidate):
         stage_of: list[int],
         plan: str = "",
     ) -> Joined:
-        """Join generation number `generation` as `rank` of `world_size`, through the driver's TCPStore `store` (host,
-        port), and open the process groups of the plan.
+        """Join the mesh of workers number `generation` as `rank` of `world_size`, through the driver's TCPStore `store`
+        (host, port), and open the process groups of the plan.
 
         `config`: configuration of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every
         model chunk, from the driver's schedule. `plan`: the digest that this worker's plan must have, "" for any.
@@ -137,7 +137,7 @@ class Worker(Candidate):
     def build(
         self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
     ) -> Built:
-        """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
+        """Build this rank's parameters, optimizer and data for the mesh that it has joined; return their size and
         the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
         the tokens, "" for none; `fresh`: the parameters get their initial values;
@@ -273,10 +273,10 @@ class Worker(Candidate):
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
-        """Exchange parts of in-memory snapshots before a generation in which some survivors get no seat: ranks with a
-        seat receive the parts that only the others hold. Called on all `gathered` members of the source, each with its
-        index among them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only:
-        `leave` follows."""
+        """Exchange parts of in-memory snapshots before a mesh forms in which some survivors get no rank: the others
+        receive the parts that only these hold. Called on all `gathered` members of the source, each with its index
+        among them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only: `leave`
+        follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
             meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
@@ -374,7 +374,7 @@ class Worker(Candidate):
             communicator.abort()
 
     def leave(self) -> None:
-        """Leave the generation: close its process groups and free its model; in-memory snapshots stay. Works in any
+        """Leave the mesh: close its process groups and free its model; in-memory snapshots stay. Works in any
         state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
         process useless."""
         communicator, self.communicator = self.communicator, None

@@ -177,8 +177,8 @@ def _beyond(task: Any) -> str:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers among the results of a task by METRIC, or METRIC.FILTER if answers were filtered. lm-eval has
-    METRIC,FILTER, and keys without a comma that are no metrics."""
+    """Return the numbers among the results of an lm-eval task by METRIC, or METRIC.FILTER if answers were filtered.
+    lm-eval has METRIC,FILTER, and keys without a comma that are no metrics."""
     found = {}
     for key, value in values.items():
         metric, comma, name = key.partition(",")

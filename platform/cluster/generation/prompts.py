@@ -55,7 +55,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
-    """Return the token ids that end an answer: of documents, of messages, in `generation`, a JSON file or b""."""
+    """Return the token ids that end documents, chat messages, or texts by `generation`, a JSON file's bytes."""
     found = set(_said(generation))
     if vocabulary is not None:
         found.add(vocabulary.special.end)

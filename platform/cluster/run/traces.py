@@ -116,5 +116,5 @@ def orphaned(directory: Path) -> int | None:
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows at the end of a metrics.jsonl."""
+    """Return the last rows of metrics in a metrics.jsonl."""
     return records.last(path, metrics.read_row)

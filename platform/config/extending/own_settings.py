@@ -49,7 +49,11 @@ class _Given(NamedTuple):
 
 
 def settings_key(key: str) -> str:
-    """Return the key of the settings that belong to the function which the value of `key` chooses."""
+    """Return the key that holds the settings of a user's function which the value of `key` names.
+
+    >>> settings_key("optimizer.kind"), settings_key("optimizer.schedule")
+    ('optimizer.settings', 'optimizer.schedule_settings')
+    """
     group, name = key.split(".")
     return f"{group}.settings" if name == "kind" else f"{group}.{name}_settings"
 

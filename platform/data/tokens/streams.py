@@ -39,7 +39,7 @@ class PackedStream:
     rows: Ints
 
     def __len__(self) -> int:
-        """Return the number of tokens of the stream, in rows or not."""
+        """Return the number of tokens of the token stream, in packed rows or not."""
         return len(self.tokens)
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
@@ -166,9 +166,9 @@ class DocumentStream:
     learned: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
-        """Return the number of tokens of the stream."""
+        """Return the number of tokens of this token stream."""
         return len(self.tokens)
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
-        """Return the tokens at positions `index` of the stream."""
+        """Return the token ids at positions `index` of this token stream."""
         return np.asarray(self.tokens[index])

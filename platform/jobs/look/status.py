@@ -99,7 +99,7 @@ def _is_gone(owner: str) -> bool:
 
 
 def _ago(run_dir: Path) -> str:
-    """Return in words when a run last wrote something."""
+    """Return in words how long ago the run in a run directory last wrote something."""
     times = []
     for name in (JOURNAL, METRICS):
         with suppress(OSError):

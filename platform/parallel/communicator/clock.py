@@ -136,7 +136,7 @@ class Clock:
         return flight
 
     def landed(self, flight: Flight) -> None:
-        """Note that the wait for the collective `flight` ended with the clock section closed just now."""
+        """Record that the wait for the collective `flight` ended with the clock's section that has just been closed."""
         flight.waited, flight.held = self._sections[-1][1:], None
 
     def read(self) -> ClockReading:

@@ -37,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def join(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
     """Join the default group of torch.distributed as `rank` of `size`, by NCCL on a CUDA device, where it connects at
-    once, else by gloo. All ranks call it together. `store`: a store of this generation alone."""
+    once, else by gloo. All ranks call it together. `store`: a store for this mesh alone."""
     device, timeout = torch.device(device), connect_timeout(size)
     if device.type == "cuda":
         # Collectives first, and in streams that nothing else takes; groups that are split off inherit it.

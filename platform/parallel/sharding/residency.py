@@ -28,13 +28,13 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, back: Callable[[], None]) -> Tensor:
-        """Return x unchanged, as the border between two spans of the model; `back` is called in the backward pass."""
+        """Return x unchanged, as the border between spans (blocks) of the model; the backward pass calls `back`."""
         ctx.back = back
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        """Pass the gradient on unchanged, and have the span before the border gathered."""
+        """Pass the gradient on unchanged, and have the parameters of the model's span before the border gathered."""
         ctx.back()
         return gradient, None
 

@@ -126,8 +126,8 @@ class _Order(NamedTuple):
     @classmethod
     def of(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
         """Return the order in which parameters are gathered ahead of their use in several chunks. `within`: True to
-        start nothing beyond the span of the operation that is running; `on`: False to start each gather only where it
-        is used."""
+        start nothing beyond the span of the model (a block) that is running; `on`: False to start each gather only
+        where it is used."""
         if not on:
             return cls({f.use: (f.use,) for found in chunks for f in found}, {})
         together: dict[Use, Sequence[Use]] = {}

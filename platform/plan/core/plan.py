@@ -269,8 +269,7 @@ class Plan:
         return sum(max(0, stop - start) for start, stop in ranges)
 
     def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
-        """Return the elements, with padding, of the worker at `coordinates` in one of `shards` ZeRO shards per
-        bucket."""
+        """Return the elements, padded, of the worker at `coordinates` in one of `shards` ZeRO shards per bucket."""
         return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
 
     @cached_property
@@ -306,7 +305,7 @@ class Plan:
 
     @cached_property
     def loss_layout(self) -> Layout:
-        """Return the layout of a rank's part of the loss; along its axes, ranks hold different parts, which add up."""
+        """Return the layout of the loss: ranks along its axes have losses of different tokens, which add up."""
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
     def moved_bytes(self, c: Collective) -> int:

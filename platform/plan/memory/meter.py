@@ -257,7 +257,7 @@ class Meter(Ops):
         self._move(self._span, 1)
 
         def backward(gs: Gradients, _: Saved) -> Gradients:
-            """Count the parameters of the span before as gathered again, in the backward pass."""
+            """Count the parameters of the model's span before as gathered again, in the backward pass."""
             self._move(before, -1)
             return gs
 

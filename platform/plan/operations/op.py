@@ -65,8 +65,8 @@ class Op:
         return ()
 
     def plan(self, planner: Planner, operation: Operation) -> PlannedOperation:
-        """Plan the operation in the layout of its result, but for the dims `whole`; a data tensor that it reads is laid
-        out as its result. Raises ValueError if its layouts do not allow computing it."""
+        """Plan this operation in the layout of its result, except along the dims that it needs `whole`; a data tensor
+        that it reads is laid out as its result. Raises ValueError if its layouts do not allow computing it."""
         out, dims = operation.outputs[0], self.whole(operation)
         layout, conversions = planner.layout(out), list[Conversion]()
         if dims:

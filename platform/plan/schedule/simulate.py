@@ -102,6 +102,6 @@ def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> s
 
 
 def _peak_live(row: tuple[Action, ...]) -> int:
-    """Return the most microbatches in flight in one pipeline stage's row: forward done, backward not."""
+    """Return the most microbatches in flight in one stage's row of a pipeline schedule: forward done, backward not."""
     steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
     return max(accumulate(steps[a.kind] for a in row), default=0)

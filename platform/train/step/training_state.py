@@ -115,9 +115,9 @@ class State:
         return self._blocks
 
     def values(self) -> dict[str, Any]:
-        """Return what the state has beside tensors, as plain data that is equal on all ranks: the `optimizer`'s numbers
-        (such as its count of steps), equal for all parameters and none before its first update, and the `loss_scale`
-        of fp16. {} on a rank without parameters."""
+        """Return the parts of the training state that are no tensors, as plain data that is equal on all ranks: the
+        `optimizer`'s numbers (such as its count of steps), equal for all parameters and none before its first update,
+        and the `loss_scale` of fp16. {} on a rank without parameters."""
         scale = self._trainer.loss_scale
         for w in self._trainer.weights.trained.values():
             there = self._of(w)
@@ -164,9 +164,9 @@ class State:
         return found
 
     def recover(self, survived: Sequence[Chain], node: NodeSnapshot | None) -> None:
-        """Recover the training state from the in-memory snapshots that survivors of a generation of any plan can read;
-        all ranks call it together. `survived`: chains with their readers; `node`: snapshot that this rank can read,
-        None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
+        """Recover the training state from the in-memory snapshots that survivors of a failure, under any plan, can
+        read; all ranks call it together. `survived`: chains with their readers; `node`: snapshot that this rank can
+        read, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
         known = [values for values in all_gather_values(self._communicator, node.values if node else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
         self._prepare(known[0])

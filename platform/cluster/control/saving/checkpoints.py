@@ -242,7 +242,7 @@ class Checkpoints:
             self.step = found.step if anybody_s or found.directory in self._own else 0
 
     def abandon(self) -> None:
-        """Cancel the save under way, without waiting, because the workers that write it leave their generation."""
+        """Cancel the save under way, without waiting, because the workers that write it leave their mesh."""
         if self._saver.busy:
             self._abandoned = True
             self._saver.cancel()

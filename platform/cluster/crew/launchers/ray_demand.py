@@ -31,7 +31,7 @@ class Bundle(NamedTuple):
 
 
 def bundle_of(device: str, labels: Mapping[str, str]) -> Bundle:
-    """Return the bundle of a worker on a `device`, cpu | cuda: one CPU, for cuda also one GPU, and node `labels`."""
+    """Return the Ray bundle of a worker on a `device`, cpu | cuda: one CPU, for cuda also one GPU, and `labels`."""
     return Bundle({"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {}), dict(labels))
 
 

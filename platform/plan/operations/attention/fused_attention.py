@@ -67,7 +67,7 @@ class FusedAttentionOp(BlockOp):
             return scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
     def meter(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
-        """Count the mask of attention, and what the planned kernel of torch allocates and keeps."""
+        """Count the memory of attention's mask, and of all that the planned kernel of torch allocates and keeps."""
         query, key = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv))
         documents = begins is not None
         sizes = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"]

@@ -42,7 +42,7 @@ class LinearCrossEntropyOp(Op):
         )
 
     def meter(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
-        """Count the gradients and one chunk of logits, or all logits where the loss has to keep them."""
+        """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
         product, found = ops.planned("project", table.name), ops.planned("cross_entropy", name)
         (group, *_), weight = product.groups, ops.parameter(table)
         if group.panels:

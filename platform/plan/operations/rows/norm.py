@@ -37,7 +37,7 @@ class NormOp(BlockOp):
         return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over)
 
     def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
-        """Count the normalised rows and their deviations, which are kept, and what is made on the way."""
+        """Count the memory of the normalised rows and their deviations, which are kept, and of temporaries."""
         vectors = [v for v in (gain, bias) if v]
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[:-1])
         if not found.over and kind == "layernorm":

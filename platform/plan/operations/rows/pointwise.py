@@ -69,7 +69,7 @@ class PointwiseOp(Op):
         return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
 
     def meter(self, ops, function, *x):
-        """Count the result of a pointwise function, which keeps its result or its arguments."""
+        """Count the memory of a pointwise function's result; the result or the arguments are kept."""
         if function == "identity":
             return x[0]
         if function.startswith("gated_"):
@@ -100,7 +100,7 @@ class PointwiseEachOp(BlockOp):
         return torch.stack([known[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
     def meter(self, ops, found, functions, x, spec, dim):
-        """Count pointwise functions per slice, as on the rank whose functions save most, if ranks differ."""
+        """Count the memory of pointwise functions per slice, as on the rank whose functions save most."""
         shape = dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
         most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)
