@@ -22,7 +22,7 @@ class SumsOverRanks(Protocol):
         """Return the number of elements of each parameter over all ranks, by name."""
 
     def shape(self, name: str) -> tuple[int, int] | None:
-        """Return (rows, columns) of a parameter's matrix if its second moments are factored, else None."""
+        """Return (rows, columns) of a parameter's matrix if Adafactor factors its second moments, else None."""
 
     def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the squares of this rank's part of a parameter's gradient by row and by column of the whole matrix."""
@@ -31,7 +31,7 @@ class SumsOverRanks(Protocol):
         """Return this rank's part of the outer product of `rows` and `columns`, laid out as `like`."""
 
     def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
-        """Sum over ranks the numbers that each has `found` of its parts of parameters; only totals with `totals`."""
+        """Sum over ranks the squares `found` of parameters' parts; with `totals` one number of each."""
 
 
 class Adafactor(torch.optim.Optimizer):

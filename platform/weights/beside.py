@@ -112,7 +112,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
 
 
 def _otherwise(known: ConfinedTokenizer, here: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
-    """Return how many tokens of `known`, but special ones, have another id in `here` or none, and how many are."""
+    """Compare tokenizers: return how many tokens of `known`, but special ones, differ in `here`, and of how many."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
     there = here.get_vocab()

@@ -140,7 +140,8 @@ class Clock:
         flight.waited, flight.held = self._sections[-1][1:], None
 
     def read(self) -> ClockReading:
-        """Read the clock and start it anew, between sections; what has not ended is left out."""
+        """Return the times of the step since the clock was last read, and start it anew; unfinished ones are left
+        out."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
         marks, sections, spans = self._reading.marks, self._sections, self._spans

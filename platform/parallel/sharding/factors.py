@@ -53,7 +53,7 @@ class Factors:
         return _Part(rows[first:last], columns, start - first * len(columns))
 
     def shape(self, name: str) -> tuple[int, int] | None:
-        """Return (rows, columns) of a parameter's matrix if its second moments are factored, else None."""
+        """Return (rows, columns) of a parameter's matrix if Adafactor factors its second moments, else None."""
         rows, *columns = self._sizes[name]
         return (rows, columns[0]) if columns else None
 
@@ -76,8 +76,9 @@ class Factors:
         return whole[part.before : part.before + like.numel()].view(like.shape)
 
     def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
-        """Sum over ranks the numbers that each has `found` of its parts of parameters: by row and by column of the
-        factored ones, and one number of each; with `totals` one number alone. All ranks go through it together."""
+        """Sum over ranks the squares that each has `found` of its parts of parameters, for Adafactor: by row and by
+        column of the factored ones, and one number of each; with `totals` one number alone. All ranks go through it
+        together."""
         sizes = {name: (1,) if totals else each for name, each in self._sizes.items()}
         flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._dtype, device=self._communicator.device)
         views = {
@@ -93,7 +94,7 @@ class Factors:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype in which squares are summed over ranks: fp64 if the plan accumulates in it, else fp32."""
+        """Return the dtype in which Adafactor's squares are summed over ranks: fp64 if the plan says so, or fp32."""
         return torch.float64 if self._plan.itemsize["accumulate"] == 8 else torch.float32
 
 

@@ -52,7 +52,8 @@ class InlineCrew(Crew):
         self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
-        """Run the method on the worker in this process; raise WorkerFailed, its traceback printed, if it raises."""
+        """Run a call of the driver on the worker in this process; raise WorkerFailed, after a traceback, if it
+        fails."""
         try:
             return [getattr(self._worker, method)(*arguments(args, 0))]
         except BaseException as error:

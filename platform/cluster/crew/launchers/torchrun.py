@@ -142,7 +142,7 @@ class Torchrun(Launcher):
         return None  # torchrun reports it, and ends this process too
 
     def kill(self, number: int) -> None:
-        """Do nothing: a process under torchrun ends by itself when its connection to the driver is closed."""
+        """Leave a process under torchrun to end by itself, as it does when its connection is closed."""
         pass  # it ends by itself when its connection is closed
 
     def dismiss(self, polite: bool) -> None:
