@@ -132,7 +132,7 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
 
 
 def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
-    """Return what members see or run otherwise than the driver, a line each, by number."""
+    """Return in which settings, files or versions members differ from the driver, lines by member number."""
     from platform.cluster.control.forming import preflight
 
     crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
@@ -169,11 +169,11 @@ class Report:
 
     @property
     def status(self) -> int:
-        """Return the exit status of the command."""
+        """Return the exit status of `python -m platform.doctor`: 0 if no worker is bad."""
         return BAD if self.shared or any(row.bad for row in self.rows) else SOUND
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as the plain data that `--json` prints."""
+        """Return the doctor's report as the plain data that `--json` prints."""
         workers, nodes = [*map(vars, self.rows)], sorted({row.node for row in self.rows if row.bad})
         return {"status": self.status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> CommandLine:
-    """Return the parser of the command line."""
+    """Return the parser of the command line `python -m platform.evaluate`."""
     parser = command_line("evaluate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument(
@@ -62,7 +62,7 @@ def _parser() -> CommandLine:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    """Measure the model of a command line; return the exit status."""
+    """Measure the trained model that a command line names; return the exit status."""
     overrides, others = sorted_words(given.words)
     wrong = [violation("argument", word, "is no KEY=VALUE of the configuration") for word in others]
     for flag, least in (("samples", 0), ("beams", 1), ("shots", 0)):
@@ -84,7 +84,7 @@ def _evaluate(given: argparse.Namespace) -> int:
 
 
 def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Measure the model of a command line; print and return the results."""
+    """Measure losses, tasks or BLEU of the model that a command line names; print and return the results."""
     from platform.cluster.generation.answer_memory import violations_of_memory
     from platform.cluster.generation.loss_table import measure_losses, print_losses
     from platform.cluster.generation.session import open_session
@@ -130,7 +130,7 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
 
 
 def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run tasks of lm-eval on a trained model; return what they found."""
+    """Run tasks of lm-eval on a trained model; return their results, task -> metric -> value."""
     from platform.cluster.generation.asked_model import AskedModel
     from platform.cluster.generation.harness_tasks import HarnessTasks
     from platform.cluster.generation.session import open_session

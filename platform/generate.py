@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> CommandLine:
-    """Return the parser of the command line."""
+    """Return the parser of the command line `python -m platform.generate`."""
     parser = command_line("generate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("words", nargs="*", metavar="PROMPT | KEY=VALUE")
@@ -67,7 +67,7 @@ def _parser() -> CommandLine:
 
 
 def answered(parser: CommandLine, run: Callable[[argparse.Namespace], int], arguments: Sequence[str] | None) -> int:
-    """Run a command that asks a trained model; return its exit status."""
+    """Run a command that asks a trained model, such as generate or evaluate; return its exit status."""
     from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 
     return run_command(parser, run, arguments, failures=(WorkerFailed, NoPlaces, OSError))
@@ -85,7 +85,7 @@ def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _generate(given: argparse.Namespace) -> int:
-    """Answer the prompts of a command line; return the exit status."""
+    """Continue the prompts of a command line by a trained model, and print the texts; return the exit status."""
     overrides, words = sorted_words(given.words)
     refuse_all(_violations_of_words(given, words))
     from platform.cluster.generation.answer_memory import violations_of_memory
@@ -183,7 +183,7 @@ def _of_trained(line: str, model: Model) -> str:
 
 
 def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
-    """Return what a task returns of each thing. Raises ConfigError with the mistakes of all."""
+    """Apply `task` to each of `things`, and return the results. Raises ConfigError with the mistakes of all."""
     found, wrong = [], []
     for thing in things:
         try:
@@ -220,7 +220,7 @@ def _violations_of_words(given: argparse.Namespace, words: Sequence[str]) -> Ite
 
 
 def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text that `ids` add after the ids `before`: some tokenizers treat the beginning of text otherwise."""
+    """Return the text of generated `ids` in the place after the ids `before`: the first token may differ there."""
     if vocabulary is None:
         return " ".join(map(str, ids))
     start, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])
@@ -228,7 +228,7 @@ def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
 
 
 def _print_answer(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
-    """Write an answer to the file `out`, as a line of JSON, or print it."""
+    """Write a generated text to the file `out`, as a line of JSON with its prompt `given`, or print it."""
     if out:
         more = {} if found.log_probability is None else {"log_probability": found.log_probability}
         out.add(json.dumps({**given, "answer": text, "answer_ids": found.ids, "ended": found.ended, **more}))
@@ -240,7 +240,7 @@ def _print_answer(out: Any, given: Any, text: str, found: Any, *, alone: bool) -
 
 
 def note(line: str) -> None:
-    """Print a line that is no answer to stderr."""
+    """Print to stderr a line that is no generated text."""
     print_line(line, sys.stderr)
 
 

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
-    """Parse a command line, do what it asks for, and return the exit status. `phases`: begins with the command. Raises
+    """Parse a launcher's command line, plan, train or print as it asks, and return the exit status; raises
     ConfigError."""
     args = parser.parse_intermixed_args(argv)
     for flag in ("config_path", "config_name", "experimental_rerun"):
@@ -162,9 +162,9 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes in `axes` of the mesh axes that a job keeps in `group` (tensor or branch): of the axes that its
-    scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless undeclared and of size 1
-    (without effect).
+    """Return the sizes in `axes` of the mesh axes that a job keeps for its scheme in `group` (tensor or branch), by
+    name; of the axes that the scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless
+    undeclared and of size 1 (without effect).
 
     Undeclared axes that only an experiment sets are dropped; undeclared typed ones stay, to be refused later.
     """
@@ -295,7 +295,7 @@ def _workers(config: Config) -> int | None:
 
 
 def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
-    """Train one planned job to its end and return its exit status; a refusal or a traceback is printed."""
+    """Train one planned job to its end; return its exit status, and print a refusal or a traceback."""
     from platform.cluster import driver
 
     try:
@@ -314,6 +314,7 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
     from platform.planning.make_plan import make_plan
 
     def workers(others: Sequence[str]) -> int:
+        """Count the workers that a run with the arguments `others` would have; return 0 if it is refused."""
         try:
             config = compose(others, config_dir)
             return make_plan(config, _workers(config)).mesh.size

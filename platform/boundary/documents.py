@@ -145,6 +145,7 @@ def from_yaml(raw: bytes) -> Any:
         """Reads YAML that has no alias, no key twice, and maps and lists in each other only so deep."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
+            """Parse one node of an untrusted YAML text; raises Malformed for an alias or too deep nesting."""
             if self.check_event(yaml.AliasEvent):
                 raise Malformed("an alias; every value is written where it belongs")
             if len(self.states) > 3 * DEEPEST:  # the parser's stack: one or two states per open map or list
@@ -152,6 +153,7 @@ def from_yaml(raw: bytes) -> Any:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            """Build a map of an untrusted YAML text; raises Malformed for a key given twice."""
             keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
             if len(set(keys)) < len(keys):
                 raise Malformed(f"the key {_repeated(keys)} twice")

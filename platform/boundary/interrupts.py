@@ -71,6 +71,7 @@ def _handle(handler: Handler) -> dict[int, Any]:
     mine = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        """Pass a signal that ends a command to `handler`; in a forked child, to the system's default."""
         if os.getpid() != mine:  # a fork, which is no command
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -73,6 +73,7 @@ def _alarm(what: str, limit: float) -> Iterator[None]:
     end = monotonic() + limit
 
     def rings(_: int, frame: FrameType | None) -> None:
+        """Raise _Hangs if the user's own code has used up its time; else warn that it still runs, and where."""
         if (left := end - monotonic()) <= 0:
             raise _Hangs
         where = f", at {_short(frame)}:{frame.f_lineno}" if frame else ""

@@ -36,19 +36,24 @@ class AskedFile(io.RawIOBase):
         self._read, self._size, self._place = read, size, 0
 
     def readable(self) -> bool:
+        """Return True: a parser may read this file, whose bytes the parent process supplies."""
         return True
 
     def seekable(self) -> bool:
+        """Return True: a parser may move within this file, whose bytes the parent process supplies."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move a parser's reading position in the file to be parsed; return the position, in bytes from its start."""
         self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
         return self._place
 
     def tell(self) -> int:
+        """Return a parser's reading position in the file to be parsed, in bytes from its start."""
         return self._place
 
     def readinto(self, buffer: Any) -> int:
+        """Read the next bytes of the file to be parsed, from the parent process, into `buffer`; return their number."""
         data = self._read(self._place, min(len(buffer), max(0, self._size - self._place)))
         buffer[: len(data)] = data
         self._place += len(data)
@@ -66,11 +71,13 @@ def answer_requests(parser: str) -> None:
     answer: Answer = getattr(import_module(module), name)
 
     def send(kind: bytes, payload: bytes) -> None:
+        """Write a message to the parent process: its `kind`, such as DONE or WANTS, and its payload."""
         taken.write(REPLY.pack(kind, len(payload)))
         taken.write(payload)
         taken.flush()
 
     def read(offset: int, size: int) -> bytes:
+        """Return `size` bytes of the file to be parsed from byte `offset` on, asking the parent process for them."""
         parts = [b"."]
         while size > 0 and parts[-1]:
             send(WANTS, WANTED.pack(offset, min(size, AT_ONCE)))

@@ -226,6 +226,7 @@ def _exactly(otherwise: str, *kinds: type) -> Reader:
     others. `otherwise`: words for these in the message, such as "not null"."""
 
     def read_exactly(value: Any) -> Any:
+        """Return a value of foreign data whose type is one of `kinds`; raises Malformed for others."""
         if type(value) not in kinds:
             raise Malformed(f"{shown(value)} is {otherwise}")
         return value
@@ -281,6 +282,7 @@ def _bounded(inner: Reader, bounds: Sequence[Any]) -> Reader:
         return bounds[0].read
 
     def read_bounded(value: Any) -> Any:
+        """Read a value of foreign data by `inner`, and check it against the declared bounds."""
         value = inner(value)
         for bound in bounds:
             bound.check(value)
@@ -294,6 +296,7 @@ def _either(readers: Sequence[Reader]) -> Reader:
     accepts a value makes of it, and raises Malformed with the reason of the first one if none does."""
 
     def read_either(value: Any) -> Any:
+        """Read a value of foreign data by the first of the readers of a Union's types that accepts it."""
         reasons = []
         for one in readers:
             try:
@@ -309,6 +312,7 @@ def _map(read_key: Reader, read_item: Reader) -> Reader:
     """Return the function that reads foreign data declared as dict[KEY, ITEM] from a map, or raises Malformed."""
 
     def read_map(value: Any) -> dict[Any, Any]:
+        """Read a map of foreign data: its keys by `read_key`, its values by `read_item`."""
         if type(value) is not dict:
             raise Malformed(f"{shown(value)} is no map")
         found = {}
@@ -325,6 +329,7 @@ def _sequence(read_item: Reader, kind: type, span: Span | None) -> Reader:
     Malformed. `kind`: list or tuple; `span`: the bounds on integers, None for other items."""
 
     def read_sequence(value: Any) -> Any:
+        """Read a list of foreign data, each item by `read_item`; return it as a `kind`, list or tuple."""
         if type(value) is not list:
             raise Malformed(f"{shown(value)} is no list")
         if span and set(map(type, value)) == {int} and span.least <= min(value) and max(value) <= span.most:
@@ -348,6 +353,7 @@ def _row(made: Callable[[list[Any]], Any], readers: dict[Any, Reader]) -> Reader
     tuple of the list of converted entries."""
 
     def read_row(value: Any) -> Any:
+        """Read a list of foreign data as a tuple with declared entries, each by its own reader."""
         if type(value) is not list or len(value) != len(readers):
             raise Malformed(f"{shown(value)} is no list of {len(readers)}")
         return made([_at(name, one, part) for (name, one), part in zip(readers.items(), value, strict=True)])
@@ -361,6 +367,7 @@ def _record(kind: Any, readers: dict[str, Reader]) -> Reader:
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
     def read_record(value: Any) -> Any:
+        """Read a map of foreign data as the dataclass `kind`, each field by its reader."""
         if type(value) is not dict:
             raise Malformed(f"{shown(value)} is no map")
         if unknown := [key for key in value if key not in readers]:

@@ -71,11 +71,12 @@ class QuickExit:
     modules, which takes most of a second for torch. Make it first: exit handlers registered earlier do not run."""
 
     def __init__(self) -> None:
+        """Register an exit function that ends the process at once with `status`, if a command has set it."""
         self.status: int | None = None
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """Flush the standard streams and end the process with `status`, if it is set."""
+        """Flush the standard streams and end the process at once with the command's exit `status`, if it is set."""
         if self.status is not None:
             flush_streams()
             os._exit(self.status)

@@ -86,6 +86,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     meta = metadata.get(META, "")
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the tensor of every entry of the safetensors file, read one at a time."""
         for name, t in described.items():
             data = bytearray(folder.read(file, *t.data_offsets))
             flat = torch.frombuffer(data, dtype=t.type) if data else torch.empty(0, dtype=t.type)
@@ -195,6 +196,7 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
     described = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
 
     def tensor(name: str) -> Tensor:
+        """Read one tensor, by its name, of the directory in torch.distributed.checkpoint's format."""
         found = described[name]
         state = {name: torch.empty(found.size, dtype=found.properties.dtype)}  # type: ignore[union-attr]
         with _no_process_group():

@@ -106,6 +106,7 @@ def stored_fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
     """Return the function that reads stored blocks of the checkpoint in `directory` and verifies their SHA-256."""
 
     def fetch(wanted: Sequence[Piece[StoredBlock]], into: Sequence[Tensor]) -> None:
+        """Read stored blocks of the checkpoint into the memory given for each, and verify them."""
         read_pieces(storage, directory, wanted, [memory.numpy().data for memory in into])
 
     return fetch
@@ -136,8 +137,8 @@ def pass_on(
     blocks: Sequence[Block],
     world: World,
 ) -> None:
-    """Fill this rank's `blocks` with the pieces of global tensors that all ranks fetch and send, one exchange per turn;
-    all ranks call it together.
+    """Fill this rank's `blocks` of training state with the pieces that all ranks read and send to each other, one
+    exchange per turn; all ranks call it together.
 
     `turns`: per turn and rank, the pieces that it passes on; `fetch`: gets their bytes; `state`: tensors with the
     present holders of their blocks; `turns` and `state` are equal on all ranks. Raises one of FAILURES on every rank

@@ -209,7 +209,7 @@ def _say_what_next(state: DriverState, config: Config, size: int) -> None:
 
 
 def _print_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
-    """Print what a finished run has proven of its cluster; return FAILED if anything is missing, else DONE."""
+    """Print the findings of a cluster check, a finished run; return FAILED if any proof is missing, else DONE."""
     from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
 
     found = proofs_of_cluster(journal.events(), monitor.rows(), checkpoints.unreadable())
@@ -261,9 +261,9 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
 
 
 def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
-    """Start the crew and train to the run's last step, through as many generations as it takes. `orphan`: the last step
-    of a driver before that died without an end, None if none did. Raises Unsaved if the state after the last step was
-    to be saved and is not."""
+    """Start the crew and train to the run's last step, re-forming the mesh as often as it takes. `orphan`: the last
+    step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the last step
+    was to be saved and is not."""
     job, say = run.job, run.monitor.say
     run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
@@ -357,6 +357,7 @@ def relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
         """Passes each message to `say`."""
 
         def emit(self, record: logging.LogRecord) -> None:
+            """Pass the text of a logged message to `say`, which prints it for the user."""
             say(record.getMessage())
 
     logger, handler = logging.getLogger(name), Handler()

@@ -67,6 +67,7 @@ class Composer:
     of the files, but for the groups of which an argument chooses another."""
 
     def __init__(self, own: Sequence[str], stored: Mapping[str, Any]):
+        """Prepare to compose, with Hydra's argument for the user's `own` folder, and a `stored` configuration."""
         self.own, self.stored = list(own), stored
         self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
@@ -157,12 +158,12 @@ def _composed(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
 
 @lru_cache(maxsize=64)
 def _shipped(arguments: tuple[str, ...], stamps: tuple[int, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """Compose shipped files once per process: Hydra takes most of a composition's time. `stamps`: `_stamps`."""
+    """Compose YAML files of conf/ once per process, as Hydra takes long. `stamps`: their times of change, `_stamps`."""
     return _composed(arguments)
 
 
 def _stamps() -> tuple[int, ...]:
-    """Return when each shipped file was changed, in order of their names."""
+    """Return when each YAML file that this package ships in conf/ was changed, in order of their names."""
     return tuple(os.stat(file).st_mtime_ns for file in sorted(CONF.rglob("*.yaml")))
 
 

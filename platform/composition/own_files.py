@@ -25,9 +25,11 @@ def register() -> str:
 
         @staticmethod
         def scheme() -> str:
+            """Return "own", the scheme of the URLs of a user's own YAML files in Hydra."""
             return SCHEME
 
         def load_config(self, config_path: str) -> ConfigResult:
+            """Load a YAML file of the user for Hydra. Raises ConfigLoadError if it is too large, too deep or no map."""
             path = os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path)))
             if reason := unreadable(path):
                 raise ConfigLoadError(reason)

@@ -28,6 +28,7 @@ def watch_environment() -> None:
     from omegaconf.resolvers import oc
 
     def env(name: str, *default: Any) -> Any:
+        """Return an environment variable for `${oc.env:NAME}`, and remember its value, which may be a secret."""
         if name in os.environ:
             _read[os.environ[name]] = f"${{oc.env:{name}}}"
         return oc.env(name, *default)

@@ -30,7 +30,7 @@ class Phase(NamedTuple):
 
 
 def phases(train: Train) -> Sequence[Phase]:
-    """Return the phases of a run in order; the last has no end."""
+    """Return the phases of a run in which the batch size grows, each with one size, in order; the last has no end."""
     return _phases(train.global_batch, train.ramp_from, train.ramp_by, train.ramp_samples)
 
 
@@ -54,7 +54,7 @@ def batch_sizes(train: Train) -> list[int]:
 
 
 def batch_of(train: Train, step: int) -> int:
-    """Return the sequences of training step `step` (from 1)."""
+    """Return the batch size, in sequences, of training step `step` (from 1)."""
     return _phase(train, step).batch
 
 
@@ -71,5 +71,6 @@ def samples_of(train: Train, step: int) -> tuple[int, int]:
 
 
 def _phase(train: Train, step: int) -> Phase:
+    """Return the phase of the growing batch size that training step `step` (from 1) belongs to."""
     found = phases(train)
     return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)]

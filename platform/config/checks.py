@@ -37,10 +37,11 @@ class _Sound:
     """A configuration, or a group of its keys, as rules read it: raises _WrongByItself at the keys `wrong`."""
 
     def __init__(self, part: Any, wrong: Collection[str], prefix: str = ""):
+        """Wrap a configuration, or a group of its keys, so that reading a key that is already `wrong` ends a rule."""
         self._part, self._wrong, self._prefix = part, wrong, prefix
 
     def __getattr__(self, name: str) -> Any:
-        """Return a value, or a group in the same way."""
+        """Return a key's value, or a group of keys wrapped alike; reading a key that is already wrong ends the rule."""
         if (key := f"{self._prefix}{name}") in self._wrong:
             raise _WrongByItself(key)
         value = getattr(self._part, name)

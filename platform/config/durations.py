@@ -55,5 +55,5 @@ def job_seconds(limit: str) -> int:
 
 
 def hms(seconds: int) -> str:
-    """Write seconds as H:MM:SS, as a job's time limit has them."""
+    """Format seconds as H:MM:SS, as a job's time limit has them."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -63,6 +63,7 @@ class Config:
     monitor: Monitor = field(default_factory=Monitor)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return this configuration as nested plain data, group -> key -> value, from which `from_dict` builds it."""
         return asdict(self)
 
     @classmethod
@@ -96,7 +97,7 @@ def key_fields() -> dict[str, Field[Any]]:
 
 @cache
 def declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return, of the dataclass `cls`, the types of all fields by name, and the dataclasses of the groups of keys."""
+    """Return, of the configuration's dataclass `cls`, all fields' types by name, and its groups' dataclasses."""
     groups = {f.name: f.default_factory for f in fields(cls) if is_dataclass(f.default_factory)}
     return get_type_hints(cls), groups
 

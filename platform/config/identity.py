@@ -109,6 +109,7 @@ def violations_of_allowances(config: Config) -> Iterator[str]:
 
 
 def _freed(key: str, allow: Sequence[str]) -> bool:
+    """Return True if the user's list `resume.allow` lets the value of `key` differ when a run is resumed."""
     free = _freeable(key)
     return bool(free) and (free in allow or key.partition(".")[0] in allow)
 
@@ -125,6 +126,7 @@ def _curable(key: str) -> bool:
 
 
 def _reason(key: str) -> str:
+    """Return why a run cannot be resumed with another value of `key`, as text for the user."""
     return next(why for start, why in _BECAUSE if key.startswith(start))
 
 

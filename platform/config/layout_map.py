@@ -139,7 +139,7 @@ def _unordered(tensor: Tensor) -> Iterator[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as a list that can be typed."""
+    """Return names as text that a user can type: joined by commas."""
     return f"[{','.join(names)}]"
 
 
@@ -169,6 +169,7 @@ class _Strict(yaml.SafeLoader):
     """YAML loader for `tensor.layout` that refuses a key given twice in one mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Build a map of the YAML of `tensor.layout`; raises YAML's error for a key given twice."""
         keys = [key.value for key, _ in node.value]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
             raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", node.start_mark)

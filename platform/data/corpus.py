@@ -41,7 +41,7 @@ class SourceTokens:
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
 
     def beginning(self, split: str) -> Any:
-        """Return the token stream of a split ("train", "validation"); the first block's of a streamed source."""
+        """Return the token stream of a source's split, "train" or "validation"; a streamed source's first block."""
         stream = self.streams[split]
         return stream.first() if isinstance(stream, StreamedTokens) else stream
 
@@ -220,7 +220,7 @@ def open_corpus(
 
 @contextmanager
 def _as_found(folder: Path) -> Iterator[None]:
-    """Raise OSError in place of Malformed: the data cache entry is not as the driver of this run has found it."""
+    """Raise OSError in place of Malformed in the context: a data cache entry has changed since the driver read it."""
     try:
         yield
     except Malformed as error:
@@ -317,10 +317,11 @@ class _Opening:
         kind, objective = kind_of(data), self.objective
 
         def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
+            """Write the tokens of a block's documents into `folder`; return their description."""
             return kind.write_tokens(folder, vocabulary, self.vocab, [(iter(documents), 0), (iter(()), 0)])
 
         def cut(place: Path, found: TokenFiles) -> Any:
-            """Return the training rows of the token files `found` in the folder `place`."""
+            """Open the tokens that a block of a streamed source has in the folder `place`, cut into training rows."""
             train = {TRAIN: entry.streams_of(place, found, self.vocab)[TRAIN]}
             return self._rows_of(data, train, place, vocabulary, trusted=False)[TRAIN]
 

@@ -122,7 +122,7 @@ def _violations_of_source(name: str, given: Any) -> list[str]:
 
 
 def of_source(source: DataSource, line: str) -> str:
-    """Return a refusal line about a key of group data with the key of the mixture's source in its place."""
+    """Replace the key of group data in a refusal line, "data.KEY", by that of a mixture's source."""
     return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
 
 

@@ -43,7 +43,7 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> int:
-        """Return how many tokens of a stream one sample takes."""
+        """Return how many tokens of a stream one sample of this objective takes."""
         ...  # tokens of a stream for one sample
 
     @property
@@ -351,8 +351,8 @@ def _padded(rows: Ints, length: int) -> Ints:
 
 
 def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
-    """Draw a random mask [rows, n] in which `count` entries of each row are True, to choose the tokens of a sample that
-    are predicted; `key` [rows, 1] decides the draw of each row."""
+    """Draw a random boolean mask [rows, n] in which `count` entries of each row are True, to choose the tokens of a
+    sample that are predicted; `key` [rows, 1] decides the draw of each row."""
     chosen = np.zeros((len(key), n), bool)
     ranked = np.argsort(mix(key, 0, np.arange(n)), 1, kind="stable")
     np.put_along_axis(chosen, ranked[:, :count], True, 1)

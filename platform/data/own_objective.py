@@ -101,7 +101,7 @@ class OwnObjective:
         raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
     def _said(self, what: str, least: int, *given: Any) -> int:
-        """Return integer `what` of a user's objective; raise ConfigError if it is none, or less than `least`."""
+        """Check that `given`, an answer of the user's objective, is one integer of at least `least`, and return it."""
         with of_objective(self.name):
             value = getattr(self.made, what)
             value = value(*given) if given else value

@@ -33,6 +33,7 @@ def order(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.i
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
 
     def permute(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Apply the Feistel network to numbers in [0, 4**half), a permutation of them."""
         left, right = x >> shift, x & mask
         for turn in range(_ROUNDS):
             left, right = right, left ^ (mix(seed, epoch, turn, right) & mask)

@@ -19,9 +19,11 @@ class RandomTokens:
     vocab: int
 
     def __len__(self) -> int:
+        """Return the number of random tokens, practically without end: 2^40."""
         return 1 << 40
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the random token ids at positions `index`, each a hash of seed, split and position."""
         return mix(self.seed, self.number, index) % np.uint64(self.vocab)
 
 

@@ -116,8 +116,8 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Group pieces of text, (number of the document, text) each, into lists of at least _BATCH characters, each encoded
-    at once."""
+    """Group pieces of documents for the tokenizer, (number of the document, text) each, into lists of at least _BATCH
+    characters, each encoded at once."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for piece in pieces:

@@ -57,33 +57,33 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """Return the number of ids: one more than the highest."""
+        """Return the number of this vocabulary's token ids: one more than the highest."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def special_tokens(self) -> list[str]:
-        """Return the spellings of all special tokens, in the order of their ids."""
+        """Return the spellings of all special tokens of this vocabulary, in the order of their ids."""
         added: Mapping[int, Any] = self.tokenizer.get_added_tokens_decoder()
         return [token.content for _, token in sorted(added.items()) if token.special]
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of its files: equal digests, equal ids, special tokens and templates."""
+        """Return a hash of the tokenizer's files: equal digests, equal ids, special tokens and templates."""
         named = sorted((name, sha256(raw).hexdigest()) for name, raw in self.files.items())
         return sha256(json.dumps(named).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write its files into a folder of ours, for `open_vocabulary`."""
+        """Write the tokenizer's files into the folder of a data cache entry, for `open_vocabulary`."""
         for name, raw in self.files.items():
             if self.given or name != CONFIG:
                 (folder / name).write_bytes(raw)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, in which the spelling of a special token is text."""
+        """Return the token ids of a text, in which the spelling of a special token is text."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each of several texts, encoded side by side on all cores; as `encode`."""
+        """Return the token ids of each of several texts, encoded side by side on all cores; as `encode`."""
         if not self._spelled:
             return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         parts = [self._spelled.split(text) for text in texts]
@@ -92,8 +92,8 @@ class Vocabulary:
         return [[i for _ in some for i in next(ids)] for some in parts]
 
     def encode_parts(self, documents: Sequence[Parts]) -> list[tuple[list[int], list[bool]]]:
-        """Return the ids of texts that are given in parts, and for each id whether it is of an answer. Parts between
-        special tokens are encoded together; the part that holds an id's last character decides about it."""
+        """Return the token ids of conversations given in parts, and for each id whether it is of an answer. Parts
+        between special tokens are encoded together; the part that holds an id's last character decides about it."""
         runs = [[list(run) for _, run in groupby(parts, itemgetter(1))] for parts in documents]
         plain = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
         encoded, found = iter(self._with_ends(plain)), []
@@ -127,13 +127,14 @@ class Vocabulary:
             yield found
 
     def spelling(self, number: int) -> str:
-        """Return how one token is spelled."""
+        """Return how the token of id `number` is spelled."""
         return str(self.tokenizer.id_to_token(number))
 
     @cached_property
     def _spelled(self) -> re.Pattern[str] | None:
-        """Return where a text is cut, so that no special token is made of its spelling: behind the first character of
-        each that the tokenizer would make of it, as unigram models do; None if it makes none."""
+        """Return the pattern by which texts are cut before encoding, so that no special token is made of its spelling:
+        behind the first character of each that the tokenizer would make of it, as unigram models do; None if it makes
+        none."""
         made = []
         for number, token in self.tokenizer.get_added_tokens_decoder().items():
             text = token.content
@@ -144,17 +145,17 @@ class Vocabulary:
         return re.compile("|".join(made)) if made else None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, special tokens as they are spelled; ids that it has not are left out."""
+        """Return the text of token ids, special tokens as they are spelled; unknown ids are left out."""
         return self.tokenizer.decode([i for i in ids if 0 <= i < self.size], skip_special_tokens=False)
 
     @property
     def has_chat(self) -> bool:
-        """Return True if it has a chat template."""
+        """Return True if the tokenizer has a chat template."""
         return bool(chat_template(self.files))
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        """Return its chat template. Raises ConfigError if it has none."""
+        """Return the tokenizer's chat template. Raises ConfigError if it has none."""
         text = chat_template(self.files)
         if not text:
             raise ConfigError(violation("data.chat_template", "", "the tokenizer has none", ["chatml", "a file"]))
@@ -162,7 +163,7 @@ class Vocabulary:
 
 
 def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
-    """Make a vocabulary of the files of a tokenizer. Raises Malformed if they are none, or if no token ends
+    """Construct a vocabulary from the files of a tokenizer. Raises Malformed if they are none, or if no token ends
     documents."""
     tokenizer = ConfinedTokenizer(files[JSON]) if given else parse_tokenizer(files[JSON])
     named = with_usual(tokenizer, named_tokens(settings_of(files)))
@@ -175,7 +176,7 @@ def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
 
 
 def open_vocabulary(folder: Path) -> Vocabulary | None:
-    """Open the vocabulary whose files lie in a folder of ours; None if there is none. Raises Malformed, OSError."""
+    """Open the vocabulary whose files `Vocabulary.save` wrote; None if there are none. Raises Malformed, OSError."""
     found = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
     if JSON not in found:
         return None
@@ -183,13 +184,13 @@ def open_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def own_files(found: TokenizerFiles) -> dict[str, bytes]:
-    """Return the files of a tokenizer that was trained here, with what says which its special tokens are."""
+    """Return the files of a tokenizer that was trained here, with one that names its special tokens."""
     return with_config(found, OWN)
 
 
 def given_vocabulary(data: Data) -> Vocabulary | None:
-    """Return the vocabulary that data.tokenizer names, with what else the keys of data say of it; None if one is to be
-    trained. Raises ConfigError."""
+    """Return the vocabulary that data.tokenizer names, with the special tokens and chat template of other keys of data;
+    None if one is to be trained. Raises ConfigError."""
     if data.tokenizer in ("", TRAIN):
         return None
     found = read_files(data.tokenizer, data.tokenizer_words)

@@ -52,7 +52,7 @@ def _count(text: str) -> int:
 
 
 def _options(kind: Any, given: argparse.Namespace, **more: Any) -> Any:
-    """Return the arguments of a command as options of a `kind`, a dataclass whose fields have their names."""
+    """Construct a command's options, a dataclass `kind`, from the parsed arguments of its fields' names."""
     return kind(**{**{f.name: vars(given)[f.name] for f in fields(kind) if f.name in given}, **more})
 
 
@@ -92,7 +92,7 @@ def _print(lines: Iterable[str]) -> int:
 
 
 def _status(given: argparse.Namespace) -> int:
-    """Print what a run directory says of its job; return the exit status."""
+    """Print the state of the run in a run directory, by its drivers; return the exit status."""
     from platform.jobs.look.status import status_lines
 
     return _print(status_lines(given.run_dir))
@@ -106,7 +106,7 @@ def _logs(given: argparse.Namespace) -> int:
 
 
 def _keep(given: argparse.Namespace) -> int:
-    """Keep the end of Ray's logs when this process is stopped; return the exit status."""
+    """Save the end of Ray's logs in the run directory when this process is stopped; return the exit status."""
     from platform.jobs.look.logs import keep_at_the_end
 
     keep_at_the_end(given.run_dir)

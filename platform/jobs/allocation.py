@@ -80,7 +80,7 @@ def own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
 
 
 def endpoint(address: str, port: int) -> str:
-    """Return HOST:PORT, an IPv6 address in brackets."""
+    """Format HOST:PORT, with an IPv6 address in brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 

@@ -183,11 +183,11 @@ def _flowed(values: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _items(values: Sequence[Any]) -> str:
-    """Return a list in a Kubernetes manifest as YAML, each value on a line of its own."""
+    """Format a list in a Kubernetes manifest as YAML, each value on a line of its own."""
     return "\n".join(f"- {_flow(value)}" for value in values)
 
 
 def _flow(value: Any) -> str:
-    """Return a plain value in a Kubernetes manifest as YAML on one line."""
+    """Format a plain value in a Kubernetes manifest as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")

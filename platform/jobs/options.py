@@ -151,7 +151,7 @@ def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Parse the typed value of an option of the type `kind`. Raises ValueError if it is none."""
+    """Parse the typed value of a job's option, of type `kind`. Raises ValueError for an illegal one."""
     if kind is bool:
         return {"true": True, "false": False}[text] if text in ("true", "false") else int("")
     if kind is int:
@@ -163,7 +163,7 @@ def _parse(text: str, kind: Any) -> Any:
 
 
 def _violations_of_option(field: Field[Any], value: Any) -> Iterator[str]:
-    """Yield a refusal line per mistake in the value of one option."""
+    """Yield a refusal line per mistake in the value of one option of a job."""
     yield from violations_of_value(f"{PREFIX}{field.name}", value, field.metadata["key"])
     if field.name in ("time", "wait") and value:
         try:

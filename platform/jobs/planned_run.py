@@ -45,7 +45,7 @@ def plan_job(
     kind: type[JobOptions], typed: Sequence[str], config_dir: str | None, run_dir: Callable[[Any], str]
 ) -> PlannedRun:
     """Compose and plan the run that the arguments `typed` describe, with options of the class `kind` among them; choose
-    what a job must say and they do not. `run_dir`: the run directory by the options.
+    the values that a job must have and they leave open. `run_dir`: the run directory by the options.
 
     Raises ConfigError with one line per mistake.
     """
@@ -100,8 +100,8 @@ def plan_job(
 
 
 def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys that must be given for any job of this run, with their values. The demonstration text counts as
-    data for who names it, and to check a cluster with."""
+    """Return the keys that any job of this run must have set, such as the data's path, with their values, "" if unset.
+    The demonstration text counts as data if the user names it, or checks a cluster."""
     own = config.data.kind == "stdlib" and "data" not in given and not config.cluster.check
     needed = {"data.path": "" if own else config.data.path or config.data.kind, "checkpoint.url": config.checkpoint.url}
     if config.parallel.data == -1:

@@ -102,10 +102,12 @@ class RayNode(leftovers.Marked):
     however this process ends."""
 
     def __init__(self, options: NodeOptions):
+        """Prepare to run Ray on this node of a job; nothing is started before the context is entered."""
         super().__init__()
         self._options = options
 
     def __enter__(self) -> RayNode:
+        """Create the directory of this node's Ray, and start the process that cleans up once this one ends."""
         with deaf_to_term():
             return super().__enter__()
 
@@ -120,7 +122,7 @@ class RayNode(leftovers.Marked):
 
     @property
     def _said(self) -> Path:
-        """Return the file of this node that gets the output of the command `ray start`."""
+        """Return the path of this node's file with the output of the command `ray start`."""
         return Path(self.directory, "ray.out")
 
     def said(self) -> str:
@@ -153,11 +155,13 @@ class _Head:
     """Keeps Ray's head alive on this node: a thread starts another one, at other ports, when it has ended."""
 
     def __init__(self, node: RayNode, options: NodeOptions):
+        """Prepare to run Ray's head on this `node` of a job; it has no address before it is started."""
         self._node, self._options = node, options
         self._address = ""
 
     def start(self) -> None:
-        """Start the head and publish its address to the other nodes. Raises ConfigError if it does not start."""
+        """Start Ray's head and publish its address to the job's other nodes. Raises ConfigError if it does not
+        start."""
         for attempt in range(_ATTEMPTS):
             o = self._options
             address = own_address(o.interface, o.peer, o.ip)
@@ -178,8 +182,8 @@ class _Head:
         raise ConfigError("node: Ray's head does not start on this node; what it says is above")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variable with Ray's address for a driver; start the head again if it has ended. Raises
-        ConfigError if it does not start."""
+        """Return the environment of a driver, with the address of Ray's head; start the head again if it has ended.
+        Raises ConfigError if it does not start."""
         if not self._node.runs:
             why = f"{self._node.said()}\nnode: {gethostname()}: Ray's head has ended, as above: it is started again"
             print_line(why, sys.stderr)

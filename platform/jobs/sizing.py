@@ -59,8 +59,8 @@ def workers_per_node(options: JobOptions, world_size: int) -> int:
 
 
 def job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize:
-    """Compute what the run of `config` under `plan` asks of a cluster. Where the configuration says nothing of fewer
-    workers (elastic.min_workers), half of the nodes are enough to start with."""
+    """Compute the nodes, GPUs and memory that the run of `config` under `plan` asks of a cluster. Where the
+    configuration says nothing of fewer workers (elastic.min_workers), half of the nodes are enough to start with."""
     device = "cuda" if config.cluster.device == "cuda" else "cpu"
     workers = workers_per_node(options, plan.mesh.size)
     nodes = _ceil(plan.mesh.size, workers)

@@ -67,13 +67,13 @@ class Driver(Protocol):
     """Driver of a run that was started: a process, or what stands for one."""
 
     def poll(self) -> int | None:
-        """Return the driver's exit status, None while it runs."""
+        """Return the exit status of a run's driver process, None while it runs."""
 
     def send_signal(self, number: int, /) -> None:
-        """Send the driver the signal `number`."""
+        """Send a run's driver process the signal `number`."""
 
     def wait(self) -> int:
-        """Wait for the driver's end; return its exit status, negative for the number of a signal."""
+        """Wait for the end of a run's driver process; return its exit status, negative for the number of a signal."""
 
 
 def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> Driver:
@@ -103,8 +103,8 @@ class Supervisor:
         self._replacing = False  # the present driver is asked to make way for another one here
 
     def run(self) -> int:
-        """Run the job to its end; return its exit status: one of the launcher's, or 143 after SIGTERM. Raises
-        ConfigError if there is no run directory to write to, or another job has it."""
+        """Run a job's drivers, one after the other, to its end; return its exit status: one of the launcher's, or 143
+        after SIGTERM. Raises ConfigError if there is no run directory to write to, or another job has it."""
         run_dir = self._o.run_dir
         with ExitStack() as opened:
             self._reason = Path(opened.enter_context(TemporaryDirectory(prefix="supervisor-")), "reason")
@@ -147,7 +147,8 @@ class Supervisor:
             self._signal(signal.SIGUSR1, "its supervisor, for another driver to go on")
 
     def _drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
-        """Run one driver after the other; return the status with which the job ends. `used`: retries so far."""
+        """Run one driver of the job after the other; return the status with which the job ends. `used`: retries so
+        far."""
         if used > self._o.retries:
             return self._spent(used)
         if used:
@@ -174,7 +175,7 @@ class Supervisor:
                 return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
 
     def _one_driver(self) -> int:
-        """Run a driver to its end; return its status."""
+        """Run one driver process of the job to its end; return its exit status."""
         arguments = [*self._o.launch, *self._over(self._o.run_dir)]
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
@@ -187,7 +188,7 @@ class Supervisor:
         return self._driver.wait()
 
     def _leaving(self, run_dir: Path, status: int) -> float:
-        """Return the seconds to wait where nodes are taken away: until they are gone, another driver would stop too."""
+        """Return the seconds to wait until leaving nodes are gone, as another driver on them would stop too."""
         return self._o.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
@@ -196,12 +197,12 @@ class Supervisor:
         return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
 
     def _rest(self, seconds: float) -> bool:
-        """Wait before the next driver; return True if the job was asked to stop meanwhile."""
+        """Wait before the job's next driver is started; return True if the job was asked to stop meanwhile."""
         wait_until(lambda: self._asked, seconds, 0.1)
         return bool(self._asked)
 
     def _spent(self, used: int) -> int:
-        """Print that all retries are spent; return the status of such a job."""
+        """Print that all of the job's retries are spent; return the job's exit status."""
         print_line(
             f"supervisor: {used} retries are spent, and {self._o.retries} are allowed: the job ends; the same"
             " job goes on once more when it is submitted again",

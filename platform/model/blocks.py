@@ -118,7 +118,7 @@ class Norm(Layer):
         return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
     def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
-        """Return the residual sum x + dropout(y), whose mask is called `name`, and the norm of this sum."""
+        """Return the residual sum x + dropout(y), whose dropout is called `name`, and the norm of this sum."""
         return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias, self.eps)
 
 
@@ -316,10 +316,10 @@ class Stack(Layer):
         memory: Any = None,
         memory_mask: Any = None,
     ) -> Any:
-        """Run the blocks of this stack named in `units` on the stream x, and the final norm after the stack's last
-        block; x is returned unchanged if `units` names none of its blocks. `mask` hides the padding of x, `begins` what
-        lies before a document, `memory_mask` the padding of the encoder's output `memory`; all are data tensors.
-        Without a `memory` cross-attention recalls the memory of an earlier pass."""
+        """Run the Transformer blocks of this stack that are named in `units` on the residual stream x, and the final
+        norm after the stack's last block; x is returned unchanged if `units` names none of its blocks. `mask` hides the
+        padding of x, `begins` what lies before a document, `memory_mask` the padding of the encoder's output `memory`;
+        all are data tensors. Without a `memory` cross-attention recalls the memory of an earlier pass."""
         s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
         if not blocks:
             return x

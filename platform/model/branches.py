@@ -51,9 +51,9 @@ class Branches(Layer):
         read = slices or source
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
-            """Return the weight parameter between two activations: its dims are the dims that only one of them has, and
-            the branch dim; what an `in` weight contracts comes last. `part`: last part of its name; `role`: its role,
-            see `Parameter`; `spread`: its initial standard deviation."""
+            """Construct the branches' weight parameter between two activations: its dims are the dims that only one of
+            them has, and the branch dim; what an `in` weight contracts comes last. `part`: last part of its name;
+            `role`: its role, see `Parameter`; `spread`: its initial standard deviation."""
             dims = tuple(d for d in first.dims if d not in second.dims)
             dims += tuple(d for d in second.dims if d not in first.dims or d == dim)
             sizes = tuple((d, n) for d, n in dict((*first.sizes, *second.sizes)).items() if d in dims)

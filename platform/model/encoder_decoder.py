@@ -33,9 +33,9 @@ class EncoderDecoder(Transformer):
         self.units = (*encoder, "decoder.embedding", *self.decoder.units, "head")
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run the parts of the model named in `units`, one pipeline chunk, as `Transformer.part` does. The encoder's
-        output flows on to later chunks as `memory` beside the decoder's `stream`; if it is None, attention recalls what
-        a pass before has made of it."""
+        """Run the layers of the encoder-decoder named in `units`, one pipeline chunk, as `Transformer.part` does. The
+        encoder's output flows on to later chunks as `memory` beside the decoder's `stream`; if it is None, attention
+        recalls what a pass before has made of it."""
         source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)

@@ -133,7 +133,7 @@ class Transformer(Layer):
         return self.part(ops, inputs, {}, self.units)["loss"]
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run the parts of the Transformer named in `units`, one pipeline chunk, on `flow`, the activations (name ->
+        """Run the layers of the Transformer named in `units`, one pipeline chunk, on `flow`, the activations (name ->
         tensor) that the preceding units passed on; return the ones for the next units. The head returns the `loss`
         if `inputs`, the data tensors by name, have labels, else `logits` [length, batch, vocab] in the layout of the
         logits."""

@@ -78,7 +78,7 @@ class Console:
             self._write(_ERASE + status[:width])
 
     def say(self, text: str) -> None:
-        """Print `text` as a line of its own on the console of the run, in place of the status line."""
+        """Print `text` as a line of its own on the run's console, above the status line."""
         self._write((_ERASE if self._live else "") + terminal.visible(text) + "\n")
 
     def close(self) -> None:

@@ -34,13 +34,16 @@ class RankRecord(Protocol):
     order, if weights are gathered span by span; its collectives, in order of launch."""
 
     @property
-    def sections(self) -> Sequence[Interval]: ...
+    def sections(self) -> Sequence[Interval]:
+        """Return the sections of a rank's step (compute, wait, ...), with their times."""
 
     @property
-    def spans(self) -> Sequence[Interval]: ...
+    def spans(self) -> Sequence[Interval]:
+        """Return the spans of the model's parts that a rank computed in a step, with their times."""
 
     @property
-    def collectives(self) -> Sequence[Collective]: ...
+    def collectives(self) -> Sequence[Collective]:
+        """Return the collectives that a rank launched in a step, with their times."""
 
 
 class Timeline:
@@ -51,7 +54,7 @@ class Timeline:
     def __init__(
         self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
     ):
-        """Prepare the timeline of a run under pipeline `schedules`, for ranks of these `names` and `stages`."""
+        """Prepare the picture of each step's pipeline `schedules` for ranks of these `names` and pipeline `stages`."""
         self._schedules, self._names, self._stages = schedules, names, stages
         self._actions = [{str(a): a for row in of_stage for a in row} for of_stage in rows]  # per stage: by name
         self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
@@ -126,8 +129,8 @@ class Timeline:
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
     def _events(self, rank: int, step: int, own: RankRecord) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
-        """Yield the sections, spans and collectives of a rank's step as (thread, start, end, further fields of a trace
-        event)."""
+        """Yield the computing, waiting and collectives of a rank's step, for the trace, as (thread, start, end, further
+        fields of a trace event)."""
         actions = self._actions[self._stages[rank]]
         for name, start, end in own.sections:
             if action := actions.get(name):
@@ -167,6 +170,7 @@ def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
     picture's begin, seconds since the step's barrier."""
 
     def bar(kind: str, start: float, end: float, label: str, text: str) -> Bar:
+        """Return a bar of the timeline's picture, from `start` to `end`, counted from the picture's begin."""
         return Bar(kind, max(start - zero, 0.0), max(end - zero, 0.0), label, text)
 
     passes = own.spans or [section for section in own.sections if section[0] in PASSES]

@@ -18,15 +18,20 @@ class SumsOverRanks(Protocol):
     """Sums what ranks have of the parameters of which they have parts; see `platform.parallel.sharding.factors`."""
 
     @property
-    def elements(self) -> Mapping[str, int]: ...
+    def elements(self) -> Mapping[str, int]:
+        """Return the number of elements of each parameter over all ranks, by name."""
 
-    def shape(self, name: str) -> tuple[int, int] | None: ...
+    def shape(self, name: str) -> tuple[int, int] | None:
+        """Return (rows, columns) of a parameter's matrix if Adafactor factors its second moments, else None."""
 
-    def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]: ...
+    def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the squares of this rank's part of a parameter's gradient by row and by column of the whole matrix."""
 
-    def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor: ...
+    def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of the outer product of `rows` and `columns`, laid out as `like`."""
 
-    def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]: ...
+    def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
+        """Sum over ranks the squares `found` of parameters' parts; with `totals` one number of each."""
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -46,7 +51,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient. `closure` is not supported."""
+        """Update all parameters that have a gradient by Adafactor. `closure` is not supported."""
         assert closure is None, "gradients are there"
         if not hasattr(self, "factors"):
             for w in (w for group in self.param_groups for w in group["params"]):

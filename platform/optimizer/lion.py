@@ -19,7 +19,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient. `closure` is not supported."""
+        """Update all parameters that have a gradient by Lion. `closure` is not supported."""
         assert closure is None, "gradients are there"
         for group in self.param_groups:
             lr, (share, decay) = group["lr"], group["betas"]

@@ -27,11 +27,11 @@ class WholeMatrices(Protocol):
 
     half: bool
 
-    def map(
-        self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]: ...
+    def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, this rank's part of function(whole matrix)) for each matrix, gathered from its `parts`."""
 
-    def shape(self, name: str) -> tuple[int, int]: ...
+    def shape(self, name: str) -> tuple[int, int]:
+        """Return the shape of the matrix that the parameter `name` is, over all ranks."""
 
 
 class Muon(torch.optim.AdamW):
@@ -49,7 +49,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient. `closure` is not supported."""
+        """Update all parameters that have a gradient by Muon. `closure` is not supported."""
         assert closure is None, "gradients are there"
         every = self.param_groups
         of_matrices = [group for group in every if group.get("matrix")]

@@ -38,35 +38,35 @@ class OptimizerKind:
 
 
 def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make torch's fused AdamW of parameter groups."""
+    """Construct torch's fused AdamW of parameter groups, by config.optimizer `o`."""
     import torch
 
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
 
 
 def _sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make torch's SGD of parameter groups; as there, weight decay is added to the gradient."""
+    """Construct torch's SGD of parameter groups; as there, weight decay is added to the gradient."""
     import torch
 
     return torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov)
 
 
 def _lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make the Lion optimizer of parameter groups, by config.optimizer `o`."""
+    """Construct the Lion optimizer of parameter groups, by config.optimizer `o`."""
     from platform.optimizer.lion import Lion
 
     return Lion(groups, o.lr, (o.betas[0], o.betas[1]))
 
 
 def _muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make the Muon optimizer of parameter groups; groups with `matrix` set hold parts of whole matrices."""
+    """Construct the Muon optimizer of parameter groups; groups with `matrix` set hold parts of whole matrices."""
     from platform.optimizer.muon import Muon
 
     return Muon(groups, o)
 
 
 def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make the Adafactor optimizer of parameter groups, by config.optimizer `o`."""
+    """Construct the Adafactor optimizer of parameter groups, by config.optimizer `o`."""
     from platform.optimizer.adafactor import Adafactor
 
     return Adafactor(groups, o)
@@ -95,7 +95,7 @@ def kept_numbers(config: Config) -> int:
 
 
 def make_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Make the torch optimizer that config.optimizer `o` names, of parameter groups."""
+    """Construct the torch optimizer that config.optimizer `o` names, of parameter groups."""
     made: torch.optim.Optimizer = with_settings(OPTIMIZERS[o.kind].make, "optimizer.kind", o.kind, o.settings)(
         groups, o
     )
@@ -148,8 +148,8 @@ def find_need(o: Optimizer) -> str:
 
 
 def keeps_groups(o: Optimizer) -> bool:
-    """Return True if the configured optimizer has the parameter groups that it is made of: found by trial for one that
-    a module registered, which may put all of its parameters into one."""
+    """Return True if the configured optimizer keeps the parameter groups that it is given, with their own factors:
+    found by trial for one that a module registered, which may put all of its parameters into one."""
     if OPTIMIZERS[o.kind] is SHIPPED.get(o.kind):
         return True
     import torch

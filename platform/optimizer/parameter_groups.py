@@ -22,9 +22,9 @@ def factors_of(o: Optimizer, name: str) -> tuple[float, float]:
 def group_parameters(
     o: Optimizer, parameters: Iterable[Parameter], owned: Mapping[str, Any], matrices: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups that an optimizer is made of, as torch has them, none empty: dicts of `params`, their
-    `names`, `weight_decay`, `lr_factor` and `matrix` (True for Muon's matrices). `owned`: name -> tensor to update;
-    `matrices`: names of the parameters that Muon updates as whole matrices."""
+    """Divide parameters into the groups, as torch's optimizers take them, that share decay and factors, none empty:
+    dicts of `params`, their `names`, `weight_decay`, `lr_factor` and `matrix` (True for Muon's matrices). `owned`: name
+    -> tensor to update; `matrices`: names of the parameters that Muon updates as whole matrices."""
     found: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in sorted((p for p in parameters if p.name in owned), key=lambda p: not p.decay):
         lr, decay = factors_of(o, p.name)
@@ -51,7 +51,7 @@ def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
 
 
 def find_factored(plan: Plan) -> list[str]:
-    """Return the names of trained matrices that decay, whose second moments Adafactor keeps by row and column."""
+    """Return the names of the trained matrices whose second moments Adafactor keeps by row and column."""
     return [p.name for p in plan.parameters if len(p.dims) > 1 and p.decay and p.name not in plan.frozen]
 
 

@@ -13,7 +13,7 @@ from platform.plan.language.ops import Parameter
 
 
 def need_of(o: Optimizer) -> str:
-    """Return what the configured optimizer must see whole of a parameter: `element` (nothing), `tensor` or `matrix`."""
+    """Return how much of a parameter the optimizer must see at once for an update: `element`, `tensor` or `matrix`."""
     need = OPTIMIZERS[o.kind].needs
     return need if isinstance(need, str) else need(o)
 

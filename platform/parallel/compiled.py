@@ -26,8 +26,8 @@ _LOCK = Lock()  # torch compiles one function at a time
 
 @cache
 def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `function`, a pure one of tensors and of constants, compiled for each shape at its first call with it.
-    While it is compiled, the process's progress says so, so that no rank counts as hung."""
+    """Return `function`, a pure one of tensors and of constants, compiled by torch for each shape at its first call
+    with it. While it is compiled, the process's progress says so, so that no rank counts as hung."""
     made = torch.compile(function, dynamic=False, backend=BACKEND)
     limits = import_module("torch._dynamo").config
     limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
@@ -35,6 +35,7 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def run(*arguments):
+        """Call the compiled function, reporting progress while it is compiled for arguments of a new signature."""
         signature = torch.is_grad_enabled(), *(_signature(a) for a in arguments)
         if signature in known:
             return made(*arguments)
@@ -48,7 +49,7 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _signature(argument: object) -> object:
-    """Return a graph's key of one argument: shape, strides, type and gradient of a tensor or of a list's tensors."""
+    """Return one argument's part of a compiled graph's key: shape, strides, type and gradient of its tensors."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument

@@ -71,7 +71,7 @@ class ParallelOps(Ops):
         compiles: bool = False,
         ahead: bool = True,
     ):
-        """Construct the operations of one rank; `dropout`: probability that an element is dropped."""
+        """Construct one rank's executor of a plan's operations; `dropout`: probability that an element is dropped."""
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate, self.compiles = dropout, compiles
         self.position = PassPosition()
@@ -109,6 +109,7 @@ class ParallelOps(Ops):
         self.begin()
 
     def watch(self, name, x, spec):
+        """Return the activation x, the output of the layer `name`; its size is recorded first if monitoring is due."""
         if self.watched and self.position.training and not self.ahead.again:
             self.watched.see(name, x, spec)
         return x
@@ -144,6 +145,7 @@ class ParallelOps(Ops):
 
         @contextmanager
         def restore():
+            """Restore the state of the ops in this forward pass, within the context, to recompute it."""
             now = self.position, self.deferred, self.ahead.again
             self.position, self.deferred, self.ahead.again = *here, True
             yield
@@ -157,11 +159,12 @@ class ParallelOps(Ops):
 
     @staticmethod
     def is_block(value: Any) -> bool:
+        """Return True if `value` is a tensor, and so this rank's block of an activation."""
         return isinstance(value, Tensor)
 
     @staticmethod
     def empty_of(tensors: Sequence[Tensor]) -> Tensor:
-        """Return an empty tensor that is connected to the gradients of several, the first of which is empty."""
+        """Return an empty tensor, for a block that this rank lacks, through which gradients reach all of `tensors`."""
         return sum(tensors[1:], tensors[0])
 
     def parameter(self, p: Parameter) -> Tensor:
@@ -188,7 +191,7 @@ class ParallelOps(Ops):
         return [self.apply(self.tensors[p.name], conversion, c) for p, conversion, c in triples]
 
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, a pure one of tensors, compiled if this run compiles."""
+        """Return `function`, a pure one of tensors, compiled by torch if this run compiles."""
         return region(function) if self.compiles else function
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
@@ -211,8 +214,8 @@ class ParallelOps(Ops):
         return x
 
     def drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing | None:
-        """Return what the dropout mask of the operation `name` on this rank's block of `spec` is drawn from, at the
-        present position in the run; None if nothing is dropped there."""
+        """Return the counters, start and rate by which dropout `name` draws its mask on this rank's block of `spec`, at
+        the present position in the run; None if nothing is dropped there."""
         p = self.position
         if not self.dropout_rate or not p.training:
             return None

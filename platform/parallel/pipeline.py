@@ -93,9 +93,11 @@ CompiledRows = dict[int, tuple[Sequence[Action], list[CompiledAction]]]  # id of
 
 
 def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
-    """Return a pipeline schedule's row of this rank's stage (computations, sends, receives), each action resolved."""
+    """Resolve the actions of a pipeline schedule for this rank's stage (`row`: computations, sends, receives) into the
+    tensors that each sends, receives or keeps."""
 
     def resolved(flow: FlowSpecs) -> _Flow:
+        """Return the tensors of a `flow` between chunks that this rank has blocks of, with the shapes sent."""
         here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
         parts = []
         for name, spec in here:
@@ -113,7 +115,7 @@ def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> l
 
 
 def _posted_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
-    """Move every receive to the computation that stands before it in the row, if there is one."""
+    """Move every receive of a stage's schedule to the computation that stands before it, if there is one."""
     found: list[CompiledAction] = []
     for step in steps:
         at = next((i for i in reversed(range(len(found))) if found[i].action.kind in COMPUTE), None)
@@ -150,8 +152,8 @@ class PipelineExecutor:
     _sending: deque[Handle] = field(default_factory=deque)
 
     def run(self, row: Sequence[Action]) -> None:
-        """Run this stage's lowered row of a schedule to its end, with all sends completed. Raises StageFailed naming
-        the action that failed."""
+        """Execute this stage's actions of a pipeline schedule, `row`, in order, to the end of all sends. Raises
+        StageFailed naming the action that failed."""
         if id(row) not in self.rows:
             self.rows[id(row)] = row, compiled(self.plan, self.communicator, row)
         steps = self.rows[id(row)][1]
@@ -164,7 +166,8 @@ class PipelineExecutor:
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
 
     def _do(self, step: CompiledAction) -> None:
-        """Run one action as a section of the clock. Raises StageFailed naming it, or the receive that it posted."""
+        """Execute one pipeline action as a section of the clock. Raises StageFailed naming it, or its posted
+        receive."""
         c = self.communicator
         try:
             with c.clock.section(step.name):
@@ -178,8 +181,8 @@ class PipelineExecutor:
             raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {step.name}: {error}") from error
 
     def _forward(self, step: CompiledAction) -> None:
-        """Run a forward pass on the inputs that arrived or that the chunk before left here; keep what the backward pass
-        needs, and leave the detached outputs for the next chunk."""
+        """Run a pipeline chunk's forward pass on the inputs that arrived or that the chunk before left here; keep what
+        the backward pass needs, and leave the detached outputs for the next chunk."""
         grad = torch.is_grad_enabled()
         inputs = self._flow.pop(step.key) if step.key in self._flow else self._arrived("F", step.key, step.receives)
         self._post(step)
@@ -200,8 +203,8 @@ class PipelineExecutor:
         self._weight_gradient(step)
 
     def _input_gradient(self, step: CompiledAction) -> None:
-        """Run a backward pass from the gradients of the chunk's outputs (1 for the loss), and leave its inputs'
-        gradients for the chunk before; weight gradients are computed too unless the row defers them."""
+        """Run a pipeline chunk's backward pass from the gradients of its outputs (1 for the loss), and leave its
+        inputs' gradients for the chunk before; weight gradients are computed too unless the row defers them."""
         live = self._live[step.key]
         gradients: dict[str, Tensor] = {}
         if step.chunk.sends:

@@ -22,6 +22,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, communicator, function, restore, axes, x, *more):
+        """Return function(x, *more) without its graph, saving only the arguments, of x one part per rank."""
         ctx.communicator, ctx.function, ctx.restore = communicator, function, restore
         ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
@@ -31,6 +32,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        """Compute the function again, now with its graph, and return the gradients of its arguments."""
         part, *saved = ctx.saved_tensors
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):

@@ -27,12 +27,13 @@ class Watched:
     sequences = 0
 
     def __init__(self, plan: Plan, communicator: Communicator):
+        """Prepare to sum the squares of activations by layer on this rank; none is seen yet."""
         self._plan, self._communicator = plan, communicator
         self.sums: Sums = {}
 
     @torch.no_grad()
     def see(self, name: str, x: Tensor, spec: Spec) -> None:
-        """Add an activation x, this rank's block of `spec`, to the sum of the layer `name`."""
+        """Add the squares of an activation x, this rank's block of `spec`, to the sum of the layer `name`."""
         layout = self._plan.layout(spec)
         if not x.numel() or not counts_at(self._communicator.coordinates, layout.axes):
             return

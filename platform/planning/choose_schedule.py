@@ -118,8 +118,8 @@ def schedules_of(config: Config, data: int) -> list[Schedule]:
 
 
 def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
-    """Return the schedule read from the table in pipeline.file. Raises ConfigError with its mistakes, the first
-    MISTAKES_SHOWN, or with every number of it that differs from the configuration's. `unit`: sequences of one
+    """Return the pipeline schedule read from the table in pipeline.file. Raises ConfigError with its mistakes, the
+    first MISTAKES_SHOWN, or with every number of it that differs from the configuration's. `unit`: sequences of one
     microbatch of all replicas."""
     path = config.pipeline.file
     if not path:
@@ -136,7 +136,7 @@ def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
 
 
 def _mismatches(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
-    """Yield a line per number (stages, chunks, microbatches) of a schedule from a file that differs from the
+    """Yield a line per number (stages, chunks, microbatches) of a pipeline schedule from a file that differs from the
     configuration's. `unit`: sequences of one microbatch of all replicas."""
     for key, given, own in [
         ("pipeline.stages", config.pipeline.stages, schedule.stages),

@@ -105,7 +105,7 @@ class _Sizes(NamedTuple):
 
     @property
     def flat(self) -> tuple[int, ...]:
-        """Return all sizes of the candidate mesh in one tuple: tensor axes, branch axes, stages, data replicas."""
+        """Return all sizes of a candidate mesh in one tuple: tensor axes, branch axes, stages, data replicas."""
         return (*self.tensor, *self.branch, self.stages, self.data)
 
 
@@ -124,7 +124,7 @@ class _Search:
         self._bounds: dict[_Sizes, float] = {}
 
     def best(self) -> ConfiguredPlan | None:
-        """Return the best configuration and plan: with the most ranks, up to `workers`; None if no plan fits."""
+        """Return the best configuration and plan for a re-planned run: with the most ranks; None if no plan fits."""
         for ranks in range(self.workers, 0, -1):
             candidates = [s for s in self._of(ranks) if self.legal(s)]
             if found := self._fewest_bytes(candidates):
@@ -148,7 +148,7 @@ class _Search:
         return found
 
     def _of(self, ranks: int) -> Iterator[_Sizes]:
-        """Yield all candidate sizes whose product is `ranks` and of which every data replica gets a sequence."""
+        """Yield all candidate mesh sizes whose product is `ranks` and of which every data replica gets a sequence."""
         for (tensor, branch), stages in product(self._scheme_sizes, range(1, self.own.stages + 1)):
             data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages)
             if not rest and data <= _most_replicas(self.config):
@@ -156,8 +156,8 @@ class _Search:
 
     @cached_property
     def _scheme_sizes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return the candidate sizes of (tensor axes, branch axes): each axis takes the sizes that are legal with all
-        others at 1, since the dims that it splits do not depend on the others."""
+        """Return the candidate sizes of the mesh's (tensor axes, branch axes): each axis takes the sizes that are legal
+        with all others at 1, since the dims that it splits do not depend on the others."""
         tensor, branch = (1,) * len(self.axes), (1,) * len(self.branches)
         free = [[n for n in range(1, self.workers + 1) if self._allowed(_with_size(tensor, i, n), branch)]
                 for i in range(len(tensor))]  # fmt: skip
@@ -171,16 +171,16 @@ class _Search:
         return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Return True if the model has a legal plan at these sizes of tensor and branch axes, remembered. One replica
-        is tried, as any number of data replicas divides."""
+        """Return True if the model has a legal plan at these sizes of tensor and branch axes; planned once and
+        remembered. One replica is tried, as any number of data replicas divides."""
         if (tensor, branch) not in self._legal:
             self._legal[tensor, branch] = is_legal(self.configured(_Sizes(tensor, branch, 1, 1)), 1)
         return self._legal[tensor, branch]
 
     def _bound(self, sizes: _Sizes) -> float:
-        """Return a lower bound of the bytes that a plan of these sizes moves per step: without stages, which only add
-        traffic, and extrapolated linearly in the layers from models of 2 and 3; 0 for a model of at most FEW_LAYERS, or
-        if one of these cannot be planned."""
+        """Return a lower bound of the bytes that a plan of these mesh sizes communicates per step: without stages,
+        which only add traffic, and extrapolated linearly in the layers from models of 2 and 3; 0 for a model of at most
+        FEW_LAYERS, or if one of these cannot be planned."""
         layers, one = self.config.model.layers, sizes._replace(stages=1)
         if layers <= FEW_LAYERS:
             return 0.0
@@ -192,8 +192,8 @@ class _Search:
         return self._bounds[one]
 
     def configured(self, sizes: _Sizes) -> Config:
-        """Return the run's configuration with these sizes; a schedule from a file, which is only for the configured
-        stages and microbatches, becomes a shipped one, and one stage has no pipeline."""
+        """Return the run's configuration with these mesh sizes; a schedule from a file, which is only for the
+        configured stages and microbatches, becomes a shipped one, and one stage has no pipeline."""
         c, kind = self.config, self.config.pipeline.kind
         if kind == "file":  # its table is only for the configured stages and microbatches
             kind = "1f1b" if c.pipeline.chunks == 1 else "interleaved"

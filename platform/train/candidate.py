@@ -28,7 +28,7 @@ class Candidate:
     directory."""
 
     def __init__(self, config: Config, device: str, run_dir: str):
-        """Initialise a worker without a seat on `device`, cpu | cuda. Raises ConfigError if `extend` cannot load."""
+        """Initialise a worker without a rank on `device`, cpu | cuda. Raises ConfigError if `extend` cannot load."""
         self._configure(config)
         self.run_dir, self.device = Path(run_dir), device
         self.communicator: Communicator | None = None

@@ -80,7 +80,7 @@ class Worker(Candidate):
     _generator: Generator | None = None  # from the first question of a generation on
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
-        """Initialise the worker of crew member `number` on `device`, cpu | cuda, in no generation yet."""
+        """Initialise the worker of crew member `number` on `device`, cpu | cuda, without a rank yet."""
         super().__init__(config, device, run_dir)
         self.number = number
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
@@ -105,8 +105,8 @@ class Worker(Candidate):
         stage_of: list[int],
         plan: str = "",
     ) -> Joined:
-        """Join generation number `generation` as `rank` of `world_size`, through the driver's TCPStore `store` (host,
-        port), and open the process groups of the plan.
+        """Join the mesh of workers number `generation` as `rank` of `world_size`, through the driver's TCPStore `store`
+        (host, port), and open the process groups of the plan.
 
         `config`: configuration of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every
         model chunk, from the driver's schedule. `plan`: the digest that this worker's plan must have, "" for any.
@@ -137,7 +137,7 @@ class Worker(Candidate):
     def build(
         self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
     ) -> Built:
-        """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
+        """Build this rank's parameters, optimizer and data for the mesh that it has joined; return their size and
         the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
         the tokens, "" for none; `fresh`: the parameters get their initial values;
@@ -214,7 +214,7 @@ class Worker(Candidate):
         return self.step(step, limit, faults)
 
     def follow(self) -> None:
-        """Take the training steps that rank 0 passes on, until it lets go. Called on all ranks but that."""
+        """Take the training steps that rank 0 passes on, until it calls `let_go`. Called on all other ranks."""
         assert self.communicator
         while order := self.communicator.announce():
             step, limit, faults = schema.read(tuple[int, Real, list[Fault]], json.loads(order))
@@ -222,12 +222,12 @@ class Worker(Candidate):
             self.step(step, limit, faults)
 
     def let_go(self) -> None:
-        """End the `follow` of all other ranks. Called on rank 0 alone."""
+        """End the `follow` of all other ranks, so that the driver may call them. Called on rank 0 alone."""
         assert self.communicator
         self.communicator.announce("")
 
     def rest(self) -> None:
-        """Return at once: once all ranks have answered, none of them is in an earlier call any more."""
+        """Return at once, for the driver to know that no rank is in an earlier call any more."""
 
     def _verify(self, step: int) -> Differences:
         """Compare this rank's weights and optimizer state with its replicas' before an update; see `differing`."""
@@ -236,9 +236,9 @@ class Worker(Candidate):
         return differing(self.trainer, self.state, before)
 
     def _forget_generations(self) -> None:
-        """Drop the in-memory snapshots that this worker took in earlier generations, to free host memory. Called at the
-        start of every training step: all ranks of this generation hold the run's state by then, so no rank recovers
-        from older ones."""
+        """Drop the in-memory snapshots that this worker took under earlier meshes (generations), to free host memory.
+        Called at the start of every training step: all ranks of this generation hold the run's state by then, so no
+        rank recovers from older ones."""
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _begin_snapshot(self) -> None:
@@ -258,7 +258,7 @@ class Worker(Candidate):
                 memory.finish(self.communicator.transfer)
 
     def hold(self, step: int) -> None:
-        """Take the snapshot of the state after the last step now: the driver is about to form a generation from it."""
+        """Take the in-memory snapshot after the last step now, as the driver is about to re-form the mesh from it."""
         self._unheld = None
         self._hold(step)
 
@@ -273,10 +273,10 @@ class Worker(Candidate):
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
-        """Exchange parts of in-memory snapshots before a generation in which some survivors get no seat: ranks with a
-        seat receive the parts that only the others hold. Called on all `gathered` members of the source, each with its
-        index among them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only:
-        `leave` follows."""
+        """Exchange parts of in-memory snapshots before a mesh forms in which some survivors get no rank: the others
+        receive the parts that only these hold. Called on all `gathered` members of the source, each with its index
+        among them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only: `leave`
+        follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
             meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
@@ -339,7 +339,7 @@ class Worker(Candidate):
         return failed
 
     def begin(self) -> Unrestored | None:
-        """Take the weights of train.init to start with; return None, or why they are undefined, on all ranks alike."""
+        """Start with the weights of train.init; return None, or why they are undefined, on all ranks alike."""
         return tried(self.state.begin)
 
     def evaluate(self, samples: dict[str, int]) -> dict[str, float]:
@@ -349,8 +349,8 @@ class Worker(Candidate):
 
     @contextmanager
     def _answering(self) -> Iterator[Generator]:
-        """Yield the generator, which answers by the weights to be evaluated. The clock's notes of this time are
-        dropped: they belong to no step, and an evaluation may have very many passes."""
+        """Yield the generator of texts, which answers by the weights to be evaluated. The clock's notes of this time
+        are dropped: they belong to no step, and an evaluation may have very many passes."""
         assert self.communicator
         if self._generator is None:
             self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
@@ -374,7 +374,7 @@ class Worker(Candidate):
             communicator.abort()
 
     def leave(self) -> None:
-        """Leave the generation: close its process groups and free its model; in-memory snapshots stay. Works in any
+        """Leave the mesh: close its process groups and free its model; in-memory snapshots stay. Works in any
         state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
         process useless."""
         communicator, self.communicator = self.communicator, None
@@ -392,6 +392,6 @@ class Worker(Candidate):
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Leave the generation, as the driver's last call to this worker; may be called after a failure."""
+        """Leave the process groups, as the driver's last call to this worker; may be called after a failure."""
         self._order.close()
         self.leave()

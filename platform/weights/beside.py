@@ -33,7 +33,7 @@ _ROLES = ("bos", "eos", "pad")
 
 
 def beside(saved: SavedModel, key: str) -> tuple[dict[str, bytes], str]:
-    """Return the files beside a model that transformers saved (its tokenizer, generation_config.json), name -> bytes,
+    """Read the files beside a model that transformers saved (its tokenizer, generation_config.json), name -> bytes,
     and why the tokenizer is not among them, "" if it is. `key`: the configuration key or argument that names the
     model."""
     found: dict[str, bytes] = {}
@@ -48,7 +48,7 @@ def beside(saved: SavedModel, key: str) -> tuple[dict[str, bytes], str]:
 
 
 def to_export(source: str, storage: Storage, directory: str, manifest: Manifest, length: int) -> dict[str, bytes]:
-    """Return the files that go along with a checkpoint that is exported, by name: the tokenizer's at `source`, a path
+    """Read the files that go along with an exported checkpoint, by name: the tokenizer's at `source`, a path
     or URL of its file or folder, else the ones that the checkpoint carries. `length`: the most tokens of the model.
     Raises ConfigError, Refused or OSError."""
     carried = read_carried(storage, directory, manifest)
@@ -112,7 +112,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
 
 
 def _otherwise(known: ConfinedTokenizer, here: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
-    """Return how many tokens of `known`, special ones left out, have other ids in `here` or none, and how many are."""
+    """Compare tokenizers: return how many tokens of `known`, but special ones, differ in `here`, and of how many."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
     there = here.get_vocab()

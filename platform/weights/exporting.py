@@ -108,7 +108,7 @@ def _config(model: Model, family: str, source: Found | None, ids: Found) -> dict
 
 
 def _says(source: Found, model: Model) -> bool:
-    """Return True if a config.json of transformers means the same as `model`."""
+    """Return True if a config.json of transformers describes the same model as `model`."""
     names = () if model.tied else ("lm_head.weight",)
     with suppress(ConfigError):
         return meaning(Model(**model_keys(source, names))) == meaning(model)

@@ -157,7 +157,7 @@ class SavedModel:
         return out
 
     def fetch(self, wanted: Sequence[Piece[Place]], into: Sequence[Tensor]) -> None:
-        """Read pieces of the saved weights into the memory of each, uint8 [bytes]; raises Refused or OSError."""
+        """Read pieces of the saved weights from files into the memory of each, uint8 [bytes]; Refused, OSError."""
         with ThreadPoolExecutor(THREADS, "weights-read") as pool:
             for _ in pool.map(self._read, wanted, into):
                 pass
@@ -207,12 +207,12 @@ def _opened(source: str) -> tuple[Storage, str]:
 
 
 def _unit(part: MatrixPart) -> int:
-    """Return the columns per index of a parameter's first dim of columns: d_kv where its columns are heads, else 1."""
+    """Return the width of one index of a parameter's first column dim in its stored matrix: d_kv for heads, else 1."""
     return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
 
 
 def _columns(part: MatrixPart, a: int, b: int) -> Box:
-    """Return the block of a parameter that holds the columns [a, b) of its matrix; they contain whole heads."""
+    """Return the block of a parameter that columns [a, b) of its stored matrix are; they contain whole heads."""
     if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
         unit = prod(part.shape[2:])
         return Box((0, a // unit, *(0 for _ in part.shape[2:])), (part.shape[0], (b - a) // unit, *part.shape[2:]))

@@ -77,8 +77,8 @@ def _listed(url: str) -> dict[str, int]:
 
 
 def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
-    """Return the initial weights, or the averages of them (`averaged`), from the checkpoint that a URL names, or the
-    newest good one in the storage. Raises ConfigError unless they fit `model`."""
+    """Open the initial weights of a run, or the averages of them (`averaged`), from the checkpoint that a URL names, or
+    the newest good one in the storage. Raises ConfigError unless they fit `model`."""
     with as_refusal(KEY, bare_url(url), Refused, OSError):
         storage, name, manifest = catalogue.select(url, KEY, none=f"holds neither a checkpoint nor a {CONFIG}")
         manifest = with_averages(manifest) if averaged else manifest
@@ -101,19 +101,19 @@ def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
     return _grown(found, model, source)
 
 
-class _NewRows(NamedTuple):
+class _AddedRows(NamedTuple):
     """Place of rows of a table that weights lack, called `table`: each is the mean of all rows that they have."""
 
     table: str
 
 
 def _as_large(model: Model, there: Model) -> Model:
-    """Return a model with the vocabulary size of `there`, whose weights it starts from, if that is smaller."""
+    """Return `model` with the vocabulary size of the weights that it starts from, if that is smaller."""
     return replace(model, vocab=min(model.vocab, there.vocab))
 
 
 def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
-    """Return weights of the model `there` as weights of `model`, whose vocabulary may be larger: each new token's row
+    """Extend weights of the model `there` to weights of `model`, whose vocabulary may be larger: each new token's row
     is the mean of the rows of its table, summed in the order of the files, so that it is the same under every plan."""
     if model.vocab <= there.vocab:
         return found
@@ -136,11 +136,12 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
         return total / there.vocab
 
     def fetch(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
+        """Read the wanted pieces of the weights, and fill the rows of new tokens with the mean row of their table."""
         pairs = [*zip(wanted, into, strict=True)]
-        kept = [pair for pair in pairs if not isinstance(pair[0].source, _NewRows)]
+        kept = [pair for pair in pairs if not isinstance(pair[0].source, _AddedRows)]
         found.fetch([piece for piece, _ in kept], [memory for _, memory in kept])
         for piece, memory in pairs:
-            if isinstance(piece.source, _NewRows):
+            if isinstance(piece.source, _AddedRows):
                 memory.view(DTYPES[piece.dtype]).view(piece.box.extent).copy_(mean(piece.name))
 
     names = ", ".join(name.removeprefix("model.") for name in tables)
@@ -149,11 +150,11 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
 
 
 def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
-    """Yield pieces for the new rows, from `first` on, of the embedding table `name` of weights to start from."""
+    """Yield the pieces of an embedding table, from row `first` on, that are the rows of added tokens."""
     step = max(1, LARGEST_BLOCK // (prod(shape[1:]) * ITEMSIZE[dtype]))
     for a in range(first, shape[0], step):
         box = Box((a, *(0 for _ in shape[1:])), (min(step, shape[0] - a), *shape[1:]))
-        yield Piece(name, dtype, box, _NewRows(name))
+        yield Piece(name, dtype, box, _AddedRows(name))
 
 
 def _differences(there: Model, here: Model) -> list[str]:

@@ -70,7 +70,7 @@ def stored_tensors(m: Model, family: Family) -> list[Stored]:
 
 
 def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
-    """Yield (name of a tensor at transformers, our parameters' names, row) of a model family, layer by layer."""
+    """Yield (tensor's name at transformers, our parameters' names, row) for a family's table of names, by layer."""
     for numbered, group in groupby(rows, lambda row: "{i}" in row.theirs):
         some = list(group)
         for i in range(layers if numbered else 1):

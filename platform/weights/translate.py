@@ -34,8 +34,8 @@ def family_of(found: Found) -> Family:
 
 
 def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return our configuration keys, without `model.`, that say the same as a config.json of transformers. `names`:
-    names of the tensors beside it, which show if the output head has a tensor of its own.
+    """Return our configuration keys, without `model.`, that describe the same model as a config.json of transformers.
+    `names`: names of the tensors beside it, which show if the output head has a tensor of its own.
 
     Raises ConfigError with a line for each key that ours do not express, and for each value that our key refuses.
     """

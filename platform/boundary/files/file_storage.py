@@ -45,7 +45,7 @@ class Storage(Protocol):
         """Map the names in a storage's directory to sizes in bytes, or UNKNOWN; {} if there is no such directory."""
 
     def version(self, path: str) -> str:
-        """Return a word for a file of the storage that is another one once the file has changed."""
+        """Return a short text that names the version of a file of the storage: it changes when the file changes."""
 
     def delete(self, path: str, durable: bool = True) -> None:
         """Delete a file of the storage, or a directory with all in it, if there is one; if `durable`, for good."""

@@ -137,7 +137,7 @@ class Local:
         return {name: size for name, size in found.items() if size is not None}
 
     def version(self, path: str) -> str:
-        """Return device, inode, size and modification time of a file as a word that changes when the file does."""
+        """Return device, inode, size and modification time of a file as a text that changes when the file does."""
         found = os.stat(self.root / path)
         return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
 

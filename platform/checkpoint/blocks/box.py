@@ -72,9 +72,11 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
     row, inner = prod(extent), Box(tuple(offset), tuple(extent))
 
     def rows(i: int, j: int) -> list[Box]:
+        """Return the box of the whole rows [i, j) of `box`, as a list; [] if there are none."""
         return [Box((origin + i, *offset), (j - i, *extent))] if i < j else []
 
     def part(i: int, a: int, b: int) -> list[Box]:
+        """Return the boxes that hold the elements [a, b) of row `i` of `box`."""
         return [Box((origin + i, *o), (1, *n)) for o, n in stretch(inner, a, b)]
 
     i, a = divmod(first, row)
@@ -86,7 +88,8 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
 
 
 def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Return what keeps `boxes` from tiling a tensor of `shape`, one line per fault; [] if they cover it exactly once.
+    """Return the faults that keep `boxes` from tiling a tensor of `shape`, a line each; [] if they cover it exactly
+    once.
 
     The number of boxes that cover an element is the sum of the signs of all corners at or before it along every dim. So
     the boxes tile the tensor if at every corner their signs sum to the whole tensor's, and the first hole or overlap

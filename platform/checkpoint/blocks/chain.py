@@ -23,17 +23,17 @@ class Chain:
     """
 
     def __init__(self, holders: Iterable[int], blocks: Sequence[Share]):
-        """Join `blocks` of global tensors, which all ranks in `holders` hold, end to end, and add up their bytes."""
+        """Join `blocks` of global tensors, which all ranks in `holders` hold, end to end, to divide them by bytes."""
         self.holders, self.blocks = tuple(holders), blocks
         self.ends = list(accumulate(block.nbytes for block in blocks))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all blocks of the chain, which is the position at its end."""
+        """Return the bytes of all tensor blocks of the chain, which is the position at its end."""
         return self.ends[-1] if self.ends else 0
 
     def row_at(self, position: int) -> int:
-        """Return the position, in bytes of the chain's blocks, of the start of a row that is nearest to `position`."""
+        """Return the byte position nearest to `position` in this chain of tensor blocks where a row of one starts."""
         number = bisect_right(self.ends, position)
         if number == len(self.ends):
             return self.nbytes
@@ -42,15 +42,16 @@ class Chain:
         return start + min(round((position - start) / row) * row, block.nbytes)
 
     def share(self, member: int, members: int) -> tuple[int, int]:
-        """Return the bytes [first, last) of the chain of rank number `member`, if `members` ranks divide it equally."""
+        """Return the bytes [first, last) of this chain of tensor blocks that replica `member` of `members` saves."""
         first, last = (self.row_at(self.nbytes * number // members) for number in (member, member + 1))
         return first, last
 
     def parts(
         self, first: int, last: int, names: Collection[str] | None = None, most: int | None = None
     ) -> list[Share]:
-        """Return the blocks and parts of blocks in [first, last), both starts of rows, in order, of the tensors `names`
-        or of all. A block larger than `most` bytes is cut at the rows nearest to the multiples of `most`."""
+        """Return the tensor blocks, or parts of them, at bytes [first, last) of this chain, in order; both ends are
+        starts of rows. `names`: the tensors wanted, by default all. A block larger than `most` bytes is cut at the rows
+        nearest to the multiples of `most`."""
         out: list[Share] = []
         for number in range(bisect_right(self.ends, first), len(self.ends)):
             block, end = self.blocks[number], self.ends[number]

@@ -122,7 +122,7 @@ class Piece(NamedTuple, Generic[S]):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this part of a global tensor that a rank fetches and passes on."""
+        """Return the bytes of this piece of a global tensor, which one rank reads and sends to others."""
         return self.box.size * ITEMSIZE[self.dtype]
 
 

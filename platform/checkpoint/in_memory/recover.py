@@ -20,8 +20,8 @@ Read = Callable[[Share, Tensor], None]
 
 
 def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]) -> list[Chain]:
-    """Return the state left in memory after a failure, as chains of the ranks that can read it; a chain that no rank
-    can read is replaced by the copies of its parts.
+    """Return the state left in memory after a failure, as chains of tensor blocks with the ranks that can read them; a
+    chain that no rank can read is replaced by the copies of its parts.
 
     `chains`: blocks held before, by old rank; `kept`: their copies; `readers`: old rank -> ranks in the result that can
     read its memory.
@@ -74,7 +74,7 @@ def is_recoverable(found: Keepers, alive: Set[object]) -> bool:
 
 
 def handed_over(survived: Sequence[Chain], stays: Sequence[bool]) -> list[Copy]:
-    """Assign parts in memory that only leaving ranks can read to staying ones (`stays`), as copies to be sent."""
+    """Assign state in memory that only leaving ranks can read to staying ones (`stays`), as copies to be sent."""
     return copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
 
 
@@ -110,8 +110,8 @@ def recover(
 
 
 def _own(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
-    """Yield the parts of this rank's `blocks` that lie in `chains` of surviving memory, all of which it can read
-    itself."""
+    """Yield the parts of this rank's `blocks` of training state that lie in `chains`, surviving memory that it can
+    read."""
     mine: dict[str, list[Block]] = defaultdict(list)
     for block in blocks:
         mine[block.name].append(block)
@@ -125,8 +125,9 @@ def _own(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Sha
 def _turns(
     survived: Sequence[Chain], names: Collection[str], world: World, count: int
 ) -> Iterator[list[list[Piece[Share]]]]:
-    """Yield `count` turns: the pieces that every rank passes on in each, about an equal part of all that it has to.
-    Pieces of other ranks than this one are left out if they belong to none of the tensors `names`."""
+    """Yield `count` turns of a recovery from memory: the pieces that every rank sends to others in each, about an equal
+    part of all that it has to. Pieces of other ranks than this one are left out if they belong to none of the tensors
+    `names`."""
     given: list[list[tuple[Chain, int, int]]] = [[] for _ in range(world.size)]
     having = {id(chain): frozenset(chain.holders) for chain in survived}
     wanted = {id(chain): any(tensor.name in names for tensor, _ in chain.blocks) for chain in survived}
@@ -150,5 +151,5 @@ def _turns(
 
 
 def _between(chain: Chain, first: int, last: int, position: int) -> int:
-    """Return the start of a row in the part [first, last) of a chain of blocks nearest to `position`, or its end."""
+    """Return the start of a row at bytes [first, last) of a chain of tensor blocks nearest to `position`, or `last`."""
     return min(max(chain.row_at(min(max(position, first), last)), first), last)

@@ -74,7 +74,7 @@ class Snapshot:
         return json.loads(self._header[16 : 16 + int(self._step[1])])
 
     def begin(self) -> None:
-        """Mark this snapshot in memory as incomplete: it is about to be written to."""
+        """Mark this snapshot of the training state in memory as incomplete, before it is overwritten."""
         self._step[0] = 0
 
     def complete(self, step: int, values: Mapping[str, Any]) -> None:
@@ -115,8 +115,8 @@ class NodeSnapshot:
                     parts[box] = buffer.data[at:end].view(*box.extent, tensor.itemsize)
 
     def read(self, part: Share, memory: Tensor) -> None:
-        """Copy the bytes of a part of a global tensor into `memory`, uint8 [bytes]. Raises AssertionError if that
-        memory lacks any of them."""
+        """Copy the bytes of a part of a global tensor from snapshots in shared memory into `memory`, uint8 [bytes].
+        Raises AssertionError if that memory lacks any of them."""
         out, left = memory.view(*part.box.extent, part.tensor.itemsize), part.box.size
         for box, there in self._parts.get(part.tensor.name, {}).items():
             if left and (common := box.overlap(part.box)):
@@ -201,7 +201,7 @@ class RankSnapshots:
         return NodeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
 
     def _of(self, mate: int) -> Iterator[Snapshot]:
-        """Yield the snapshots in the memory of rank `mate`, this rank or one that shares memory with it."""
+        """Yield the in-memory snapshots of rank `mate`, this rank or one that shares memory with it."""
         if mate == self._rank:
             yield from self._places.values()
             return
@@ -236,6 +236,7 @@ class RankSnapshots:
         copied = snapshot.own.start(blocks)
 
         def finish(transfer: Transfer) -> None:
+            """Wait for the copies of this rank's parts, exchange peers' parts, and mark the snapshot complete."""
             copied()
             outgoing = [(peer, _together(parts)) for peer, parts in self._outgoing[place]]
             _transfer(outgoing, self._kept, snapshot.copies, transfer)
@@ -271,7 +272,7 @@ class RankSnapshots:
         return place, self._places[place]
 
     def _lay_out(self, place: int) -> Snapshot:
-        """Construct the snapshot at a place, 0 or 1, in this rank's memory."""
+        """Construct this rank's in-memory snapshot number `place`, 0 or 1, over its part of the shared memory."""
         copies = _all(self._kept)
         at = place * Snapshot.size(self._own, copies)
         return Snapshot(self._mates[self._rank], at, self._own, copies, self._pinned)
@@ -283,7 +284,7 @@ def _pages(parts: Sequence[Share]) -> int:
 
 
 def _mapped(memory: SharedMemory, at: int, count: int, pinned: bool = False) -> Tensor:
-    """Return `count` bytes of a snapshot's shared memory from `at` on, uint8 [count]; `pinned`: page-locked."""
+    """Map `count` bytes of a snapshot's shared memory from byte `at` on, uint8 [count]; `pinned`: page-locked."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8)
     there = memory.map(at, count)

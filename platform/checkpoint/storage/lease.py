@@ -55,7 +55,7 @@ class Lease:
             raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {there} now")
 
     def _holder(self, name: str) -> str:
-        """Return the owner that a lease file notes, with the file's name; the name alone if it is unreadable."""
+        """Return the driver that a lease file names as its owner, with the file; the file alone if it is unreadable."""
         with suppress(OSError):
             return f"{read_note(self._storage, name)} ({name})"
         return name

@@ -70,6 +70,7 @@ class Saver:
         meta = replace(meta, values={**meta.values, **hashes(files)})
 
         def write_all(directory: str) -> Sequence[FileReport]:
+            """Let the workers write their block files into `directory`, and add the files that it carries."""
             reports = write(directory)
             write_carried(self._storage, directory, files)
             return reports

@@ -124,8 +124,8 @@ class Controller:
         return RunState.DONE
 
     def _train(self, crew: Crew, generation: Generation) -> None:
-        """Take, commit, evaluate and save one training step after another until the last. Raises Reform if another
-        generation is needed or better."""
+        """Take, commit, evaluate and save one training step after another until the last. Raises Reform if another mesh
+        of workers is needed or better."""
         every, first = self._config.eval.every, self.done + 1
         self._end_early()
         self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
@@ -174,7 +174,7 @@ class Controller:
             self._monitor.say(f"ends early after step {self.done}: {least}")
 
     def _report_traffic(self, generation: Generation) -> None:
-        """Journal the bytes that a training step of this generation sends between nodes and other tiers of the cluster,
+        """Journal the bytes that a training step on this mesh sends between nodes and other tiers of the cluster,
         if its ranks are in several; print them if they differ from the ones printed last. Done after the first step, as
         counting may take a second, which no recovery is to pay."""
         if len(set(generation.tiers.paths)) == 1:
@@ -348,7 +348,7 @@ class Controller:
     # RELEASING
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
-        """Journal and print the failure of a worker, after which the next generation can form. Raise GaveUp if none
+        """Journal and print the failure of a worker, after which another mesh can form without it. Raise GaveUp if none
         can: the crew is not elastic, the step has failed elastic.attempts times, a worker's own error came before any
         step was done, a worker has no memory left, which the same plan would take again, or the failure, while the run
         trains, is a user's mistake."""
@@ -383,7 +383,7 @@ class Controller:
             raise GaveUp(f"{failure}{often}{room}{where}")
 
     def _release(self, crew: Crew) -> RunState:
-        """Make all workers leave their generation, journal which were lost, and return FORMING."""
+        """Make all workers leave their mesh and process groups, journal which were lost, and return FORMING."""
         start = perf_counter()
         self._checkpoints.abandon()
         lost = crew.release()

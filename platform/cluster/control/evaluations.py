@@ -67,7 +67,7 @@ class Evaluations:
         return [corpus.decode([*([] if asked.pairs else some), *written[n].ids]) for n, some in enumerate(ids)]
 
     def _asked(self, ask: Ask, plan: Plan) -> AskedModel:
-        """Return the run's model to be asked by `ask`, a call of the crew, in batches of a training pass's size."""
+        """Wrap the run's model, asked by `ask`, a call of the crew, to write and score texts in batches."""
         batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
         return AskedModel(ask, self._config.model, self._corpus.vocabulary, batch, self._corpus.special)
 
@@ -79,6 +79,7 @@ class Evaluations:
             return None
 
         def ask(method: str, *args: Any) -> list[Any]:
+            """Call all ranks for one batch of the evaluation's tasks; raises NotScored if the run is to stop."""
             if self._signals.requested:
                 raise NotScored("the run is to stop")
             return crew.call(method, *args, within=within)

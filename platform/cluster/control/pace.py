@@ -29,7 +29,7 @@ class Pace:
         self._seconds.append(seconds)
 
     def take_back(self, step: int) -> float:
-        """Forget the training steps after `step`, where the run goes on or ends; return the sum of their seconds."""
+        """Forget the durations of the training steps after `step`, rolled back; return their sum in seconds."""
         kept = max(0, step - self._before)
         lost = sum(self._seconds[kept:])
         del self._seconds[kept:]

@@ -25,6 +25,6 @@ class Spikes:
         return self._factor * median(self._losses) if self._factor and len(self._losses) >= _FEWEST else inf
 
     def add(self, loss: float) -> None:
-        """Add the loss of a committed training step to the recent ones, if it is finite."""
+        """Add the loss of a committed training step to the recent ones, by which spikes are judged, if it is finite."""
         if isfinite(loss):
             self._losses.append(loss)

@@ -46,7 +46,7 @@ class Reader:
         return self.vocabulary.encode(_whole(text, where))
 
     def _of_ids(self, value: Any, where: str) -> list[int]:
-        """Return a prompt given as token ids, unchanged; raises ConfigError unless all are ids of the vocabulary."""
+        """Return a prompt given as token ids unchanged. Raises ConfigError unless all are ids of the vocabulary."""
         most = self.model.vocab
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
             raise ConfigError(violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
@@ -78,7 +78,7 @@ class Reader:
 
 
 def as_prompt(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
-    """Return the ids of a text with the token that begins a document in front or, in an encoder, its end behind."""
+    """Return a text's token ids with the token that begins a document in front or, in an encoder, its end behind."""
     if model.kind == "encoder_decoder":
         return [*ids, special.end]
     return [special.begin, *ids] if special.begin >= 0 else [*ids]
@@ -154,7 +154,7 @@ class AskedModel:
         return [scored for scored in found if scored]
 
     def _row(self, context: Ids, text: Ids) -> tuple[list[int], int, list[int]]:
-        """Return the input by which a model scores a text after a context: the decoder's ids, the index at which the
+        """Return the input from which a model scores a text after a context: the decoder's ids, the index at which the
         text begins there, and the encoder's ids, [] without an encoder."""
         most = self.model.length + 1  # the last token is only predicted
         if self.pairs:

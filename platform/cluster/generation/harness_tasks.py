@@ -44,10 +44,12 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Return the id of the token that ends a text, for lm-eval."""
         return self._asked.end
 
     @property
     def prefix_token_id(self) -> int:
+        """Return the id of the token that begins a text, for lm-eval."""
         return self._asked.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -61,6 +63,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        """Return the log-probability of each tokenised continuation, and if its tokens are the likeliest."""
         scored = self._asked.score([(context, text) for _, context, text in requests])
         return [(found.log_probability, found.greedy) for found in scored]
 
@@ -83,8 +86,8 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _question(self, text: str, options: dict[str, Any]) -> Question:
-        """Return the question to the model for a text that an lm-eval task has continued: its ids, and the rule of
-        choice, number of tokens and ends of an answer, from the task's `options`."""
+        """Return the prompt, and the rules of its answer, for a text that an lm-eval task wants continued: its ids, and
+        the rule of choice, number of tokens and ends of an answer, from the task's `options`."""
         stops = options.get("until") or []
         most = self._asked.model.length
         tokens = max(1, min(int(options.get("max_gen_toks") or WRITTEN), most - 1))
@@ -162,7 +165,8 @@ def _manager(names: set[str], folder: str) -> TaskManager:
 
 
 def _beyond(task: Any) -> str:
-    """Return why an lm-eval task cannot be asked of a model here, "" if it can."""
+    """Return why an lm-eval task cannot be scored on a model here, such as an unsupported kind of request; "" if it
+    can."""
     if getattr(task, "UNSAFE_CODE", False):
         return "runs code that the model writes, which is not done here"
     if getattr(task, "MULTIMODAL", False):
@@ -173,8 +177,8 @@ def _beyond(task: Any) -> str:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers among the results of a task by METRIC, or METRIC.FILTER if answers were filtered. lm-eval has
-    METRIC,FILTER, and keys without a comma that are no metrics."""
+    """Return the numbers among the results of an lm-eval task by METRIC, or METRIC.FILTER if answers were filtered.
+    lm-eval has METRIC,FILTER, and keys without a comma that are no metrics."""
     found = {}
     for key, value in values.items():
         metric, comma, name = key.partition(",")

@@ -34,9 +34,11 @@ class Lines:
         self._whole = self._file.tell()
 
     def __enter__(self) -> Lines:
+        """Return this file of a command's results, which `__exit__` closes."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Close a command's file of results, cut after its last whole line, and remove it if it has none."""
         with suppress(OSError):
             self._file.truncate(self._whole)
         self._file.close()

@@ -55,7 +55,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
-    """Return the token ids that end an answer: of documents, of messages, in `generation`, a JSON file or b""."""
+    """Return the token ids that end documents, chat messages, or texts by `generation`, a JSON file's bytes."""
     found = set(_said(generation))
     if vocabulary is not None:
         found.add(vocabulary.special.end)
@@ -64,7 +64,7 @@ def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
 
 
 def _said(generation: bytes) -> Iterator[int]:
-    """Yield the ids that a generation_config.json names as the end of a text; none if it is not read."""
+    """Yield the token ids that a generation_config.json names as the end of a text; none if it is not readable."""
     try:
         found = documents.from_json(generation or b"{}").get("eos_token_id")
     except (Malformed, AttributeError):
@@ -73,7 +73,7 @@ def _said(generation: bytes) -> Iterator[int]:
 
 
 def room(rows: Sequence[Sequence[int]], model: Model) -> int:
-    """Return how many tokens of the model's length the longest prompt of `rows` leaves for its answer, at least 1."""
+    """Return how many tokens of the model's length the longest prompt of `rows` leaves for its answer; at least 1."""
     read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
     return max(1, model.length - read)
 

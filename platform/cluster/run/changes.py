@@ -41,7 +41,7 @@ def changes(
 
 def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], None]) -> None:
     """Report how the code of this driver, `now`, differs from the last driver's: a `changed` event in the journal and
-    one line per name to the user. Nothing is refused: a run may go on with a mended version."""
+    one line per name to the user. Nothing is refused: a run may continue with another version of the code."""
     starts = [event.code for event in journal.events() if isinstance(event, events.Starting) and event.code]
     before = starts[-1] if starts else now
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]

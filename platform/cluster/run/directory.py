@@ -110,7 +110,7 @@ class RunDirectory:
             raise
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """Write `plan.json`, the newest generation's plan summary; the journal's `forming` events have each mesh."""
+        """Write `plan.json`, the summary of the newest mesh's plan; the journal's `forming` events have each mesh."""
         replace_text(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:

@@ -25,9 +25,10 @@ ANSWER_SECONDS = 10.0  # for the first request to a storage
 
 
 def origin(config: Config, *, held: bool = False, over: bool = False) -> Selection | None:
-    """Find the checkpoint that checkpoint.resume means now; return None if it is `never`. Only manifests are read, not
-    the tensors. `held`: this driver holds the lease of the checkpoint storage, and so quarantines corrupt checkpoints;
-    without it nothing is written. `over`: the run may start over at step 1 although its directory shows steps as done.
+    """Find the checkpoint that a run is to resume from, by checkpoint.resume; return None if it is `never`. Only
+    manifests are read, not the tensors. `held`: this driver holds the lease of the checkpoint storage, and so
+    quarantines corrupt checkpoints; without it nothing is written. `over`: the run may start over at step 1 although
+    its directory shows steps as done.
 
     Raises ConfigError if there is no checkpoint to resume from but there must be one, and if it is of a run of another
     identity.
@@ -59,8 +60,9 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Selecti
 
 
 def traced(config: Config) -> int:
-    """Return the highest training step that the files in the run directory show as done, 0 if none, so that a run
-    without a checkpoint does not start over unnoticed. Raises ConfigError if the directory cannot be read."""
+    """Return the highest training step that the journal and metrics in the run directory show as done, 0 if none: a run
+    that has steps and no checkpoint must not start over unnoticed. Raises ConfigError if the directory cannot be
+    read."""
     with as_refusal("run.dir", config.run.dir, OSError, Malformed, why="cannot be read: {}"):
         return traces.steps(Path(config.run.dir))
 
@@ -86,6 +88,7 @@ def answering(url: str, key: str) -> Storage:
     found: list[Storage | BaseException] = []
 
     def ask() -> None:
+        """Open and list the storage in a thread of its own, and note it, or the error, for the waiting caller."""
         try:
             storage = open_storage(url, key)
             storage.list("")

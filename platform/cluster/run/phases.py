@@ -34,7 +34,7 @@ class Phases:
         self.seconds: dict[str, float] = {}
 
     def reach(self, phase: str, when: float | None = None) -> None:
-        """Record that a phase was reached at `when`, a reading of the monotonic clock, by default now."""
+        """Record that a phase of the run was reached at `when`, a reading of the monotonic clock, by default now."""
         self.seconds.setdefault(phase, (monotonic() if when is None else when) - self._start)
 
     def event(self, word: str) -> None:

@@ -183,7 +183,7 @@ def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
 
 
 def _lack(device: str, world_size: int, supply: Supply) -> str:
-    """Return a message on what `supply` lacks for `world_size` workers on this device; "" if nothing."""
+    """Return a message on the GPUs or CPUs that `supply` lacks for `world_size` workers on a device; "" if none."""
     if device == "cuda" and supply.gpus < world_size:
         constraint = f"needs {count_of(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
         return violation("cluster.device", device, constraint, ["cpu"])

@@ -54,7 +54,7 @@ def journal(directory: Path) -> Iterator[events.JournalEvent]:
 
 
 def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent]]:
-    """Divide the events of a run's journal by its drivers: a list of each driver's, in order, from its start on."""
+    """Divide the events of a run's journal by driver process: a list for each start of the run, in order."""
     drivers: list[list[events.JournalEvent]] = []
     for event in found:
         if isinstance(event, events.Starting) or not drivers:
@@ -64,7 +64,7 @@ def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent
 
 
 def _last_life(directory: Path) -> list[events.JournalEvent]:
-    """Return the journal events of the last driver of a run directory; [] if there was none."""
+    """Return the journal events of the driver that ran last in a run directory; [] if there was none."""
     return next(reversed(lives(journal(directory))), [])
 
 
@@ -82,7 +82,7 @@ def noticed(directory: Path) -> bool:
 
 
 def bereaved(directory: Path) -> bool:
-    """Return True if the last driver of a run directory gave up because a worker's process had died. Raises Malformed,
+    """Return True if a run directory's last driver gave up because a worker's process died. Raises Malformed,
     OSError."""
     life = _last_life(directory)
     failures = [event for event in life if isinstance(event, events.Failure)]
@@ -116,5 +116,5 @@ def orphaned(directory: Path) -> int | None:
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows at the end of a metrics.jsonl."""
+    """Return the last rows of metrics in a metrics.jsonl."""
     return records.last(path, metrics.read_row)

@@ -62,7 +62,7 @@ class Unframer:
     """Cuts the bytes received on a control connection into JSON messages, each of at most `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT):
-        """Start without bytes received. `limit`: most bytes of one message of the control channel."""
+        """Start to split received bytes into messages; none yet. `limit`: most bytes of one message."""
         self.limit = limit
         self._buffer = bytearray()
 
@@ -189,7 +189,7 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
 
 
 def _first(line: Line, kind: Any) -> Any:
-    """Return the peer's next message. Raises OSError if it hangs up, PermissionError if the message is no `kind`."""
+    """Return the peer's next message of the greeting. Raises OSError, or PermissionError unless it is a `kind`."""
     if (message := next(line.messages(), None)) is None:
         raise ConnectionResetError("it hung up")
     try:

@@ -49,7 +49,7 @@ class _Given(NamedTuple):
 
 
 def settings_key(key: str) -> str:
-    """Return the key of the settings of what a key names.
+    """Return the key that holds the settings of a user's function which the value of `key` names.
 
     >>> settings_key("optimizer.kind"), settings_key("optimizer.schedule")
     ('optimizer.settings', 'optimizer.schedule_settings')
@@ -129,7 +129,7 @@ def _given(config: Config) -> Iterator[_Given]:
 
 
 def _violations_of_settings(given: _Given) -> Iterator[str]:
-    """Yield a refusal line per mistake in settings."""
+    """Yield a refusal line per mistake in the settings of one function of the user's own code."""
     place, key, name, values = given
     if name not in KEYS[key].choices:  # refused already
         return
@@ -158,7 +158,7 @@ def _violations_of_settings(given: _Given) -> Iterator[str]:
 
 
 def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str, Setting]) -> Iterator[str]:
-    """Yield a refusal line per mistake in the value of one setting."""
+    """Yield a refusal line per mistake in the value of one setting of the user's own code."""
     where = f"{place}.{field}"
     if (setting := known.get(field)) is None:
         yield violation(where, value, "unknown setting", [f"{place}.{name}" for name in closest(field, known)[:3]])
@@ -170,14 +170,14 @@ def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str,
 
 
 def _declared(kind: type) -> dict[str, Setting]:
-    """Return the settings that a dataclass declares, by name. Raises ConfigError for a type that cannot be read."""
+    """Return the settings that a user's dataclass declares, by name. Raises ConfigError for an unreadable type."""
     with as_refusal("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
         hints = get_type_hints(kind)
     return {f.name: _setting(f, hints[f.name]) for f in fields(kind) if f.init}
 
 
 def _setting(f: Field[Any], hint: Any) -> Setting:
-    """Return the setting that a field declares, by its type and, if it has one, its `Key`."""
+    """Return the setting that a field of a user's dataclass declares, by its type and, if it has one, its `Key`."""
     legal: Key = f.metadata.get("key") or _ANY
     if get_origin(hint) is Literal:
         legal, hint = replace(legal, choices=get_args(hint)), reduce(or_, map(type, get_args(hint)))
@@ -186,7 +186,7 @@ def _setting(f: Field[Any], hint: Any) -> Setting:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Return True if values of a type are what YAML writes and a key of ours may be."""
+    """Return True if a setting may have this type: its values are such as YAML writes and our own keys have."""
     inner = get_args(hint)
     if get_origin(hint) in (list, Union, UnionType):
         return all(map(_is_plain, inner))
@@ -194,11 +194,11 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _as(hint: Any, value: Any) -> Any:
-    """Return a value with integers as floats where the type says so, so that 1 and 1.0 are one value."""
+    """Return a setting's value with integers as floats where its type says so, so that 1 and 1.0 are one value."""
     return float(value) if hint is float and type(value) is int else value
 
 
 def _made(kind: type, values: Mapping[str, Any]) -> Any:
-    """Make the dataclass of settings from the values of a configuration."""
+    """Construct the user's dataclass of settings from the values of a configuration."""
     known = _declared(kind)
     return kind(**{name: _as(known[name].hint, value) for name, value in values.items()})

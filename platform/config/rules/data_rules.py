@@ -35,7 +35,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _held_out(source: Any) -> bool:
-    """Return True if a source of a mixture says that a part of it is held out."""
+    """Return True if the configuration of a mixture's source holds a part of it out for validation."""
     return isinstance(source, dict) and bool(source.get("validation") or source.get("validation_path"))
 
 

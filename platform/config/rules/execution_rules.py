@@ -37,7 +37,7 @@ def _rhythm(config: Config) -> Iterator[str]:
 
 
 def _workers(config: Config) -> Iterator[str]:
-    """Yield violations of the bounds on the number of workers, and of spares."""
+    """Yield a refusal line for each contradiction between the bounds on the number of workers, and of spares."""
     least, most = config.elastic.min_workers, config.elastic.max_workers
     if most and most < least:
         yield refused(config, "elastic.max_workers", f"must be 0 or >= elastic.min_workers={least}", [0, least])
@@ -94,7 +94,7 @@ def _deterministic(config: Config) -> Iterator[str]:
 
 
 def _gpu(config: Config) -> Iterator[str]:
-    """Yield a violation if the GPU is not among the known accelerators."""
+    """Yield a refusal line if cluster.gpu names no known accelerator."""
     gpu = config.cluster.gpu
     if gpu and memory_of(gpu) is None:
         names = ["-".join(known.name.split()) for known in ACCELERATORS]
@@ -126,6 +126,7 @@ def _ray(config: Config) -> Iterator[str]:
 
 
 def _sample(config: Config) -> Iterator[str]:
+    """Yield a refusal line if monitor.sample wants text of a kind of model that generates none."""
     if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
         yield refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
 

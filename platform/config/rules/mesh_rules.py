@@ -15,6 +15,7 @@ from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
 
 def _replicas(config: Config) -> Iterator[str]:
+    """Yield a refusal line if parallel.data is neither a number of replicas nor -1, for as many as fit."""
     if config.parallel.data == 0 or config.parallel.data < -1:
         yield refused(config, "parallel.data", KEYS["parallel.data"].constraint, [1, -1])
 
@@ -55,7 +56,7 @@ def _pipeline(config: Config) -> Iterator[str]:
 
 
 def _zero(config: Config) -> Iterator[str]:
-    """Yield a violation if ZeRO is combined with a branch that keeps common parameters on one sub-grid."""
+    """Yield a refusal line if ZeRO is combined with a branch that keeps common parameters on one sub-grid."""
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
         yield refused(config, "parallel.zero", reason, [0])
@@ -90,7 +91,7 @@ def _branch(config: Config) -> Iterator[str]:
 
 
 def _slice_via(config: Config) -> Iterator[str]:
-    """Yield a violation if a branch without an all-to-all is to replace it."""
+    """Yield a refusal line if branch.slice_via is to replace the all-to-all of a branch that has none."""
     if config.branch.slice_via != "all_to_all" and not slices_heads(config.branch):
         constraint = f"branch={config.branch.kind} has no all-to-all that it would replace"
         yield refused(config, "branch.slice_via", constraint, ["all_to_all"])

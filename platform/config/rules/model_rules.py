@@ -46,8 +46,8 @@ def _rotary(config: Config) -> Iterator[str]:
 
 
 def _seen(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each restriction of what attention sees that the kind of model does not know, and for
-    layers with a window that the model lacks."""
+    """Yield a refusal line for each mask of attention (window, documents, ...) that the kind of model does not know,
+    and for layers with a window that the model lacks."""
     m, wrong = config.model, f"model.kind={config.model.kind} has no such attention"
     if m.kind in ("encoder", "encoder_decoder", "two_layer"):
         if m.window:
@@ -63,14 +63,14 @@ def _seen(config: Config) -> Iterator[str]:
 
 
 def _head(config: Config) -> Iterator[str]:
-    """Yield a refusal line if the head's transform is to have a gated activation."""
+    """Yield a refusal line if the transform before the model's output (its head) is to have a gated activation."""
     m, gated = config.model, ("swiglu", "geglu", "geglu_tanh", "reglu")
     if m.head_transform and m.activation in gated:
         yield refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
 
 
 def _buckets(config: Config) -> Iterator[str]:
-    """Yield a violation if the buckets of relative positions do not fit the distance."""
+    """Yield a refusal line if the buckets of relative positions do not fit the largest distance."""
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
         constraint = f"must be more than half of model.buckets={m.buckets}"

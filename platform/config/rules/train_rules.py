@@ -30,7 +30,7 @@ def _ramp(config: Config) -> Iterator[str]:
 
 
 def _start(config: Config) -> Iterator[str]:
-    """Yield a refusal line if averaged weights are to be taken from nowhere."""
+    """Yield a refusal line if training begins with averaged weights (train.init_averaged) of no saved model."""
     if config.train.init_averaged and config.train.init in ("", "random"):
         yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
 
@@ -60,21 +60,21 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _stop_at(config: Config) -> Iterator[str]:
-    """Yield a violation if the run is to stop after its last step."""
+    """Yield a refusal line if the run is to stop (train.stop_at) after its last step."""
     steps = config.train.steps
     if config.train.stop_at > steps:
         yield refused(config, "train.stop_at", f"must be <= train.steps={steps}", [steps])
 
 
 def _verify_every(config: Config) -> Iterator[str]:
-    """Yield a violation if replicas are to be compared where there are none."""
+    """Yield a refusal line if replicas are to be compared (train.verify_every) where there are none."""
     if config.train.verify_every and config.parallel.zero == 3:
         constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
         yield refused(config, "train.verify_every", constraint, [0])
 
 
 def _loss_scale(config: Config) -> Iterator[str]:
-    """Yield a violation if the loss scale begins below its least value."""
+    """Yield a refusal line if the fp16 loss scale begins below its least value."""
     if config.loss_scale.least > config.loss_scale.initial:
         constraint = f"must be <= loss_scale.initial={config.loss_scale.initial:g}"
         yield refused(config, "loss_scale.least", constraint, [config.loss_scale.initial])

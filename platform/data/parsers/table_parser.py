@@ -92,8 +92,7 @@ def _lines(batch: Any) -> Iterator[bytes]:
 
 
 def _of_slice(batch: Any) -> Iterator[bytes]:
-    """Yield each row of a pyarrow batch as JSON bytes, halving a batch that is too large in memory to be converted at
-    once."""
+    """Yield each row of a slice of a pyarrow batch as JSON bytes, halving one too large to be converted at once."""
     if batch.num_rows > 1 and batch.get_total_buffer_size() > _ENOUGH and batch.nbytes > _ENOUGH:
         half = batch.num_rows // 2
         yield from _of_slice(batch.slice(0, half))

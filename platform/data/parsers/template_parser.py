@@ -68,6 +68,7 @@ def _generation() -> type:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
+            """Parse a {% generation %} block of a chat template into a scope of its own body."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body).set_lineno(line)

@@ -100,6 +100,7 @@ def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
     more than MOST names to look at."""
 
     def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
+        """Raise the error of a data folder that cannot be listed: to skip it would change the corpus."""
         raise error
 
     found, looking = [], _Looking()

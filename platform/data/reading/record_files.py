@@ -46,6 +46,7 @@ def table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterator[Rec
     with open_raw(file) as raw, parser_of("platform.data.parsers.table_parser:answer_table") as parser:
 
         def read(offset: int, size: int) -> bytes:
+            """Return `size` bytes of the table's file from byte `offset` on, for the child process that parses it."""
             raw.seek(offset)
             return raw.read(size)
 

@@ -43,7 +43,7 @@ class Instruction:
 
     @property
     def texts(self) -> list[str]:
-        """Return the texts of its messages."""
+        """Return the texts of this conversation's messages, on which a tokenizer is trained."""
         return [message["content"] for message in self.messages if isinstance(message.get("content"), str)]
 
 
@@ -94,7 +94,7 @@ def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> 
 
 
 def _input_field(data: Data) -> str:
-    """Return the field of a record that goes on its prompt, or, if the configuration names none, that may do so."""
+    """Return the record's field that is appended to its prompt: data.input_field, or the usual one if that is unset."""
     return data.input_field or ALPACA_INPUT
 
 
@@ -127,7 +127,7 @@ def _with_roles(value: Any) -> Any:
 
 
 def _says(content: Any) -> bool:
-    """Return True if the content of a message is not blank."""
+    """Return True if the content of a conversation's message is not blank."""
     return bool(content.strip() if isinstance(content, str) else content)
 
 
@@ -148,8 +148,7 @@ def encode_instructions(vocabulary: Vocabulary | None, documents: Documents, cha
 
 
 def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
-    """Return a conversation as parts of text, each with whether it is one special token, and whether it is to be
-    learned. Raises ConfigError."""
+    """Return a conversation as pieces of text, each with whether it is one special token, and whether it is learned."""
     if instruction.pair and not vocabulary.has_chat:
         prompt, answer = instruction.texts
         begin, end = (vocabulary.spelling(i) for i in (vocabulary.special.begin, vocabulary.special.end))

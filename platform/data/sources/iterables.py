@@ -65,7 +65,7 @@ def read_own(
 
 
 def _content(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return what decides which documents they are: the SHA-256 of them all."""
+    """Return the SHA-256 of all documents that the user's function yields, which names their cache entry."""
     digest = hashlib.sha256()
     for _, document in read(files, data):
         raw = document.encode() if isinstance(document, str) else document.astype("<i8").tobytes()
@@ -74,14 +74,14 @@ def _content(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[Dat
 
 
 def _text(document: Any, data: Data, place: int) -> str:
-    """Return a document as text. Raises ConfigError if it is none."""
+    """Return a document of the user's function as text. Raises ConfigError if it is none."""
     if isinstance(document, str):
         return encodable(document)
     raise ConfigError(f"data.kind={data.kind}: document {place} is a {type(document).__name__}, not a text")
 
 
 def _tokens(document: Any, data: Data, place: int) -> NDArray[np.int64]:
-    """Return a document as token ids. Raises ConfigError if it is none."""
+    """Return a document of the user's function as token ids. Raises ConfigError if it is none."""
     try:
         found = np.asarray(document)
     except (TypeError, ValueError):
@@ -95,7 +95,7 @@ def _tokens(document: Any, data: Data, place: int) -> NDArray[np.int64]:
 
 @contextmanager
 def _reading(data: Data, which: str = "") -> Iterator[None]:
-    """Raise ConfigError, naming `data.kind` and `which` document, in place of an error of the user's function."""
+    """Raise ConfigError, naming data.kind and `which` document, in place of an error of the user's function."""
     name = f"data.kind={data.kind}"
     try:
         with own_code(name, (ConfigError, OSError), READING):
@@ -108,11 +108,11 @@ class OwnKind(SourceKind):
     """Kind of source of a user's function that yields documents, and reads no files of ours."""
 
     def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
-        """Return one part: all that the function yields."""
+        """Return one group of files, as the user's function yields all documents at once."""
         return [[]]
 
     def held(self, data: Data) -> list[DataFile]:
-        """Return no files. Raises ConfigError if some are named."""
+        """Return no files, as a user's function has none to hold out. Raises ConfigError if some are named."""
         if data.validation_path:
             reason = f"data.kind={data.kind} reads no files"
             raise ConfigError(violation("data.validation_path", data.validation_path, reason, ['""']))
@@ -121,8 +121,8 @@ class OwnKind(SourceKind):
     def write_entry(
         self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
     ) -> dict[str, Any]:
-        """Build the entry of the documents. Raises ConfigError if the last pass over them gave others than the
-        first."""
+        """Build the cache entry of the documents of the user's function. Raises ConfigError if two passes over them
+        differ."""
         whole = not is_streamed(data)
         before = whole and self.content(data, files)
         found = super().write_entry(folder, files, data, vocab, given)

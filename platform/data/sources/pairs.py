@@ -104,7 +104,7 @@ _BATCH = 4096  # pairs that are encoded at once
 
 
 def encode_pairs(vocabulary: Vocabulary | None, pairs: Documents, characters: int) -> Iterator[Encoded]:
-    """Encode pairs of texts, which have bounds where each text ends."""
+    """Yield the token ids of pairs of texts, with the positions at which each text ends."""
     assert vocabulary
     while batch := [text for _, pair in islice(pairs, _BATCH) for text in pair]:
         encoded = vocabulary.encode_all(batch)
@@ -116,15 +116,15 @@ class PairKind(SourceKind):
     """Kind of source of pairs of texts, which are read as a whole."""
 
     def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
-        """Return one part, as two files may hold one pair."""
+        """Return the files of pairs as one group, as two files may hold one pair, each a half."""
         return [files] if files else []
 
     def held(self, data: Data) -> list[DataFile]:
-        """Return no files: only some of its own pairs are held out."""
+        """Return no files: of pairs of texts no whole files are held out for validation, only some of the pairs."""
         return []
 
     def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
-        """Read the pairs of a source once, and divide them. Raises ConfigError."""
+        """Read the pairs of texts of a source once, and split them for training and validation. Raises ConfigError."""
         pairs = [*self.read(files, data, "data.path")]
         found = SourceKind.splits(replace(self, read=lambda *_: iter(pairs)), files, data)
         trained = sum(self.size(pair) for _, pair in found.read(False))

@@ -85,15 +85,15 @@ class SourceKind:
     blockwise: bool = True
 
     def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
-        """Return the files in parts that can be read by themselves."""
+        """Return the files of a data source in groups, each of which can be read by itself."""
         return [[file] for file in files]
 
     def held(self, data: Data) -> list[DataFile]:
-        """Return the files that are held out as a whole. Raises ConfigError."""
+        """Return the data files that are held out for validation as a whole. Raises ConfigError."""
         return held_files(data, self.endings)
 
     def violations_of_source(self, data: Data) -> list[str]:
-        """Return one refusal line per mistake in a source that shows in the beginnings of its files."""
+        """Return one refusal line per mistake in a data source that shows at the beginnings of its files."""
         lines: list[str] = []
         files: Sequence[DataFile] = ()
         held: Sequence[DataFile] = ()
@@ -111,8 +111,9 @@ class SourceKind:
         return lines
 
     def decisive(self, data: Data, files: Sequence[DataFile]) -> list[Any]:
-        """Return what decides which documents a source holds; of a streamed one also how they are divided into blocks:
-        of each file the format, the size and a part of its content, of a user's function its first documents."""
+        """Return the values that name a data source's cache entry, as they decide which documents it holds, and how a
+        streamed one is divided into blocks: of each file the format, the size and a part of its content, of a user's
+        function its first documents."""
         if not is_streamed(data):
             return self.content(data, files)
         digest = hashlib.sha256()
@@ -123,7 +124,7 @@ class SourceKind:
         return ["stream", FORMAT, data.kind, stamps, held, data.field, *more_fields(data), data.block]
 
     def blocks(self, files: Sequence[DataFile], data: Data) -> BlockReader:
-        """Return the reader of a streamed source."""
+        """Return the reader of a streamed source, which yields its documents block by block during training."""
         return BlockReader(self.parts(files), lambda part: self.read(part, data, "data.path"), self.size, data.block)
 
     def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
@@ -132,6 +133,7 @@ class SourceKind:
         others = self.held(data)
 
         def held_documents() -> Documents:
+            """Return the documents of the files that are held out for validation, none without such files."""
             return self.read(others, data, "data.validation_path") if others else iter(())
 
         if is_streamed(data):
@@ -157,7 +159,7 @@ class SourceKind:
         return Splits(split, lambda: self._texts(split(False), sum(sizes)), len(sizes), sum(sizes), tail)
 
     def training_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
-        """Return the texts of a source on which a tokenizer is trained. Raises ConfigError."""
+        """Return the texts of a data source on which a tokenizer is trained. Raises ConfigError."""
         return self.splits(files, data).texts()
 
     def write_entry(
@@ -191,8 +193,9 @@ class SourceKind:
     def write_tokens(
         self, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
     ) -> dict[str, Any]:
-        """Write into `folder` the tokens of documents, and the arrays beside them; return their description. `parts`:
-        the documents to train on, then the held-out ones, each with the characters in them, 0 if that is not known."""
+        """Write the tokens of documents, and the arrays beside them, into `folder`, a cache entry; return their
+        description. `parts`: the documents to train on, then the held-out ones, each with the characters in them, 0 if
+        that is not known."""
         ends, place, dtype = [], 0, type_of(vocab)
         with ExitStack() as opened:
             names = ["tokens", *(["starts"] if self.starts else []), *(["learned"] if self.learned else [])]
@@ -211,24 +214,24 @@ class SourceKind:
         return {"dtype": dtype.str, "splits": splits_at(*ends)}
 
     def _texts(self, documents: Iterable[tuple[int, Any]], characters: int) -> Texts:
-        """Return the texts of documents, which have so many characters."""
+        """Wrap documents as texts to train a tokenizer on, with their total number of `characters`."""
         parts = self.texts or (lambda _: ())
         return Texts((text for _, document in documents for text in parts(document)), characters)
 
     def _first_block(self, files: Sequence[DataFile], data: Data) -> list[tuple[int, Any]]:
-        """Return the documents of a source's first block. Raises ConfigError if there is none."""
+        """Return the documents of a streamed source's first block. Raises ConfigError if there is none."""
         found, _ = self.blocks(files, data).block(BEGIN)
         if not found:
             raise self._nothing_in(data)
         return found
 
     def _first_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
-        """Return the texts of the first block, on which a tokenizer is trained."""
+        """Return the texts of a streamed source's first block, on which a tokenizer is trained."""
         documents = self._first_block(files, data)
         return self._texts(documents, sum(self.size(document) for _, document in documents))
 
     def _nothing_in(self, data: Data) -> ConfigError:
-        """Return the refusal of a source without a document."""
+        """Return the refusal of a data source without a document."""
         return ConfigError(f"{place_of(data)}: no {'text' if self.texts else 'tokens'} in it")
 
 
@@ -236,23 +239,23 @@ KINDS: dict[str, SourceKind] = {}  # by data.kind; each is in a file here, or of
 
 
 def kind_of(data: Data) -> SourceKind:
-    """Return the kind of a source; text, unless it is another."""
+    """Return the object that reads a data source of its data.kind (pairs, records, tokens, ...); text by default."""
     return KINDS.get(data.kind, KINDS["text"])
 
 
 def place_of(data: Data) -> str:
-    """Return the setting that names a source, for a refusal: data.path=PATH, or data=KIND."""
+    """Return the setting that names a data source, for a refusal: data.path=PATH, or data=KIND."""
     return f"data.path={data.path}" if data.path else f"data={data.kind}"
 
 
 def more_fields(data: Data) -> list[str]:
-    """Return the fields, beside `data.field`, that decide the text read from a record."""
+    """Return the fields of a data record, beside `data.field`, that decide the text read from it."""
     return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
 
 
 @contextmanager
 def _noting(lines: list[str], data: Data) -> Iterator[None]:
-    """Append the refusal of a source that is raised within the context to `lines`."""
+    """Append the refusal of a data source that is raised within the context to `lines`."""
     try:
         yield
     except ConfigError as error:
@@ -300,29 +303,29 @@ def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
 
 
 def training_options(data: Data) -> list[Any]:
-    """Return which keys of `data`, other than the source's, decide about a trained tokenizer."""
+    """Return the keys of `data`, with values, that decide how a tokenizer is trained, other than its texts."""
     found = [added_tokens(data), template_of(data)]
     return [found] if any(found) else []
 
 
 def splits_at(trained: int, end: int) -> dict[str, list[int]]:
-    """Describe the splits of a stream of tokens: those to train on, then those held out."""
+    """Describe the splits of a token stream, for a cache entry: [0, `trained`) to train on, the rest held out."""
     return {"train": [0, trained], "validation": [trained, end]}
 
 
 def type_of(vocab: int) -> np.dtype:
-    """Return the integer type of the ids of a vocabulary in files."""
+    """Return the smallest unsigned integer type that holds all token ids of a vocabulary, for files of tokens."""
     return np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
 
 
 def contents(files: Sequence[DataFile]) -> list[list[Any]]:
-    """Return the format and the hash of the content of each file, which decide which documents it holds: as format
+    """Return the format and the SHA-256 of each data file, which decide which documents it holds: as format
     False for text, True for .jsonl, or the ending of a table."""
     formats = {end: end if end != ".jsonl" else True for end in ROWS}
     return [[formats.get(ending(file), False), content_hash(file)] for file in files]
 
 
 def check_largest(largest: int, vocab: int) -> None:
-    """Raise ConfigError for a token that the vocabulary of a model does not have."""
+    """Raise ConfigError if `largest`, the largest token id of some data, is beyond the model's vocabulary."""
     if largest >= vocab:
         raise ConfigError(f"has token {largest}, and the model {vocab}; nearest legal: model.vocab={largest + 1}")

@@ -12,7 +12,7 @@ Documents = Iterator[tuple[int, Any]]  # (number of the document, it or its next
 
 
 def is_streamed(data: Data) -> bool:
-    """Return True if a source is read while it is trained on; one that is held out as a whole is not."""
+    """Return True if a data source is tokenised while it is trained on; one held out as a whole never is."""
     return data.streaming and data.validation < 1
 
 
@@ -38,13 +38,15 @@ class BlockReader:
         size: Callable[[Any], int],
         most: int,
     ):
+        """Prepare to read the files `parts` of a streamed source in blocks of `most` characters, by `size` of
+        pieces."""
         self._parts, self._read, self._size, self._most = parts, read, size, most
         self._rest: Iterator[tuple[PiecePlace, bool, Any]] = iter(())
         self._next: tuple[PiecePlace, bool, Any] | None = None  # what _rest has given and no block has taken
 
     def block(self, start: PiecePlace) -> tuple[list[tuple[int, Any]], PiecePlace | None]:
-        """Return the documents of the block that begins at `start`, in pieces, each with the number of its document,
-        and where the next block begins, None at the end of the source. Raises ConfigError, OSError."""
+        """Return the documents of the streamed source's block that begins at `start`, in pieces, each with the number
+        of its document, and where the next block begins, None at the end of the source. Raises ConfigError, OSError."""
         if not self._next or self._next[0].file != start.file or self._next[0] > start:
             self._rest = self._pieces(start)
             self._advance()
@@ -63,11 +65,12 @@ class BlockReader:
         return found, None
 
     def _advance(self) -> None:
+        """Move to the next piece of the documents of a streamed source, None at its end."""
         self._next = None  # what raises is not read on from
         self._next = next(self._rest, None)
 
     def _pieces(self, start: PiecePlace) -> Iterator[tuple[PiecePlace, bool, Any]]:
-        """Yield the place of each piece from `start` on, whether it begins a document, and it."""
+        """Yield a streamed source's pieces of documents from `start` on: (place, if a document begins, piece)."""
         for file in range(start.file, len(self._parts)):
             before = -1
             for count, (document, piece) in enumerate(self._read(self._parts[file])):

@@ -102,7 +102,7 @@ def _blocks(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: Bounded) -> str:
-    """Return the text of the next block of a stream, which begins at byte `start`. Raises ConfigError."""
+    """Decode the next block of a text file, which begins at byte `start`, from UTF-8. Raises ConfigError."""
     if (nul := block.find(0)) >= 0:
         raise ConfigError(f"a binary file (NUL at byte {start + nul}); text is needed")
     try:
@@ -126,7 +126,7 @@ def encode_texts(vocabulary: Vocabulary | None, pieces: Documents, characters: i
 
 
 def deciding(data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return what decides which documents files hold: their formats and contents, and the field."""
+    """Return the formats, contents and field of text files, which decide their documents, to name a cache entry."""
     others = held_files(data)
     return [contents(files), data.field, *([contents(others)] if others else [])]
 

@@ -50,14 +50,14 @@ class TokenFile:
     starts: Positions | None = None
 
     def tokens(self) -> NDArray[np.integer]:
-        """Return the tokens, mapped into memory."""
+        """Return the token ids of a .bin file as an array mapped into memory."""
         if not self.count:
             return np.empty(0, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
     def check(self, vocab: int, whole: bool) -> None:
-        """Raise ConfigError for a token that a vocabulary does not have: the largest of the `whole` file, or of
-        stretches of it, spread evenly from the first to the last token."""
+        """Raise ConfigError for a token in this .bin file that a vocabulary does not have: the largest of the `whole`
+        file, or of stretches of it, spread evenly from the first to the last token."""
         tokens, most, at = self.tokens(), 0, 0
         starts = range(0, self.count, _AT_ONCE)
         if not whole and len(starts) > _STRETCHES:
@@ -80,9 +80,11 @@ class CheckedTokens:
     vocab: int
 
     def __len__(self) -> int:
+        """Return the number of tokens in the .bin file."""
         return len(self.tokens)
 
     def __getitem__(self, index: Positions) -> NDArray[np.integer]:
+        """Return the tokens of the .bin file at `index`. Raises ConfigError for one beyond the vocabulary."""
         found = self.tokens[index]
         with naming_file(self.file):
             check_ids(found, index, self.vocab)
@@ -114,7 +116,7 @@ def token_files(data: Data) -> list[DataFile]:
 
 
 def index_of(file: Path) -> Path | None:
-    """Return the .idx beside a .bin file, None if there is none."""
+    """Return Megatron-LM's .idx file beside a .bin file of tokens, None if there is none."""
     found = file.with_suffix(".idx")
     return found if found.is_file() else None
 
@@ -138,7 +140,7 @@ def locate(file: DataFile, data: Data) -> TokenFile:
 
 
 def _size_and_head(file: Path) -> tuple[int, bytes]:
-    """Return the size of a file in bytes, and its first 12 bytes."""
+    """Return the size of a file of tokens in bytes, and its first 12 bytes, which show its format."""
     with open_regular(file) as raw:
         size = raw.seek(0, 2)
         raw.seek(0)
@@ -214,7 +216,7 @@ def write_nanogpt(path: Path, documents: Iterable[NDArray[np.integer]], vocab: i
 
 
 def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> list[int]:
-    """Write documents of tokens as integers of a type, and return how many tokens each has."""
+    """Write documents of tokens to a file as integers of a type; return how many tokens each has."""
     lengths = []
     for document in documents:
         file.write(document.astype(dtype).tobytes())
@@ -230,12 +232,13 @@ _WHOLE = 8 << 30  # bytes of the .bin files of a source that are read as a whole
 Ids = NDArray[np.int64]
 
 
-def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return what decides which tokens files hold: the contents of them and of their indices, and how they are read. Of
-    more .bin than are read as a whole, size and parts stand for the content."""
+def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
+    """Return the values that name the cache entry of files of tokens: hashes of them and of their indices, and how they
+    are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
     whole = _read_whole([*files, *(others := held_files(data, ENDINGS))])
 
     def hashes(some: Sequence[DataFile]) -> list[list[Any]]:
+        """Return the format and the hash of the content, or its sample, of each file of tokens and its index."""
         each = [(file, [index] if isinstance(file, Path) and (index := index_of(file)) else []) for file in some]
         content = {file: content_hash(file) if whole or ending(file) in ROWS else stamp(file) for file in some}
         return [[*map(ending, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
@@ -252,8 +255,9 @@ def _read_whole(files: Sequence[DataFile]) -> bool:
 def _name(
     folder: Path, files: Sequence[DataFile], others: Sequence[DataFile], data: Data, vocab: int
 ) -> dict[str, Any]:
-    """Describe .bin files where they lie, training files, then held-out files; without held-out files the end of the
-    tokens is held out, from the beginning of a document on if an index says where documents begin."""
+    """Describe, for a cache entry, .bin files of tokens that stay where they lie, training files, then held-out files;
+    without held-out files the end of the tokens is held out, from the beginning of a document on if an index says where
+    documents begin."""
     found = [locate(file, data) for file in (*files, *others)]
     whole = _read_whole([*files, *others])
     for file in found:
@@ -270,7 +274,7 @@ def _name(
 
 
 def _place(file: TokenFile) -> dict[str, Any]:
-    """Describe where the tokens of a .bin file are."""
+    """Describe, for a cache entry, where the tokens of a .bin file are: path, type, offset, number."""
     size = file.file.stat().st_size
     path = str(file.file.absolute())
     return {"path": path, "dtype": file.dtype, "offset": file.offset, "count": file.count, "bytes": size}
@@ -303,14 +307,14 @@ def read_tokens(
 
 
 def encode_tokens(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
-    """Yield documents that are tokens already, some at a time."""
+    """Yield documents that are token ids already in batches, as encoded texts are."""
     while batch := [ids for _, ids in islice(documents, _BATCH)]:
         ends = np.cumsum([len(ids) for ids in batch])
         yield Encoded(np.concatenate(batch), [0, *ends[:-1].tolist()])
 
 
 def _array(given: Any) -> Ids | None:
-    """Return a list of integers as an array, None if it is something else."""
+    """Return a record's list of token ids as an array, None if it is no list of integers."""
     if not isinstance(given, list) or not all(type(i) is int and abs(i) < 1 << 62 for i in given):
         return None
     return np.array(given, np.int64)
@@ -337,4 +341,4 @@ class TokenKind(SourceKind):
         return _name(folder, files, others, data, vocab)
 
 
-KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _options, endings=ENDINGS, starts=True)
+KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _deciding_values, endings=ENDINGS, starts=True)

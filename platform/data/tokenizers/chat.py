@@ -42,6 +42,8 @@ class ChatTemplate:
     role; `special`: all that a message must not spell."""
 
     def __init__(self, text: str, named: Mapping[str, str], special: Sequence[str], key: str = "data.chat_template"):
+        """Open a chat template in a child process. `named`: special tokens by role; `special`: all; `key`: its
+        source."""
         self._key = key
         self._named = {f"{role}_token": token for role, token in named.items()}
         self._special = sorted((t for t in special if len(t) > 1), key=len, reverse=True)
@@ -51,7 +53,7 @@ class ChatTemplate:
         self._ask(b"", limits(_MEMORY, _SECONDS, 0), "no template of Jinja")
 
     def _ask(self, body: bytes, bounds: Limits, fault: str) -> bytes:
-        """Return the answer of the child that has the template. Raises ConfigError."""
+        """Send the child process that holds the chat template a request; return its answer. Raises ConfigError."""
         if not self._parser.usable:
             self._parser = borrow(_PARSER)
         try:
@@ -103,11 +105,12 @@ class ChatTemplate:
         return texts
 
     def _hidden(self, text: str) -> str:
-        """Return a text in which each spelling of a special token has a mark behind its first character."""
+        """Mark each spelling of a special token in a user's text, so that it is not taken for the token itself."""
         return self._spelling.sub(lambda m: m[0][0] + _HIDDEN + m[0][1:], text.replace(_HIDDEN, ""))
 
     def _split(self, text: str, answer: bool) -> Iterator[tuple[str, bool, bool]]:
-        """Yield the parts of a text, cut at special tokens, as (part, True for a special token, `answer`)."""
+        """Yield the parts of a rendered conversation, cut at special tokens: (part, True for a special token,
+        `answer`)."""
         place = 0
         for found in self._spelling.finditer(text):
             if found.start() > place:
@@ -119,6 +122,7 @@ class ChatTemplate:
 
     @staticmethod
     def _shown(text: str) -> str:
+        """Remove the marks of `_hidden` from a text."""
         return text.replace(_HIDDEN, "")
 
 

@@ -39,23 +39,24 @@ class EncodedText(NamedTuple):
 
 
 def make_json(files: Mapping[str, bytes], words: str) -> bytes:
-    """Return tokenizer.json made of the other files of a tokenizer. Raises Malformed."""
+    """Convert a tokenizer's other files to tokenizer.json, in a child process. Raises Malformed."""
     request = {"do": "make", "files": [(name, len(raw)) for name, raw in files.items()], "words": words}
     return _once(request, b"".join(files.values()))
 
 
 def with_tokens(raw: bytes, tokens: Sequence[str]) -> bytes:
-    """Return a tokenizer.json with further special tokens. Raises Malformed."""
+    """Add special tokens to a tokenizer.json, in a child process; return it. Raises Malformed."""
     return _once({"do": "add", "tokens": [*tokens]}, raw)
 
 
 def _once(request: dict[str, Any], body: bytes) -> bytes:
+    """Return the answer of a child process to one request to parse a tokenizer's files."""
     with parser_of(_PARSER) as parser:
         return parser.ask(request, body, _limits_of(len(body)))
 
 
 def _limits_of(size: int) -> Limits:
-    """Return the limits of reading files of `size` bytes in all."""
+    """Return the limits of memory, time and output for parsing a tokenizer's files of `size` bytes in all."""
     return limits(_MEMORY + _PER_FILE * size, _SECONDS + size / _READ, (64 << 20) + 8 * size)
 
 
@@ -64,11 +65,12 @@ class ConfinedTokenizer:
     process runs it. Raises Malformed if it is none; encoding and decoding raise ConfigError."""
 
     def __init__(self, raw: bytes):
+        """Open the tokenizer.json `raw` in a child process, which alone parses it."""
         self._raw, self._lock = raw, Lock()
         self._opened()
 
     def _opened(self) -> None:
-        """Start the child, and learn its tokens."""
+        """Start the child process that opens the tokenizer, and take over its tokens and ids."""
         self._parser: Parser = borrow(_PARSER)
         finalize(self, give_back, self._parser)
         bounds = _limits_of(len(self._raw))
@@ -82,19 +84,19 @@ class ConfinedTokenizer:
         self._highest = max(self._texts, default=-1)
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
-        """Return the ids of all tokens, by their spelling."""
+        """Return the ids of all of this tokenizer's tokens, by their spelling."""
         return dict(self._ids)
 
     def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """Return the added tokens by id."""
+        """Return the tokens added to the tokenizer's vocabulary, by id."""
         return dict(self._added)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token; None if there is none of this spelling."""
+        """Return the id of a token of this tokenizer; None if there is none of this spelling."""
         return self._ids.get(token)
 
     def id_to_token(self, number: int) -> str | None:
-        """Return the spelling of the token of an id; None if there is none."""
+        """Return the spelling of the token with an id in this tokenizer; None if there is none."""
         return self._texts.get(number)
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[EncodedText]:
@@ -126,13 +128,13 @@ class ConfinedTokenizer:
         return [EncodedText(flat[a:b], offsets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids."""
+        """Return the text that the tokenizer makes of token ids."""
         body = json.dumps([int(i) for i in ids]).encode()
         bounds = limits(_MEMORY + _PER_FILE * len(self._raw), _SECONDS, (1 << 20) + 4096 * len(body))
         return self._ask({"do": "decode", "skip": skip_special_tokens}, body, bounds).decode(errors="replace")
 
     def _ask(self, request: dict[str, Any], body: bytes, bounds: Limits) -> bytes:
-        """Return an answer of the child that has the tokenizer open. Raises ConfigError."""
+        """Send the child process that holds the tokenizer a request; return its answer. Raises ConfigError."""
         with self._lock:
             try:
                 if not self._parser.usable:

@@ -53,7 +53,7 @@ def read_model(raw: bytes) -> Any:
 
 
 def tokenizer_of_model(model: Any) -> Tokenizer:
-    """Make the tokenizer that gives a text the ids that the `ModelProto` gives it."""
+    """Convert a sentencepiece `ModelProto` to a Tokenizer that gives every text the same ids."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec

@@ -42,10 +42,12 @@ class SpecialIds:
 
     @property
     def begin(self) -> int:
+        """Return the id of the token that begins a document, the last of the tokens in front of it."""
         return self.front[-1]
 
     @property
     def end(self) -> int:
+        """Return the id of the token that ends a document, the first of the tokens in front of the next."""
         return self.front[0]
 
 
@@ -75,6 +77,7 @@ def special_ids(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, st
     documents."""
 
     def of(role: str) -> int | None:
+        """Return the id of the tokenizer's special token for a role, such as "eos"; None if it has none."""
         names = [named[r] for r in (role, _ALSO.get(role, "")) if r in named]
         return next((i for name in names if (i := tokenizer.token_to_id(name)) is not None), None)
 

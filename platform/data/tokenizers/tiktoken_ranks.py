@@ -67,9 +67,9 @@ KNOWN = {  # number of ranks -> encoding
 
 
 def read_ranks(raw: bytes, words: str = "") -> tuple[dict[bytes, int], Encoding]:
-    """Read the bytes of a file of ranks: its tokens by rank, and what it does not say. `words`: a regular expression,
-    or the name of one in WORDS; "": the published encoding's with as many ranks. Raises Malformed for other bytes, and
-    if no `words` are given and no encoding has as many ranks."""
+    """Read the bytes of a tiktoken file: its tokens by rank, and the encoding's rules, which it lacks. `words`: a
+    regular expression, or the name of one in WORDS; "": the published encoding's with as many ranks. Raises Malformed
+    for other bytes, and if no `words` are given and no encoding has as many ranks."""
     tokens: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):
         if not line:
@@ -100,8 +100,8 @@ def read_ranks(raw: bytes, words: str = "") -> tuple[dict[bytes, int], Encoding]
 
 
 def tokenizer_of_ranks(tokens: Mapping[bytes, int], encoding: Encoding) -> Tokenizer:
-    """Make the tokenizer that gives a text the ids that tiktoken gives it. Raises Malformed if its regular expression
-    of words is none."""
+    """Construct a Tokenizer that gives every text the ids that tiktoken gives it by these ranks. Raises Malformed if
+    its regular expression of words is none."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # of byte-level BPE: a byte's own character, or one >= 256

@@ -64,7 +64,7 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def _gathered(source: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer as they are. Raises Malformed, OSError."""
+    """Read the files of a tokenizer at `source`, by name, unchanged. Raises Malformed, OSError."""
     register_url_secrets(source)
     if reason := violation_of_protocol(source, writing=False):
         raise Malformed(reason)
@@ -85,14 +85,14 @@ def _gathered(source: str) -> dict[str, bytes]:
 
 
 def _name_of(name: str) -> str:
-    """Return the name under which a file of a tokenizer is kept: its own, or the usual one for its format."""
+    """Return the name under which a tokenizer's file is kept: its own, or the usual one for its format."""
     if name in NAMES:
         return name
     return "tokenizer.tiktoken" if name.endswith(".tiktoken") else JSON if name.endswith(".json") else MODELS[0]
 
 
 def _read(storage: Any, path: str) -> bytes:
-    """Read a file of a storage of fsspec. Raises Malformed if it is too large, OSError."""
+    """Read a tokenizer's file from a storage of fsspec. Raises Malformed if it is too large, OSError."""
     if "file" in ([storage.protocol] if isinstance(storage.protocol, str) else storage.protocol):
         return documents.read_bytes(path, LARGEST)  # no pipe, no device
     if (size := storage.size(path) or 0) > LARGEST:
@@ -102,8 +102,8 @@ def _read(storage: Any, path: str) -> bytes:
 
 
 def made_of(found: dict[str, bytes], words: str) -> bytes:
-    """Return tokenizer.json made of the other files of a tokenizer. Raises Malformed, and what the library raises: only
-    for a child process (`platform.data.parsers`)."""
+    """Convert a tokenizer's other files to the bytes of a tokenizer.json. Raises Malformed, and what the library
+    raises: only for a child process (`platform.data.parsers`)."""
     if {*MERGES} <= found.keys():
         made = _of_merges(found)
     elif WORD_PIECES in found:
@@ -115,7 +115,7 @@ def made_of(found: dict[str, bytes], words: str) -> bytes:
 
 
 def _of_one(raw: bytes, words: str) -> Tokenizer:
-    """Make a tokenizer of a file, by content: tokenizer.json, tiktoken ranks or sentencepiece. Raises Malformed."""
+    """Construct a tokenizer from one file, by content: tokenizer.json, tiktoken or sentencepiece. Raises Malformed."""
     if raw[:1] == b"{":
         return parse_tokenizer(raw)
     first = raw.partition(b"\n")[0]
@@ -125,7 +125,7 @@ def _of_one(raw: bytes, words: str) -> Tokenizer:
 
 
 def _of_merges(found: TokenizerFiles) -> Tokenizer:
-    """Make a tokenizer of vocab.json and merges.txt, as GPT-2's. Raises Malformed."""
+    """Construct a BPE tokenizer from vocab.json and merges.txt, as GPT-2's. Raises Malformed."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab = json_of(found, MERGES[0])
@@ -144,7 +144,7 @@ def _of_merges(found: TokenizerFiles) -> Tokenizer:
 
 
 def _of_word_pieces(found: TokenizerFiles) -> Tokenizer:
-    """Make a tokenizer of vocab.txt, as BERT's. Raises Malformed."""
+    """Construct a WordPiece tokenizer from vocab.txt, as BERT's. Raises Malformed."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     words = found[WORD_PIECES].decode(errors="strict").split("\n")
@@ -185,7 +185,7 @@ def _add_tokens(tokenizer: Tokenizer, found: TokenizerFiles) -> None:
 
 
 def _built(make: Callable[[], Any]) -> Any:
-    """Return what a function of the library makes of foreign data. Raises Malformed if it refuses."""
+    """Call a constructor of the tokenizers library on foreign data; raises Malformed if it refuses them."""
     try:
         return make()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -211,7 +211,7 @@ def parse_tokenizer(raw: bytes) -> Tokenizer:
 
 
 def json_of(found: TokenizerFiles, name: str) -> dict[str, Any]:
-    """Return the map of a file of JSON, {} if the file is not there. Raises Malformed."""
+    """Return the map in a tokenizer's JSON file, {} if the file is not there. Raises Malformed."""
     if name not in found:
         return {}
     try:
@@ -224,7 +224,7 @@ def json_of(found: TokenizerFiles, name: str) -> dict[str, Any]:
 
 
 def settings_of(found: TokenizerFiles) -> list[dict[str, Any]]:
-    """Return the maps that name special tokens, the one that counts first. Raises Malformed."""
+    """Return the maps of a tokenizer's files that name special tokens, the one that counts first. Raises Malformed."""
     return [json_of(found, CONFIG), json_of(found, "special_tokens_map.json")]
 
 
@@ -240,6 +240,6 @@ def chat_template(found: TokenizerFiles) -> str:
 
 
 def with_config(found: TokenizerFiles, settings: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return files of a tokenizer with further keys in tokenizer_config.json."""
+    """Return a tokenizer's files with the keys `settings` added in tokenizer_config.json."""
     raw = json.dumps({**json_of(found, CONFIG), **settings}, indent=2) + "\n"
     return {**found, CONFIG: raw.encode()}

@@ -46,13 +46,13 @@ def root(cache: str) -> Path:
 
 
 def hash_of(values: list[Any]) -> str:
-    """Return a hash of plain data as 64 hexadecimal digits, which names an entry of the cache."""
+    """Return a hash of plain data as 64 hexadecimal digits, which names an entry of the data cache."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]) -> T:
-    """Return what `read` makes of a cache entry, the folder `entry`, which is built first if it is missing, torn or
-    corrupt.
+    """Read an entry of the data cache, the folder `entry` with one source's tokens, by `read`; build it first if it is
+    missing, torn or corrupt.
 
     `build(folder)` fills an empty private folder and returns the description (plain JSON), to which `files: {name:
     {bytes, sha256}}` is added, and to the folder the hashes of their blocks. `read(folder, description)` raises
@@ -71,9 +71,10 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[
 def fetch_shared(
     entry: Path, folder: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]
 ) -> tuple[Path, T]:
-    """Return the same entry in `folder`, which other machines see too, and what `read` makes of it. If it is not there,
-    or corrupt, it is put there from the cache, as `fetch` finds or builds it: linked, or copied if that is on another
-    file system. Raises ConfigError, OSError."""
+    """Read an entry of the data cache, as `fetch` does, from its copy in `folder`, which other machines see too; return
+    the copy's path, and what `read` makes of it. If the copy is missing or corrupt, it is made from this machine's
+    entry, as `fetch` finds or builds it: linked, or copied if that is on another file system. Raises ConfigError,
+    OSError."""
     shared = folder / entry.name
     if found := verified(shared, read):
         return shared, found
@@ -91,9 +92,9 @@ def fetch_shared(
 
 @contextmanager
 def _published(key: str, entry: Path) -> Iterator[Path]:
-    """Give an empty private folder that becomes the cache entry after the block, in the place of a corrupt one; it is
-    dropped if another process has made the entry meanwhile. Raises ConfigError, naming the configuration's `key` of
-    caches, if their folder cannot be written."""
+    """Yield an empty private folder that becomes the data cache's entry after the block, in the place of a corrupt one;
+    it is dropped if another process has made the entry meanwhile. Raises ConfigError, naming the configuration's `key`
+    of caches, if their folder cannot be written."""
     with as_refusal(key, entry.parent, OSError, why="cannot be written: {.strerror}; name another folder"):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), TemporaryDirectory(dir=entry.parent, prefix=".building-") as aside:
@@ -108,8 +109,8 @@ def _published(key: str, entry: Path) -> Iterator[Path]:
 
 
 def open_trusted(entry: Path, read: Callable[[Path, dict[str, Any]], T]) -> T:
-    """Return what `read` makes of a cache entry that another process of the same run has just verified: only the sizes
-    of its files are looked at. Raises OSError, Malformed if it is not there as it was."""
+    """Read an entry of the data cache, by `read`, that another process of the same run has just verified: only the
+    sizes of its files are looked at. Raises OSError, Malformed if it is not there as it was."""
     content = described(entry)
     for name, file in content["files"].items():
         if (entry / name).stat().st_size != file["bytes"]:
@@ -118,7 +119,7 @@ def open_trusted(entry: Path, read: Callable[[Path, dict[str, Any]], T]) -> T:
 
 
 def _cut(sizes: Mapping[str, int], size: int) -> list[FileRange]:
-    """Cut files, name -> bytes, into blocks of `size` bytes, the last of each as long as is left."""
+    """Cut a cache entry's files, name -> bytes, into blocks of `size` bytes, the last of each as long as is left."""
     return [FileRange(name, i, min(size, n - i)) for name, n in sorted(sizes.items()) for i in range(0, n, size)]
 
 
@@ -153,7 +154,7 @@ class _Meta:
 
 
 def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
-    """Return what `read` makes of a cache entry if its files are unchanged, by their sizes and the hashes of their
+    """Read an entry of the data cache, by `read`, if its files are unchanged, by their sizes and the hashes of their
     blocks, and `read` accepts it, None otherwise."""
     try:
         content = described(folder)
@@ -201,7 +202,7 @@ def _blocks_of(folder: Path, files: Mapping[str, Any]) -> list[tuple[FileRange, 
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """Return the description of a cache entry, whose `files` are not looked at. Raises Malformed or OSError."""
+    """Return the description of a data cache entry, whose `files` are not looked at. Raises Malformed or OSError."""
     meta = schema.read(_Meta, documents.json_file(folder / _META))
     if meta.sha256 != _hash(meta.content):
         raise Malformed("is not what was written", _META)
@@ -209,4 +210,5 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def _hash(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a cache entry's description, by which it is sealed, as hexadecimal digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

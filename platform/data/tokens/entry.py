@@ -50,12 +50,12 @@ class TokenFiles:
     arrays: list[_ArrayPlace] = field(default_factory=list)
 
     def digest(self, folder: Path) -> str:
-        """Return a hash of the tokens of a source whose description in the cache folder `folder` this is."""
+        """Return a hash of a source's tokens, which lie in the cache folder `folder` and are described here."""
         return short_hash([folder.name, self.files.get("tokens.bin")])
 
     def tokens(self, folder: Path, vocab: int) -> list[Any]:
-        """Return the arrays of tokens, mapped into memory; those elsewhere are checked against a vocabulary of `vocab`
-        entries as they are read. Raises Malformed or OSError if they are not there."""
+        """Return a source's arrays of tokens, mapped into memory; those outside of the cache are checked against a
+        vocabulary of `vocab` entries as they are read. Raises Malformed or OSError if they are not there."""
         if not self.arrays:
             if not self.dtype or "tokens.bin" not in self.files:
                 raise Malformed("lacks tokens")
@@ -71,9 +71,9 @@ class TokenFiles:
 
 
 def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | None = None) -> tuple[Path, TokenFiles]:
-    """Return the folder in the cache of the source `data`, and its description; it is built by the first process that
-    asks, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the tokenizer; None:
-    one is trained on the source, if it is one of text.
+    """Open the data cache's entry of the source `data`: return its folder and its description. The first process that
+    asks builds it, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the
+    tokenizer; None: one is trained on the source, if it is one of text.
 
     The entry is named by a hash of the files and of every option that decides about their tokens.
     """
@@ -83,6 +83,7 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | 
     read = partial(read_entry, vocab=vocab)
 
     def make(folder: Path) -> dict[str, Any]:
+        """Write the source's tokens into the empty `folder` of a new cache entry; return its description."""
         return kind.write_entry(folder, files, data, vocab, given)
 
     if shared:
@@ -91,13 +92,13 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | 
 
 
 def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Vocabulary | None) -> str:
-    """Return the name of a source's entry in the cache."""
+    """Return the name of a source's entry in the data cache: a hash of all that decides its tokens."""
     decisive = [*kind.decisive(data, files), data.validation, vocab]
     return cache.hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
 
 
 def streams_of(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
-    """Return the streams of tokens of an entry of the cache in `folder`, by split; `vocab`: ids that they may have."""
+    """Return the token streams of a data cache entry in `folder`, by split; `vocab`: ids that they may have."""
     arrays = entry.tokens(folder, vocab)
     if "ends.bin" in entry.files:
         return _pair_streams(arrays[0], np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2), entry.splits)
@@ -114,7 +115,7 @@ def streams_of(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
 
 
 def _learned(folder: Path) -> NDArray[np.bool_]:
-    """Return for each token of an entry whether it is to be predicted, mapped into memory."""
+    """Return for each token of a data cache entry whether the loss counts it, mapped into memory."""
     return mapped(folder / "learned.bin", "|b1")
 
 
@@ -128,9 +129,9 @@ def _pair_streams(tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping
 
 
 def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True) -> TokenFiles:
-    """Read the description of a source in the cache, `meta`, and check the files in `folder` against it; `vocab`: most
-    entries of the tokenizer; `deep`: read every token. Raises Malformed for an entry that no kind of source can have
-    made, even if its hashes hold."""
+    """Read the description of a source's entry in the data cache, `meta`, and check the files in `folder` against it;
+    `vocab`: most entries of the tokenizer; `deep`: read every token. Raises Malformed for an entry that no kind of
+    source can have made, even if its hashes hold."""
     entry = schema.read(TokenFiles, meta)
     try:
         vocabulary = open_vocabulary(folder)
@@ -160,7 +161,7 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
 
 
 def _beyond(tokens: NDArray[Any], entries: int) -> bool:
-    """Return True if a token is not one of so many entries of a vocabulary."""
+    """Return True if some token of a data cache entry is not an id of a vocabulary of `entries` tokens."""
     return any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW))
 
 
@@ -226,9 +227,10 @@ def open_common(
 
 
 def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile]) -> Texts:
-    """Return the texts of a source to train a tokenizer on; refusals of them name the source."""
+    """Return the texts of a source to train a tokenizer on; errors in them name the mixture's source."""
 
     def pieces(given: Texts) -> Iterator[str]:
+        """Yield the texts' pieces; errors in them name the mixture's source."""
         with naming(source):
             yield from given.pieces
 
@@ -238,5 +240,5 @@ def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile
 
 
 def read_common(folder: Path, meta: dict[str, Any]) -> _Common:
-    """Read the description `meta` of what several sources have in common. Raises Malformed."""
+    """Read the description `meta` of the tokenizer that several sources have in common. Raises Malformed."""
     return schema.read(_Common, meta)

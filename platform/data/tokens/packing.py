@@ -39,7 +39,7 @@ def packed_streams(
     read = partial(_read, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
 
     def make(folder: Path) -> dict[str, Any]:
-        """Write the pieces and rows of each split to `folder`; return how many there are."""
+        """Pack the documents of each split into rows, and write these to `folder`; return their numbers."""
         counts = {}
         for split, stream in streams.items():
             bounds = np.append(beginnings(stream, begin), len(stream))
@@ -68,9 +68,9 @@ class _Rows:
 def _read(
     folder: Path, meta: dict[str, Any], sizes: Mapping[str, int], length: int, deep: bool, whole: bool
 ) -> dict[str, tuple[Ints, Ints]]:
-    """Read the (pieces, rows) of each split in `folder`, mapped into memory, and check them against their description
-    `meta` and, if `deep`, the numbers of tokens, all of which are in rows if they are `whole`. Raises Malformed for
-    what `best_fit` cannot have made."""
+    """Read the packed rows of each split in `folder` as (pieces, rows), mapped into memory, and check them against
+    their description `meta` and, if `deep`, the numbers of tokens, all of which are in rows if they are `whole`. Raises
+    Malformed for what `best_fit` cannot have made."""
     described = schema.read(_Rows, meta)
     found = {}
     for split, size in sizes.items():
@@ -85,8 +85,8 @@ def _read(
 
 
 def _fits(pieces: Ints, rows: Ints, size: int, length: int, whole: bool) -> bool:
-    """Return True if pieces hold each of `size` tokens once, or, if they are not the `whole`, at most once, in rows of
-    at most `length` tokens."""
+    """Return True if packed pieces of documents hold each of `size` tokens once, or, if they are not the `whole`, at
+    most once, in rows of at most `length` tokens."""
     if not len(rows) or rows[0] != 0 or rows[-1] != len(pieces) or (np.diff(rows) < 1).any():
         return False
     ordered = pieces[np.argsort(pieces[:, 0])]
@@ -135,12 +135,12 @@ def best_fit(bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, 
 
 
 def _document(pieces: Ints, bounds: Ints) -> Ints:
-    """Return the number of the document between `bounds` in which each of its pieces lies."""
+    """Return, for each piece of packed documents, the number of the document (between `bounds`) that it is of."""
     return np.searchsorted(bounds, pieces[:, 0], "right") - 1
 
 
 def _cut(bounds: Ints, length: int) -> Ints:
-    """Return documents between `bounds` as pieces of at most `length` tokens, [n, 2] of (first token, tokens)."""
+    """Cut the documents between `bounds` into pieces of at most `length` tokens, [n, 2] of (first token, tokens)."""
     sizes = np.diff(bounds)
     parts = -(-sizes // length)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document

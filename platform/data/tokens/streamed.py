@@ -57,6 +57,7 @@ class _End:
 
     @property
     def last(self) -> bool:
+        """Return True if the streamed source ends with this block."""
         return self.file == _LAST
 
 
@@ -89,17 +90,18 @@ class StreamedTokens:
     _turn: RLock = field(default_factory=RLock)
 
     def __post_init__(self) -> None:
+        """Find the newest of the blocks whose ends the cache folder of this streamed source already notes."""
         there = {path.name for path in self.folder.glob("end-*")}
         while _END.format(self._newest + 1) in there:
             self._newest += 1
 
     def first(self) -> Any:
-        """Return the stream of the first block. Raises ConfigError, OSError."""
+        """Return the token stream of this streamed source's first block. Raises ConfigError, OSError."""
         return self._open(0)
 
     def places(self, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
-        """Yield each block that has some of the samples `numbers`, which ascend, of the endless order: its stream,
-        which of `numbers` these are, and their indices in it. Raises ConfigError, OSError."""
+        """Yield each block of this streamed source that has some of the samples `numbers`, which ascend: its token
+        stream, which of `numbers` these are, and their indices in it. Raises ConfigError, OSError."""
         left = 0
         while left < len(numbers):
             epoch, block, first, samples = self._locate(int(numbers[left]))
@@ -109,7 +111,7 @@ class StreamedTokens:
             left = right
 
     def _locate(self, number: int) -> _Located:
-        """Find the block of a sample by its number in the endless order; blocks up to its own are read if they have
+        """Find the block of this streamed source that has sample `number`; blocks up to its own are read if they have
         never been."""
         end = self._end(max(self._newest, 0))
         while not end.last and number >= end.samples:
@@ -120,21 +122,22 @@ class StreamedTokens:
         return _Located(epoch, block, number - index + before, self._end(block).samples - before)
 
     def _before(self, block: int) -> int:
-        """Return the samples of the blocks before one."""
+        """Return the number of samples in the blocks of this streamed source before block number `block`."""
         return self._end(block - 1).samples if block else 0
 
     def _start(self, block: int) -> PiecePlace:
-        """Return where a block begins."""
+        """Return at which file and piece of the streamed source block number `block` begins."""
         return PiecePlace(self._end(block - 1).file, self._end(block - 1).piece) if block else BEGIN
 
     def _end(self, block: int) -> _End:
-        """Return the end of a block, which is read and tokenised if it has never been."""
+        """Return where a block of this streamed source ends; one never read before is read and tokenised now."""
         if block not in self._ends:
             entry = self.folder / _END.format(block)
             if not (found := cache.verified(entry, _read_end)):
                 start, before = self._start(block), self._before(block)  # not while others wait for us
 
                 def make(_: Path) -> dict[str, Any]:
+                    """Read and tokenise the block; return the description of its end: place and samples up to it."""
                     documents, after = self.reader.block(start)
                     shutil.rmtree(self._place(block).parent, ignore_errors=True)  # of an interrupted run
                     file, piece = after or PiecePlace(_LAST, 0)
@@ -147,23 +150,23 @@ class StreamedTokens:
         return self._ends[block]
 
     def _place(self, block: int) -> Path:
-        """Return the cache entry of the tokens of a block; files made of them lie beside it."""
+        """Return the cache folder of the tokens of block number `block`; files made of them lie beside it."""
         return self.folder / f"block-{block:08d}" / "tokens"
 
     def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
-        """Return the stream of a block, which is made of its documents if it is not there."""
+        """Return the token stream of a block, tokenised from `documents()` if the cache does not have it."""
         place = self._place(block)
         return self.cut(place, self._once("blocks", place, lambda folder: self.write(folder, documents()), self.read))
 
     def _stream(self, block: int) -> Any:
-        """Return the stream of a block."""
+        """Return the token stream of block number `block`, which is tokenised first if need be."""
         self._end(block)
         start = self._start(block)
         return self._tokens(block, lambda: self.reader.block(start)[0])
 
     def _open(self, block: int) -> Any:
-        """Return the stream of a block. One that this process has opened long before it is deleted; the next one is
-        made meanwhile."""
+        """Return the token stream of a block, and keep it open. One that this process has opened long before it is
+        deleted; the next one is made meanwhile."""
         if block not in self._opened:
             self._opened[block] = self._stream(block)
             following = 0 if self._end(block).last else block + 1
@@ -174,7 +177,7 @@ class StreamedTokens:
         return self._opened[block]
 
     def _prepare(self, block: int) -> None:
-        """Make a block that will soon be asked for."""
+        """Prepare a block of this streamed source, ahead of the training steps that will read it."""
         with suppress(Exception):  # who asks for it meets the same
             self._stream(block)
 
@@ -185,7 +188,7 @@ class StreamedTokens:
         make: Callable[[Path], dict[str, Any]],
         read: Callable[[Path, dict[str, Any]], T],
     ) -> T:
-        """Return what `read` makes of a cache entry, which one process makes while others wait."""
+        """Read a cache entry of this streamed source by `read`; one process makes it while others wait."""
         if (found := cache.verified(entry, read)) is not None:
             return found
         with self._turn, _alone(self.folder, kind):
@@ -193,12 +196,14 @@ class StreamedTokens:
 
 
 def _read_end(folder: Path, meta: dict[str, Any]) -> _End:
+    """Read the description of a block's end in a streamed source. Raises Malformed."""
     return schema.read(_End, meta)
 
 
 @contextmanager
 def _alone(folder: Path, kind: str) -> Iterator[None]:
-    """Hold the lock of the makers of one kind of entry in a folder; where the file system has no locks, nothing."""
+    """Hold, within the context, the lock by which one process alone makes a kind of cache entry in a folder; where the
+    file system has no locks, nothing."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     try:

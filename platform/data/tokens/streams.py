@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 
 def mapped(file: Path, dtype: str) -> NDArray[Any]:
-    """Return the numbers in a file, mapped into memory. Raises OSError, ValueError."""
+    """Return the numbers in a file of a data cache entry, mapped into memory. Raises OSError, ValueError."""
     return np.memmap(file, dtype, "r").view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
 
@@ -39,9 +39,11 @@ class PackedStream:
     rows: Ints
 
     def __len__(self) -> int:
+        """Return the number of tokens of the token stream, in packed rows or not."""
         return len(self.tokens)
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
+        """Return the tokens at positions `index` of the stream, regardless of rows."""
         return np.asarray(self.tokens[index])
 
     def places(self, index: Ints, length: int) -> Ints:
@@ -59,30 +61,30 @@ class PackedStream:
 
 
 def _beneath(stream: Any) -> Any:
-    """Return the stream whose tokens a packed one lays into rows; any other as it is."""
+    """Return the token stream that a packed stream lays into rows; any other stream as it is."""
     return stream.tokens if isinstance(stream, PackedStream) else stream
 
 
 def starts_of(stream: Any) -> Ints | None:
-    """Return the positions at which the documents of a stream begin, if it knows them; None if a token marks it."""
+    """Return the positions in a token stream at which documents begin; None if a token marks them instead."""
     beneath = _beneath(stream)
     return beneath.starts if isinstance(beneath, DocumentStream) else None
 
 
 def learned_of(stream: Any) -> NDArray[np.bool_] | None:
-    """Return for each token of a stream whether it is to be predicted; None for all."""
+    """Return for each token of a stream whether the loss counts it; None if it counts all."""
     beneath = _beneath(stream)
     return beneath.learned if isinstance(beneath, DocumentStream) else None
 
 
 def taken(stream: Any, place: Ints) -> Ints:
-    """Return the tokens of a stream at positions, int64; PADDING where a position is not in the stream."""
+    """Return the tokens of a stream at the positions `place`, int64; PADDING where a position is not in the stream."""
     there = (place >= 0) & (place < len(stream))
     return np.where(there, np.asarray(stream[np.where(there, place, 0)]).astype(np.int64), PADDING)
 
 
 def among(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
-    """Return which of the values are among the ascending ones, by binary search."""
+    """Return a mask of the `values` that occur in the ascending ones, by binary search."""
     where = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
     return np.asarray(ascending)[where] == values if len(ascending) else np.zeros(values.shape, bool)
 
@@ -99,7 +101,7 @@ def first_of_documents(stream: Any, place: Ints, tokens: Ints, end: int) -> NDAr
 
 
 def documents(stream: Any, end: int) -> Iterator[NDArray[Any]]:
-    """Yield the tokens of each document of a stream, as `beginnings` divides it."""
+    """Yield the tokens of each document of a token stream, as `beginnings` divides it."""
     starts = [*beginnings(stream, end).tolist(), len(stream)]
     for start, until in pairwise(starts):
         yield np.asarray(stream[np.arange(start, until)])
@@ -114,6 +116,7 @@ class PairStream:
     ends: Ints
 
     def __len__(self) -> int:
+        """Return the number of tokens of all pairs of texts."""
         return len(self.tokens)
 
     def rows(self, side: int, index: Ints, length: int, last: int) -> Ints:
@@ -136,9 +139,11 @@ class JoinedTokens:
     end: int
 
     def __len__(self) -> int:
+        """Return the number of tokens of this split, which may lie in several arrays."""
         return self.end - self.start
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
+        """Return the tokens at positions `index` of this split, each from the array that holds it."""
         place = np.asarray(index) + self.start
         if len(self.arrays) == 1:
             return np.asarray(self.arrays[0][place])
@@ -161,7 +166,9 @@ class DocumentStream:
     learned: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
+        """Return the number of tokens of this token stream."""
         return len(self.tokens)
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
+        """Return the token ids at positions `index` of this token stream."""
         return np.asarray(self.tokens[index])

@@ -87,10 +87,11 @@ class NodeLog:
     storage that does not take it is no reason for a node to stop."""
 
     def __init__(self, run_dir: Path):
+        """Name the log of this node in a run directory, logs/node-HOST.log; nothing is written yet."""
         self._path = run_dir / LOGS / f"node-{socket.gethostname()}.log"
 
     def write(self, text: bytes) -> None:
-        """Append text to the log."""
+        """Append text to this node's log in the run directory."""
         with suppress(OSError):
             self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
             with open(self._path, "ab") as out:

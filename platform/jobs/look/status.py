@@ -73,7 +73,7 @@ def _end(life: Sequence[JournalEvent]) -> tuple[float | None, str]:
 
 
 def _state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], drivers: Sequence[dict[str, Any]]) -> str:
-    """Return in words whether a run is driven now and, if not, how it ended."""
+    """Return in words whether a driver trains the run now and, if not, how the last one ended."""
     last = drivers[-1] if drivers else {}
     if last.get("event") == CLOSED and "status" in last:
         return f"ended with status {last['status']} ({_ENDS.get(last['status'], 'lost')}), {_since(last['time'])}"
@@ -92,14 +92,14 @@ def _state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], drivers: Sequ
 
 
 def _is_gone(owner: str) -> bool:
-    """Return True if the owner that a lock names is a process of this machine that is there no more. The lock itself is
-    not tried: a driver that starts at this moment would take that for another driver."""
+    """Return True if the owner that a run directory's lock names is a process of this machine that has ended. The lock
+    itself is not tried: a driver that starts at this moment would take that for another driver."""
     found = re.fullmatch(r"process (\d{1,9}) on (.+)", owner)
     return bool(found) and found[2] == socket.gethostname() and not Path("/proc", found[1]).exists()  # type: ignore[index]
 
 
 def _ago(run_dir: Path) -> str:
-    """Return in words when a run last wrote something."""
+    """Return in words how long ago the run in a run directory last wrote something."""
     times = []
     for name in (JOURNAL, METRICS):
         with suppress(OSError):

@@ -52,27 +52,28 @@ class Board:
     """Reads and writes the files of a job's board; a file that is missing or broken reads as None."""
 
     def __init__(self, folder: Path):
+        """Open the board, a folder of files by which a job's pods speak to each other, no heartbeat read yet."""
         self._folder = folder
         self._heard: dict[int, tuple[Word, float]] = {}  # the newest word of each pod, and when it was new
 
     def announce(self, life: TorchrunLife) -> None:
-        """Announce a life of the run, as its first pod."""
+        """Write a life of the run (a driver with torchrun on all pods) to the board, for the other pods to join."""
         self._write(_LIFE, life)
 
     def life(self) -> TorchrunLife | None:
-        """Return the newest life of the run (one driver with torchrun on all pods) announced; None before any."""
+        """Return the newest life of the run (a driver with torchrun on all pods) on the board; None before any."""
         return self._read(TorchrunLife, _LIFE)
 
     def end(self, status: int) -> None:
-        """Announce that the job is over, with this exit status, as its first pod."""
+        """Write to the board that the job is over, with this exit status, as its first pod."""
         self._write(_END, {"status": status})
 
     def ended(self) -> int | None:
-        """Return the exit status with which the job is over, None while it is not."""
+        """Return the exit status with which the job is over by the board, None while it is not."""
         return (self._read(_Status, _END) or {}).get("status")
 
     def say(self, index: int, word: Word) -> None:
-        """Write the heartbeat `word` of the job's pod number `index` to the board."""
+        """Write a heartbeat, `word`, of the job's pod number `index` to the board."""
         self._write(f"pod-{index}.json", word)
 
     def there(self, index: int) -> Word | None:
@@ -89,12 +90,12 @@ class Board:
         return word if now < since + _SILENCE else None
 
     def _write(self, name: str, what: object) -> None:
-        """Write a file of the board in one step, for this user alone."""
+        """Write a file of the pods' board in one step, for this user alone."""
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
         replace_text(self._folder / name, json.dumps(what, default=schema.fields_of), 0o600)
 
     def _read(self, kind: type[_Said], name: str) -> _Said | None:
-        """Read a file of the board as a `kind`, None if it is missing or broken."""
+        """Read a file of the pods' board as a `kind`, None if it is missing or broken."""
         try:
             return schema.read(kind, documents.json_file(self._folder / name))
         except (OSError, Malformed):

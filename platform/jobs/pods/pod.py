@@ -44,6 +44,7 @@ class _Lives:
     """Lives of a run, as led by its first pod: the pods of each, and those missing or back meanwhile."""
 
     def __init__(self, o: PodOptions, board: Board):
+        """Continue to count a run's lives (starts of torchrun on all pods) from the newest one on the `board`."""
         self._o, self._board = o, board
         self._others = range(1, o.pods)
         self._token = secrets.token_hex(8)
@@ -51,31 +52,31 @@ class _Lives:
         self.now: TorchrunLife | None = None  # the life that runs
 
     def missing(self) -> list[int]:
-        """Return the indices of pods that could not take part in a life that began now."""
+        """Return the indices of the job's pods that could not join torchrun if it were started anew now."""
         there = {index: self._board.there(index) for index in self._others}
         return [index for index, word in there.items() if word is None or word.leaving or word.runs]
 
     def begin(self) -> TorchrunLife:
-        """Announce the next life, with all pods that are there."""
+        """Announce a new life of the run (torchrun started on all pods anew), with the pods that are there."""
         words = [self._board.there(index) for index in self._others]
         members = [self._token, *(word.token if word else "" for word in words)]
         self.now = life = self._announce(free_port(self._o.address), members)
         return life
 
     def end(self) -> None:
-        """Announce that the present life is over, by one without members, so that other pods end torchrun."""
+        """Announce that torchrun's present life is over, by one without members, so that other pods end it."""
         self.now = None
         self._announce(1, [])
 
     def _announce(self, port: int, members: list[str]) -> TorchrunLife:
-        """Announce the next life of the run, with its store's port and its members, and return it."""
+        """Announce the run's next life (start of torchrun), with its store's port and its pods, and return it."""
         self._number += 1
         life = TorchrunLife(self._number, port, members)
         self._board.announce(life)
         return life
 
     def changed(self) -> str:
-        """Return in words why the run should start a new life with all pods, "" if it should not: a pod of the job is
+        """Return in words why torchrun should be started anew on all pods, "" if it should not: a pod of the job is
         leaving, or a lost one has come back and takes no part in the present life."""
         for index in self._others if self.now else ():
             word = self._board.there(index)
@@ -87,7 +88,7 @@ class _Lives:
 
     @staticmethod
     def _left(word: Word, life: TorchrunLife) -> bool:
-        """Return True if the pod of this heartbeat joined the `life`, but its torchrun has ended since."""
+        """Return True if the pod of this heartbeat joined the `life` and has ended its torchrun since."""
         return word.life == life.number and not word.runs
 
 
@@ -96,21 +97,22 @@ class _TorchrunDriver:
     is the driver."""
 
     def __init__(self, node: TorchNode, lives: _Lives, o: PodOptions, run_dir: Path, launch: Sequence[str]):
+        """Prepare the driver that torchrun on all pods, by arguments `launch`, will have as its rank 0."""
         self._node, self._lives, self._o, self._run_dir, self._launch = node, lives, o, run_dir, launch
         self._signal = 0  # to be sent to the driver
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Return the status of the driver, None while it runs."""
+        """Return the exit status of the driver that torchrun has started, None while it runs."""
         return self._status
 
     def send_signal(self, number: int) -> None:
-        """Set the signal to send to the driver once it is there; a start-up on the way to it ends."""
+        """Set the signal to send to the driver once torchrun has started it; a start-up before that ends."""
         self._signal = number
 
     def wait(self) -> int:
-        """Run the driver to its end; return its status. One that gave up as workers had died counts as stopped: the
-        next life has their pods again."""
+        """Run torchrun on all pods until its driver has ended; return the driver's status. One that gave up as workers
+        had died counts as stopped: the next start of torchrun has their pods again."""
         if self._gather():
             life = self._lives.begin()
             self._node.start(self._o.address, life.port, life.number, self._launch)
@@ -126,7 +128,7 @@ class _TorchrunDriver:
         return status
 
     def _gather(self) -> bool:
-        """Wait until all pods are there; return False if the job was signalled to stop meanwhile."""
+        """Wait until all of the job's pods are there; return False if the job was signalled to stop meanwhile."""
         due = time.monotonic() + _BEAT_SECONDS
         while missing := self._lives.missing():
             if self._signal:
@@ -138,7 +140,7 @@ class _TorchrunDriver:
         return not self._signal
 
     def _attend(self) -> None:
-        """Wait until the driver has ended and torchrun too, and pass signals on to the driver."""
+        """Wait until torchrun and the driver in it have ended, and pass signals on to the driver."""
         until = None
         while self._node.runs and (until is None or time.monotonic() < until):
             process = self._node.number(PID)
@@ -160,8 +162,7 @@ def _named(indices: Sequence[int]) -> str:
 
 
 def _run_first(o: PodOptions, supervision: Supervision) -> int:
-    """Run the supervisor of the run beside torchrun; announce the end of the run, unless this pod is to be started
-    again."""
+    """Run the supervisor of a run and torchrun in the job's first pod; announce the end, unless the pod restarts."""
     board = Board(o.shared)
     if (status := board.ended()) is not None:  # this pod was lost when all was done
         return status
@@ -169,6 +170,7 @@ def _run_first(o: PodOptions, supervision: Supervision) -> int:
     with TorchNode(o, supervision.run_dir) as node:
 
         def start(launch: Sequence[str], environment: Mapping[str, str]) -> _TorchrunDriver:
+            """Prepare a driver that torchrun on all pods starts, for the supervisor, which waits for its end."""
             return _TorchrunDriver(node, lives, o, supervision.run_dir, launch)
 
         supervisor = Supervisor(supervision, start=start)
@@ -185,7 +187,7 @@ def _run_first(o: PodOptions, supervision: Supervision) -> int:
 
 
 def _watch(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None:
-    """Replace the driver when another life would be better."""
+    """Replace the driver when a new start of torchrun would get pods back, or a pod is leaving."""
     reported: TorchrunLife | None = None
     while not over.wait(_LOOK_SECONDS):
         life = lives.now
@@ -196,7 +198,7 @@ def _watch(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None
 
 
 def _run_other(o: PodOptions, supervision: Supervision) -> int:
-    """Take part in each life that has this pod, until the run is over or this pod has a stop signal."""
+    """Run torchrun in another pod than the first, at each start that has this pod, until the run or the pod ends."""
     board, going, said = Board(o.shared), threading.Event(), 0.0
     word = Word(secrets.token_hex(8))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,7 +17,7 @@ PID, STATUS = "driver.pid", "driver.status"
 
 
 def main() -> None:
-    """Run the launcher in this process, and leave what rank 0's supervisor asks for in the folder."""
+    """Run the launcher as a process of torchrun; rank 0 leaves its process id and exit status in files for its pod."""
     folder = Path(sys.argv.pop(1))
     driver = os.environ.get("RANK") == "0"
     if driver:

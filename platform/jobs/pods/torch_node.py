@@ -34,9 +34,9 @@ class PodOptions:
 
 
 def torch_command(o: PodOptions, address: str, port: int, life: int, folder: str, launch: Sequence[str]) -> list[str]:
-    """Return the command of torchrun on one pod, in a life whose store is at `address` and `port`. It never starts a
-    worker again by itself (--max-restarts): the driver goes on without it, and the next life has it back. Every line of
-    a worker gets its rank and node before it; the lines of rank 0 are the run's own."""
+    """Return the command of torchrun on one pod, for a start (life) of it whose store is at `address` and `port`. It
+    never starts a worker again by itself (--max-restarts): the driver goes on without it, and the next life has it
+    back. Every line of a worker gets its rank and node before it; the lines of rank 0 are the run's own."""
     shown = [f"{local}:3" for local in range(o.workers) if o.index or local]
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -52,12 +52,13 @@ class TorchNode(leftovers.Marked):
     """torchrun on this node, at most one at a time; a context that ends its processes and removes its files."""
 
     def __init__(self, options: PodOptions, run_dir: Path):
+        """Prepare to run torchrun on this pod; nothing is started before the context is entered."""
         super().__init__()
         self._options, self._log = options, NodeLog(run_dir)
         self._reader: threading.Thread | None = None
 
     def start(self, address: str, port: int, life: int, launch: Sequence[str]) -> None:
-        """Start torchrun for a life of the run, as `torch_command` says."""
+        """Start torchrun on this pod for a new life of the run, as `torch_command` says."""
         self.end()
         for name in (PID, STATUS):
             Path(self.directory, name).unlink(missing_ok=True)
@@ -70,7 +71,7 @@ class TorchNode(leftovers.Marked):
         self._reader.start()
 
     def _keep(self, said: IO[bytes]) -> None:
-        """Print what torchrun and its workers say, and keep it in the run directory."""
+        """Print what torchrun and its workers print on this pod, and copy it to the run directory."""
         with said:
             for line in said:
                 with suppress(OSError):  # nobody listens
@@ -78,13 +79,13 @@ class TorchNode(leftovers.Marked):
                 self._log.write(line)
 
     def number(self, name: str) -> int | None:
-        """Return what the driver on this node has left in its file PID or STATUS, None before it has."""
+        """Return the number that the driver on this pod has left in its file PID or STATUS, None before it has."""
         with suppress(OSError, ValueError):
             return int(Path(self.directory, name).read_text())
         return None
 
     def end(self) -> None:
-        """End torchrun on this node at once, with all that it has started, and have the rest of what it said."""
+        """End torchrun on this pod at once, with all that it has started, and read the rest of its output."""
         super().end()
         if self._reader:
             self._reader.join(1.0)

@@ -35,12 +35,12 @@ class Journal:
         self.generation: int = max((event.generation for event in events.read(path)), default=0)
 
     def next_generation(self) -> int:
-        """Begin a generation of the mesh and return its number: the events that follow in the journal belong to it."""
+        """Begin a generation of workers and return its number, which the journal gives to the events that follow."""
         self.generation += 1
         return self.generation
 
     def write(self, event: JournalEvent) -> None:
-        """Write an event that happens now to the journal, with the time and the number of the generation under way."""
+        """Write an event that happens now to the journal, with the time and the workers' present generation."""
         stamped = replace(event, **redact(dict(vars(event)) | {"time": time.time(), "generation": self.generation}))
         self._lines.append(redact(events.to_plain(stamped)) | {"event": event.word})
         self._on_event(stamped)  # it sees what was recorded, without secrets

@@ -70,10 +70,12 @@ class Handle:
         section: str = "exposed_comm",
         flight: Flight | None = None,
     ):
+        """Wrap a collective in progress. `wait`: blocks until it is done; `finish`: returns the result; `section`: its
+        clock's."""
         self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
 
     def wait(self) -> Tensor:
-        """Wait until the collective is done, and return its result."""
+        """Wait until the collective of this handle is done, and return its result."""
         with self._clock.section(self._section, waiting=True):
             self._wait()
         if self._flight:
@@ -90,6 +92,7 @@ class Communicator(ABC):
     posts_early = False
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu"):
+        """Prepare the collectives and messages of `rank` of a mesh, uncounted so far, on a device."""
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.coordinates = mesh.coordinates(rank)
         self.moved: Counter[str] = Counter()
@@ -100,7 +103,7 @@ class Communicator(ABC):
         COMMUNICATORS[self._number] = self
 
     def index(self, axes: Sequence[str]) -> int:
-        """Return this rank's index in its group along `axes`."""
+        """Return this rank's index among the ranks of its group along the mesh axes `axes`."""
         return self.mesh.index(self.coordinates, axes)
 
     def launch(
@@ -187,7 +190,7 @@ class Communicator(ABC):
         return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble")
 
     def _peer(self, stage: int) -> int:
-        """Return the global rank in `stage` that has this rank's index along all other axes."""
+        """Return the global rank in pipeline stage `stage` that has this rank's index along all other axes."""
         return self.mesh.rank({**self.coordinates, "stage": stage})
 
     def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
@@ -196,11 +199,11 @@ class Communicator(ABC):
             self.log.append(Launch("send", ("stage",), pair, elements))
 
     def _send(self, x: Tensor, peer: int) -> Callable[[], Any]:
-        """Start sending x to the global rank `peer`; the returned function waits until it is sent."""
+        """Start sending x to the global rank `peer` by the transport; the returned function waits until it is sent."""
         raise AssertionError("one stage sends nothing")
 
     def _receive(self, out: Tensor, peer: int) -> Callable[[], Any]:
-        """Start receiving into `out` from the global rank `peer`; the returned function waits for it."""
+        """Start receiving into `out` from global rank `peer` by the transport; the returned function waits."""
         raise AssertionError("one stage receives nothing")
 
     def barrier(self) -> None:
@@ -289,7 +292,7 @@ class Communicator(ABC):
         to itself. Returns when the tensors in `received` are filled. Not counted."""
 
     def close(self) -> None:  # noqa: B027  (a default that does nothing)
-        """Leave the groups along mesh axes when this rank's generation ends; no collective may follow."""
+        """Leave the process groups along mesh axes, when this rank's mesh is given up; no collective may follow."""
 
 
 def _buffers(
@@ -323,19 +326,25 @@ class SingleRank(Communicator):
     """Communicator of a world of one rank: it has no peers and launches no collective."""
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):
+        """Prepare the communicator of a mesh of one rank, which has no peers."""
         super().__init__(mesh, 0, device)
 
     def _start(self, op, given, out, axes, group, reduce, root):
+        """Raise AssertionError: a mesh of one rank launches no collective."""
         raise AssertionError("a world of one launches no collective")
 
     def exchange(self, messages):
+        """Return a copy of the list of messages: the only rank's one is for itself."""
         return list(messages)
 
     def collect(self, numbers):
+        """Return this rank's numbers [n] as [1, n], as it is the only one."""
         return numbers[None]
 
     def announce(self, text=None):
+        """Return the text of this rank, the only one."""
         return text
 
     def transfer(self, sent, received):
+        """Check that there is nothing to send or receive, as the only rank of a mesh has no peers."""
         assert not sent and not received, "there is nobody to talk to"

@@ -42,6 +42,7 @@ class Flight:
     __slots__ = ("begin", "done", "held", "waited", "what")
 
     def __init__(self, what: Any, begin: int, done: Any, held: Any):
+        """Note collective `what` as launched after the mark `begin`; `done`: its end's event; `held`: its input."""
         self.what, self.begin, self.done, self.held = what, begin, done, held
         self.waited: tuple[int, int] | None = None
 
@@ -52,6 +53,7 @@ class _Reading:
     these that ended a wait for other ranks."""
 
     def __init__(self) -> None:
+        """Start a reading of the clock without marks, of which the device has passed none."""
         self.marks: list[tuple[str, bool, Any]] = []
         self.passed = self.completed = 0
 
@@ -65,6 +67,7 @@ class Clock:
     entered: Callable[[str], None] | None = None
 
     def __init__(self, device: torch.device | str = "cpu", *, detailed: bool = False):
+        """Start the clock of a rank's step, by CUDA events on a GPU. `detailed`: collectives get their own times."""
         self._cuda = torch.device(device).type == "cuda"
         self.detailed = detailed
         self._beside = torch.cuda.Stream() if self._cuda and detailed else None  # waits for collectives, nothing else
@@ -133,11 +136,12 @@ class Clock:
         return flight
 
     def landed(self, flight: Flight) -> None:
-        """Note that the wait for the collective `flight` ended with the clock section closed just now."""
+        """Record that the wait for the collective `flight` ended with the clock's section that has just been closed."""
         flight.waited, flight.held = self._sections[-1][1:], None
 
     def read(self) -> ClockReading:
-        """Read the clock and start it anew, between sections; what has not ended is left out."""
+        """Return the times of the step since the clock was last read, and start it anew; unfinished ones are left
+        out."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
         marks, sections, spans = self._reading.marks, self._sections, self._spans

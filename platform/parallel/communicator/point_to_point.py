@@ -19,6 +19,7 @@ class Messages:
     so that it does not matter in which order they are waited for. `timeout`: limit of the wait for one message."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta):
+        """Prepare collectives made of messages within a gloo `group`, each of which may take `timeout`."""
         self._group, self._timeout = group, timeout
         self._me, self._size = group.rank(), group.size()
         self._number = count()
@@ -32,13 +33,13 @@ class Messages:
         return works + [self._group.send([sent(peer)], peer, tag) for peer in peers]
 
     def _wait(self, works: list[dist.Work]) -> None:
-        """Wait for the sends and receives of one collective of gloo."""
+        """Wait for the sends and receives of which one collective over gloo is made."""
         for work in works:
             work.wait(self._timeout)
 
     def all_gather(self, given: Tensor, out: Tensor) -> Callable[[], None]:
-        """Start gathering every member's `given` into `out` [members, ...]; `given` may be this rank's part of it.
-        Returns the function that waits."""
+        """Start gathering, by messages, every group member's `given` into `out` [members, ...]; `given` may be this
+        rank's part of it. Returns the function that waits."""
         mine = out[self._me]
         works = self._exchange(lambda peer: given, lambda peer: out[peer])
         if mine.data_ptr() != given.data_ptr():
@@ -46,12 +47,13 @@ class Messages:
         return lambda: self._wait(works)
 
     def reduce_scatter(self, given: Tensor, out: Tensor) -> Callable[[], None]:
-        """Start summing every member's `given` [members, ...], of which each gets the part of its index in `out`. The
-        sum is made, in the members' order, by the function that waits, which is returned."""
+        """Start summing, by messages, every group member's `given` [members, ...], of which each gets the part of its
+        index in `out`. The sum is made, in the members' order, by the function that waits, which is returned."""
         parts = [given[i] if i == self._me else torch.empty_like(out) for i in range(self._size)]
         works = self._exchange(lambda peer: given[peer], lambda peer: parts[peer])
 
         def wait() -> None:
+            """Wait for the parts of all members, and sum them in the members' order into `out`."""
             self._wait(works)
             torch.add(parts[0], parts[1], out=out)
             for part in parts[2:]:

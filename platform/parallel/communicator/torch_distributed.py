@@ -37,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def join(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
     """Join the default group of torch.distributed as `rank` of `size`, by NCCL on a CUDA device, where it connects at
-    once, else by gloo. All ranks call it together. `store`: a store of this generation alone."""
+    once, else by gloo. All ranks call it together. `store`: a store for this mesh alone."""
     device, timeout = torch.device(device), connect_timeout(size)
     if device.type == "cuda":
         # Collectives first, and in streams that nothing else takes; groups that are split off inherit it.
@@ -76,6 +76,8 @@ class ProcessGroups(Communicator):
         device: str = "cpu",
         neighbours: Iterable[tuple[int, int]] = (),
     ):
+        """Create the process groups of the mesh along `axes_of_groups` and between neighbouring stages; all ranks do
+        so."""
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
         self._stuck = False  # an aborted collective of gloo has no end
@@ -199,8 +201,8 @@ class ProcessGroups(Communicator):
         return self._lines[stages] if self._nccl else self._lines.get(stages)
 
     def _finish(self, work: dist.Work | None) -> Callable[[], Any]:
-        """Return the function that waits for a message. NCCL's wait with a timeout would hold the host until the
-        message is there, instead of only the device's stream."""
+        """Return the function that waits for a message between pipeline stages. NCCL's wait with a timeout would hold
+        the host until the message is there, instead of only the device's stream."""
         assert work is not None
         return work.wait if self._nccl else partial(work.wait, TIMEOUT)
 
@@ -217,6 +219,7 @@ class ProcessGroups(Communicator):
             return list(out.split(sizes))
 
     def transfer(self, sent, received):
+        """Send and receive bytes of known sizes between ranks, in the group in host memory."""
         group = self._control
         works = [dist.isend(x, peer, group=group) for peer, x in sent]
         works += [dist.irecv(out, peer, group=group) for peer, out in received]
@@ -225,6 +228,7 @@ class ProcessGroups(Communicator):
                 work.wait(TIMEOUT)
 
     def collect(self, numbers):
+        """Gather every rank's numbers on rank 0, in the group in host memory; return None elsewhere."""
         rows = [torch.empty_like(numbers) for _ in range(self.mesh.size)] if self.rank == 0 else None
         with PROGRESS.waiting("collect"):
             dist.gather(numbers, rows, group=self._control)
@@ -259,6 +263,7 @@ class ProcessGroups(Communicator):
         shut_down(self.connections)
 
     def close(self) -> None:
+        """End this rank's process groups and the default one, when its mesh is given up."""
         if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
             for group in self._own():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -267,8 +272,8 @@ class ProcessGroups(Communicator):
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Divide `pairs` into few lists in which no number is in two pairs: two lists for a chain or an even ring, three
-    for an odd ring.
+    """Divide pairs of neighbouring pipeline stages into few lists in which no number is in two pairs: two lists for a
+    chain or an even ring, three for an odd ring.
 
     >>> disjoint([(0, 1), (1, 2), (0, 2)])
     [[(0, 1)], [(1, 2)], [(0, 2)]]
@@ -283,5 +288,5 @@ def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _line(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
-    """Return pairs of global ranks, in stage `sender` and `receiver`, with the same index along all other axes."""
+    """Return the pairs of global ranks that exchange messages between the stages `sender` and `receiver`."""
     return [(ranks[sender], ranks[receiver]) for ranks in mesh.groups(("stage",))]

@@ -44,7 +44,9 @@ class Arrived:
     part: `wait` returns the result."""
 
     def __init__(self, result: Tensor):
+        """Wrap the result of a collective that is done, where a Handle of one in progress is expected."""
         self._result = result
 
     def wait(self) -> Tensor:
+        """Return the collective's result, without waiting."""
         return self._result

@@ -34,7 +34,8 @@ def dropped(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -
 
 
 def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Return dropout of x like `dropped`, piece by piece, so that the integers that draw the mask stay in the cache."""
+    """Return dropout of x as `dropped` does, piece by piece, so that the integers that draw the mask stay in the
+    cache."""
     out = torch.empty_like(x)
     for where in pieces(x.shape, DRAWN_AT_ONCE.get(x.device.type, _MOST_AT_ONCE)):
         part, target, states = x, out, list(counters)
@@ -46,7 +47,7 @@ def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float)
 
 
 def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield (offset, extent) along the leading dims, as many as are cut, of pieces that tile a tensor of this `shape`;
+    """Yield pieces that tile a tensor of this `shape`, as (offset, extent) along the leading dims that are cut;
     each has at most `most` elements, or is a single one."""
     if prod(shape) <= most or not shape:
         yield ()
@@ -63,11 +64,13 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, drawing, draw):
+        """Apply dropout to x by `draw`; keep what the mask is drawn from, not the mask."""
         ctx.drawing, ctx.draw = drawing, draw
         return draw(x.detach(), *drawing)
 
     @staticmethod
     def backward(ctx, gradient):
+        """Return the gradient of x: dropout of `gradient` by the same mask, drawn again."""
         return ctx.draw(gradient, *ctx.drawing), None, None
 
 

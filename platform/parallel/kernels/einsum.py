@@ -37,6 +37,8 @@ class _Einsums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, coming: Operands, group: EinsumGroup, deferred: Deferred | None, x: Tensor, *tensors: Tensor):
+        """Return the products of x with each operand of an einsum group, converting x, operands and results as
+        planned."""
         operands, biases = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
         communicator = coming.communicator
         ctx.coming, ctx.group, ctx.deferred = coming, group, deferred
@@ -61,6 +63,8 @@ class _Einsums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
+        """Return the gradients of x, operands and biases, or defer those of operands; operands are gathered again
+        first."""
         x, *operands = ctx.saved_tensors
         communicator, group = ctx.coming.communicator, ctx.group
         coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
@@ -101,11 +105,11 @@ class _Joined(NamedTuple):
 
     @property
     def matrix(self) -> Tensor:
-        """Return the weights of the group's einsums as one local matrix [columns, contracted]."""
+        """Return the weights of an einsum group, adjacent in memory, as one local matrix [columns, contracted]."""
         return self.weights.values.view(-1, self.contracted)
 
     def outputs(self, x: Tensor, operands: Tensors) -> Tensors:
-        """Multiply the local x [..., contracted] by all weights; return a view of the result for each operand."""
+        """Multiply the local x [..., contracted] by all of an einsum group's weights; return a view per operand."""
         rows, w = x.flatten(0, -2), self.matrix.t()
         z = torch.addmm(self.biases.values, rows, w) if self.biases else rows @ w
         shapes = [w.shape[:-1] for w in operands if w is not None]
@@ -113,11 +117,11 @@ class _Joined(NamedTuple):
         return tuple(part.view(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))
 
     def back(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the gradient of x, of `shape`, from the gradient of the result [rows, columns]."""
+        """Return the gradient of an einsum group's x, of `shape`, from the joined product's [rows, columns]."""
         return (gradient @ self.matrix).view(shape)
 
     def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
-        """Add the gradients of weights and biases, from x and the product's, to their sums; return a None for each."""
+        """Add the gradients of an einsum group's weights and biases to their sums; return a None for each."""
         product = local_einsum(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
         rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
         self.weights.add(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))

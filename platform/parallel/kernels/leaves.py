@@ -39,6 +39,7 @@ def add_gradient(w: Tensor, gradient: Tensor) -> None:
     """Add `gradient`, which may be a view of other memory, to the sum of the gradients of the autograd leaf w."""
 
     def compute(into: Tensor | None, fresh: bool) -> Tensor:
+        """Return the gradient, added to the memory `into`, if there is one, or written over it if that is `fresh`."""
         return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
 
     add_computed(w, compute)

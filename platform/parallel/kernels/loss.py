@@ -68,7 +68,7 @@ class Classes:
 
     @property
     def sums(self) -> bool:
-        """Return True if the loss needs the sum of each token's logits over vocab."""
+        """Return True if the loss, for its label smoothing or a user's function, needs each token's sum of logits."""
         return self.loss is not None or self.smoothing > 0
 
 
@@ -80,12 +80,13 @@ class Targets:
     weights: Tensor | None = None
 
     def __getitem__(self, rows: slice) -> Targets:
+        """Return the labels and weights of the tokens `rows`."""
         return Targets(self.labels[rows], None if self.weights is None else self.weights[rows])
 
 
 def _statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
-    """Return per row of the logits [rows, columns]: log-sum-exp, the logit at `column` [rows, 1] and, with `sums`, the
-    sum; stacked [2 or 3, rows], in the type of statistics."""
+    """Compute the statistics of the loss per row of the logits [rows, columns]: log-sum-exp, the logit at `column`
+    [rows, 1] and, with `sums`, the sum; stacked [2 or 3, rows], in the type of statistics."""
     wide = widened(logits)
     if not wide.shape[1]:  # a block of nothing but padding
         nothing = wide.new_zeros(1 + sums, len(wide))
@@ -116,15 +117,15 @@ def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Seque
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices that divide the rows of `logits` into chunks."""
+    """Yield slices that divide the rows of `logits`, a token each, into chunks for the loss."""
     rows, columns = logits.shape
     size = chunk_rows(rows, columns)
     return (slice(i, i + size) for i in range(0, rows, size))
 
 
 def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, LogitDerivatives]:
-    """Return the loss of each row of logits, [rows], from `found`, the rows' `_statistics` over the whole vocab; and,
-    with `gradient`, the loss's derivatives by the logits as `LogitDerivatives`."""
+    """Compute the loss of each token, a row of logits: [rows], from `found`, the rows' `_statistics` over the whole
+    vocab; and, with `gradient`, the loss's derivatives by the logits as `LogitDerivatives`."""
     (logsumexp, target), smoothing, vocab = found[:2], classes.smoothing, classes.vocab
     if not classes.loss:
         losses = logsumexp - (1 - smoothing) * target
@@ -167,6 +168,7 @@ def loss_and_gradient(
         logits[:, real:] = 0
 
         def counted(derivative: Tensor | float, where: Tensor = counts) -> Tensor:
+            """Return `derivative` in the rows of logits that count in the loss, 0 elsewhere, as a column."""
             return torch.where(where, derivative, found.new_zeros(())).unsqueeze(1)
 
         shift = found[0].where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
@@ -204,12 +206,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, communicator, classes):
+        """Return the summed loss of the logits, computing their gradient at the same time, which is saved."""
         gradient = logits.clone()
         ctx.save_for_backward(gradient)
         return loss_and_gradient(gradient, targets, communicator, classes, True)
 
     @staticmethod
     def backward(ctx, dloss):
+        """Return the gradient of the logits, saved in the forward pass, times the loss's."""
         (gradient,) = ctx.saved_tensors
         return gradient * dloss, None, None, None
 
@@ -229,6 +233,7 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, table, bias, targets, communicator, classes):
+        """Return the loss of x times the vocabulary table, chunk by chunk, and save the gradients of all."""
         gradients = torch.empty_like(x), torch.empty_like(table), None if bias is None else torch.zeros_like(bias)
         ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(*gradients)
@@ -236,6 +241,7 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
+        """Return the gradients of x, table and bias, saved in the forward pass, times the loss's."""
         dx, dtable, dbias = ctx.saved_tensors
         if dbias is not None:
             dbias = dbias.mul_(dloss)
@@ -246,7 +252,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
-    """Add gradient * factor to `into`, if there is one, in one pass over a large table."""
+    """Add gradient * factor to `into`, if there is one, in one pass over a large vocabulary table."""
     if into is None or fresh:
         return torch.mul(gradient, factor, out=into)
     return into.addcmul_(gradient, factor)
@@ -303,6 +309,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, table, bias, targets, coming: Operands, classes, deferred: Deferred | None):
+        """Return the loss of x's product with the vocabulary table, saving the gradient of the logits."""
         communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
         whole, local, y = _logits(x, table, bias, coming)
         ctx.biased = bias if bias is None else bias.shape
@@ -314,6 +321,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
+        """Return the gradients of x, table and bias from the saved gradient of the logits, or defer the table's."""
         x, table, y = ctx.saved_tensors
         communicator, group, (e,) = ctx.coming.communicator, ctx.coming.group, ctx.coming.group.einsums
         coming = convert(communicator, y, e.output.backward)

@@ -26,7 +26,8 @@ def angles(
 
 
 def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
-    """Return the scaled frequencies, in radians per token, of all pairs, from `frequency` [pairs] by `scaling`."""
+    """Return the scaled rotary frequencies, in radians per token, of all pairs of elements, from `frequency` [pairs] by
+    `scaling`."""
     if scaling.kind == "linear":
         return frequency / scaling.factor
     pairs = len(frequency)
@@ -36,7 +37,7 @@ def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
     else:
 
         def pair(turns: float) -> float:
-            """Return the number, not whole, of the pair that turns so often within the original length."""
+            """Return the number, not whole, of the rotary pair that turns so often within the original length."""
             return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
         first, last = max(math.floor(pair(scaling.high)), 0), min(math.ceil(pair(scaling.low)), 2 * pairs - 1)
@@ -51,11 +52,13 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, turn):
+        """Turn the pairs of x by the rotary angles, which alone are kept."""
         ctx.angles, ctx.turn = (cos, sin), turn
         return turn(x.detach(), cos, sin, 1)
 
     @staticmethod
     def backward(ctx, gradient):
+        """Turn the gradient back by the same rotary angles."""
         cos, sin = ctx.angles
         return ctx.turn(gradient, cos, sin, -1), None, None, None
 
@@ -109,9 +112,10 @@ def padding_mask(tokens: Tensor) -> Tensor:
 
 
 def unseen(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -> Tensor:
-    """Return bool [length, memory_length], True where causality hides what lies ahead, at the global positions `length`
-    and `memory`, and a `window`, if not 0, what lies as far back. With the local block `begins` [length, batch] of the
-    positions at which documents begin, what lies before is hidden too: bool [batch, 1, length, memory_length]."""
+    """Return the attention mask, bool [length, memory_length], True where causality hides what lies ahead, at the
+    global positions `length` and `memory`, and a `window`, if not 0, what lies as far back. With the local block
+    `begins` [length, batch] of the positions at which documents begin, what lies before is hidden too: bool [batch, 1,
+    length, memory_length]."""
     at = length.unsqueeze(1)
     hidden = memory > at
     if window:

@@ -29,6 +29,7 @@ def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     def multiply(
         x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
     ) -> Tensor:
+        """Return the product of two local tensors; empty if x is absent on this rank."""
         if absent(x):
             return x + y if into is None else into
         return product(x, y, bias, into, fresh)
@@ -53,6 +54,7 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         equation = "{},{}->{}".format(*("".join(names[d] for d in dims) for dims in (a, b, out)))
 
         def general(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
+            """Return the product by torch.einsum, where no one matrix product gives it."""
             z = torch.einsum(equation, x, y)
             if into is not None:
                 return into.copy_(z) if fresh else into.add_(z)
@@ -62,6 +64,7 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     na, nb, nc = len(rows), len(columns), len(contracted)
 
     def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
+        """Return the product as one matrix product of x and y, reshaped to matrices."""
         if a_first:
             row_shape, x = x.shape[:na], x.reshape(prod(x.shape[:na]), -1)
         else:

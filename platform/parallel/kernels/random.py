@@ -25,7 +25,7 @@ def key(*parts: object) -> int:
 
 
 def _wrapped(number: int) -> int:
-    """Return the int64 value of the last 64 bits of an integer."""
+    """Return the last 64 bits of an integer as a signed int64 value, as tensors wrap around."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -60,8 +60,9 @@ def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
 
 
 def counters(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str) -> list[Tensor]:
-    """Return one int64 tensor per dim of a block, shaped to broadcast against it, whose sum plus `start` is the state
-    of SplitMix64 at every element; `block` and `strides` as in `elements`. They are the same in every step."""
+    """Return the counters from which a block's random numbers are drawn: one int64 tensor per dim, shaped to broadcast
+    against the block, whose sum plus `start` is the state of SplitMix64 at every element; `block` and `strides` as in
+    `elements`. They are the same in every step."""
     found = []
     for i, ((offset, extent), stride) in enumerate(zip(block, strides, strict=True)):
         states = torch.arange(offset, offset + extent, device=device) * _wrapped(stride * _GOLDEN)
@@ -70,8 +71,9 @@ def counters(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
 
 
 def start(key_: int, first: int, device: torch.device | str) -> Tensor:
-    """Return the offset of the `counters` of a block, an int64 scalar tensor: the stream's key `key_`, and `first`, by
-    which all element numbers are larger. A tensor, so that compiled code takes it as an argument."""
+    """Return the offset to add to the random-number `counters` of a block, an int64 scalar tensor: the stream's key
+    `key_`, and `first`, by which all element numbers are larger. A tensor, so that compiled code takes it as an
+    argument."""
     return torch.full((), _wrapped(first * _GOLDEN + key_), dtype=torch.int64, device=device)
 
 

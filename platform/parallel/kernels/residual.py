@@ -23,8 +23,8 @@ def _sum(x: Tensor, y: Tensor, drawing: Drawing | None) -> Tensor:
 def _sum_and_norm(
     x: Tensor, y: Tensor, gain: Tensor, bias: Tensor | None, drawing: Drawing | None, centred: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the sum, its norm over the last dim, and the statistics of each row that the gradient needs: the mean (of
-    a LayerNorm, which is `centred`) and 1 / deviation."""
+    """Return the residual sum, its norm over the last dim, and the statistics of each row that the gradient needs: the
+    mean (of a LayerNorm, which is `centred`) and 1 / deviation."""
     total = _sum(x, y, drawing)
     wide = widened(total)
     mean = wide.mean(-1, keepdim=True) if centred else None
@@ -44,7 +44,7 @@ def _gradients(
     biased: bool,
     drawing: Drawing | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, y, gain and bias from the gradients of the sum and of its norm."""
+    """Return the gradients of x, y, gain and bias from the gradients of the residual sum and of its norm."""
     dout, wide = widened(dout), widened(total)
     normal = (wide if mean is None else wide - mean) * rstd
     scaled = dout * gain
@@ -63,11 +63,13 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, drawing, region):
+        """Return the residual sum x + dropout(y), keeping only what the mask is drawn from."""
         ctx.drawing, ctx.region = drawing, region
         return region(_sum)(x.detach(), y.detach(), drawing)
 
     @staticmethod
     def backward(ctx, gradient):
+        """Return the gradients of the residual sum: unchanged for x, by the same dropout for y."""
         return gradient, ctx.region(dropped)(gradient, *ctx.drawing), None, None
 
 
@@ -76,6 +78,7 @@ class _SumAndNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, gain, bias, drawing, centred, eps, region):
+        """Return the residual sum x + dropout(y) and its norm, saving the sum and the norm's statistics."""
         ctx.set_materialize_grads(False)  # the sum is not used after a post-norm model's norm
         tensors = [t if t is None else t.detach() for t in (x, y, gain, bias)]
         total, out, mean, rstd = region(_sum_and_norm)(*tensors, drawing, centred, eps)
@@ -85,6 +88,7 @@ class _SumAndNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal, dout):
+        """Return the gradients of x, y, gain and bias from the gradients of sum and norm."""
         total, rstd, gain, *mean = ctx.saved_tensors
         region, drawing = ctx.region(_gradients), ctx.drawing
         found = region(dtotal, dout, total, mean[0] if mean else None, rstd, gain, ctx.biased, drawing)
@@ -92,7 +96,7 @@ class _SumAndNorm(torch.autograd.Function):
 
 
 def residual(x: Tensor, y: Tensor, drawing: Drawing, region: Region) -> Tensor:
-    """Return x + dropout(y), both local blocks of one shape, by the functions that `region` makes."""
+    """Return x + dropout(y), both local blocks of one shape, by functions that `region` compiles."""
     return _Sum.apply(x, y, drawing, region)
 
 
@@ -107,5 +111,5 @@ def residual_norm(
     region: Region,
 ) -> tuple[Tensor, Tensor]:
     """Return x + dropout(y) (no dropout without a `drawing`) and its LayerNorm or RMSNorm (`kind`) over the last dim,
-    which is whole, by the functions that `region` makes; `eps` is added to the variance."""
+    which is whole, by functions that `region` compiles; `eps` is added to the variance."""
     return _SumAndNorm.apply(x, y, gain, bias, drawing, kind == "layernorm", eps, region)

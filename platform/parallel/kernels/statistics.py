@@ -35,6 +35,8 @@ class _SplitNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gain, bias, kind, eps, communicator, over):
+        """Return the LayerNorm or RMSNorm of x over its last dim, split over the axes `over`, merging statistics
+        only."""
         wide = widened(x)
         n = communicator.mesh.extent(over)
         d = x.shape[-1]
@@ -58,6 +60,7 @@ class _SplitNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        """Return the gradients of x, gain and bias, summing two statistics over the ranks."""
         normal, rstd, gain = ctx.saved_tensors
         kind, communicator, over, size, dtype, has_bias = ctx.options
         dy = widened(dy)
@@ -98,6 +101,7 @@ class _SplitSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, position, communicator, over):
+        """Return the softmax of x over a split dim, merging maxima and sums over the ranks."""
         top = _largest(communicator, widened(x.amax(position, keepdim=True)), over)
         e = torch.exp(widened(x) - top)
         p = (e / _summed(communicator, e.sum(position, keepdim=True), over)).to(x.dtype)
@@ -107,6 +111,7 @@ class _SplitSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dp):
+        """Return the gradient of x, summing one statistic over the ranks."""
         (p,) = ctx.saved_tensors
         position, communicator, over = ctx.options
         inner = _summed(communicator, widened(dp * p).sum(position, keepdim=True), over)
@@ -123,6 +128,7 @@ class _SplitMaximum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, positions, communicator, over):
+        """Return the maximum of x over split dims, and save each element's share in it."""
         wide = widened(x)
         top = _largest(communicator, wide.amax(positions, keepdim=True), over)
         share = (wide == top).to(wide.dtype)
@@ -133,6 +139,7 @@ class _SplitMaximum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        """Return the gradient of x: to the elements that are the maximum, in equal shares."""
         (share,) = ctx.saved_tensors
         for position in sorted(ctx.positions):
             gradient = gradient.unsqueeze(position)

@@ -26,19 +26,20 @@ class _Split:
     which is split over `axes`."""
 
     def __init__(self, communicator: Communicator, panels: Panels, axes: Sequence[str], local: Tensor, dim: int):
+        """Cut `local`, a rank's block of an operand of SUMMA, along `dim` into the panels that it owns on `axes`."""
         self.communicator, self.axes, self.local, self.dim = communicator, axes, local, dim
         self.per_owner = panels.count // communicator.mesh.extent(axes)
         self.extent = local.shape[dim] // self.per_owner
         self.index = communicator.index(axes)
 
     def mine(self, t: int, of: Tensor) -> Tensor | None:
-        """Return the view of panel `t` in `of`, laid out as this operand; None if another rank owns the panel."""
+        """Return the view of SUMMA panel `t` in `of`, laid out as this operand; None if another rank owns the panel."""
         owner, place = divmod(t, self.per_owner)
         return of.narrow(self.dim, place * self.extent, self.extent) if owner == self.index else None
 
     def broadcast(self, t: int) -> Callable[[], Tensor]:
-        """Start the broadcast of this operand's panel number t from the rank that owns it along the split's axes; the
-        returned function waits for it and returns the panel."""
+        """Start the broadcast of this operand's SUMMA panel number t from the rank that owns it along the split's axes;
+        the returned function waits for it and returns the panel."""
         mine = self.mine(t, self.local)
         if not self.axes:
             assert mine is not None
@@ -58,6 +59,7 @@ class _Split:
         mine = self.mine(t, into)
 
         def finish() -> None:
+            """Wait for the panel's sum; write it into this rank's gradient if it owns the panel."""
             total = handle.wait() if handle else part
             if mine is not None:
                 mine.copy_(total)
@@ -76,7 +78,7 @@ def _splits(communicator: Communicator, group: EinsumGroup, x: Tensor, operands:
 
 
 def _panels_in_turn(splits: Sequence[_Split], count: int):
-    """Yield (t, panel t of every operand) for t < `count`; broadcasts of panel t + 1 overlap the use of panel t."""
+    """Yield (t, panel t of every SUMMA operand) for t < `count`; broadcasts of panel t + 1 overlap the use of t."""
     coming = [s.broadcast(0) for s in splits]
     for t in range(count):
         here = [wait() for wait in coming]
@@ -90,6 +92,7 @@ class _Summa(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, communicator, group: EinsumGroup, x: Tensor, *operands: Tensor):
+        """Return the products of x with the operands, summed over panels that their owners broadcast in turn."""
         ctx.communicator, ctx.group = communicator, group
         local = _enter(communicator, group.einsums, operands)
         kept = (w if e.regathered else here for w, here, e in zip(operands, local, group.einsums, strict=True))
@@ -104,6 +107,7 @@ class _Summa(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
+        """Return the gradients of x and operands, panel by panel, each summed to the rank that owns the panel."""
         x, *operands = ctx.saved_tensors
         group = ctx.group
         if any(e.regathered for e in group.einsums):  # then all einsums: their operands are parameters

@@ -16,12 +16,14 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, table: Tensor, ids: Tensor):
+        """Return the rows of the embedding table at `ids`."""
         ctx.table = table
         ctx.save_for_backward(ids)
         return F.embedding(ids, table.reshape(table.shape[0], -1)).view(*ids.shape, *table.shape[1:])
 
     @staticmethod
     def backward(ctx, gradient):
+        """Add the rows' gradient to the sum of the table's gradients, at `ids`."""
         (ids,) = ctx.saved_tensors
         add_computed(ctx.table, partial(_scattered, ctx.table, ids, gradient))
         return None, None

@@ -22,15 +22,16 @@ class Pending:
     where its value is used."""
 
     def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool, name: str = ""):
+        """Begin to convert the local tensor x by the plan's `steps`, and issue the first collective."""
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
         self._handle: Handle | Arrived | None = None
         self._advance()
 
     def _advance(self) -> None:
-        """Take the local steps of the conversion up to the next collective and issue that, or take all that are left.
-        A collective of other ranks alone has its turn here too: where several conversions are under way, each group
-        sees its collectives in one order."""
+        """Take the local steps of the tensor's conversion up to the next collective and issue that, or take all that
+        are left. A collective of other ranks alone has its turn here too: where several conversions are under way, each
+        group sees its collectives in one order."""
         self._handle = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
@@ -61,13 +62,13 @@ class Pending:
         self._steps = ()
 
     def proceed(self) -> None:
-        """Wait for this conversion's collective in progress, if there is one, and issue the next."""
+        """Wait for the collective in progress of a tensor's conversion, if there is one, and issue the next."""
         if self._handle:
             self._x = self._handle.wait()
             self._advance()
 
     def wait(self) -> Tensor:
-        """Wait for all collectives of this conversion, and return the converted tensor."""
+        """Wait for all collectives of a tensor's conversion to another layout, and return the converted tensor."""
         while self._handle:
             self.proceed()
         return self._x
@@ -91,12 +92,14 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, communicator, conversion, coming):
+        """Return x converted to another layout by the plan's forward steps, or the conversion already under way."""
         ctx.communicator, ctx.conversion = communicator, conversion
         out = (coming or convert(communicator, x, conversion.forward)).wait()
         return out.view_as(out) if out is x else out
 
     @staticmethod
     def backward(ctx, gradient):
+        """Return the gradient converted back by the plan's backward steps."""
         return convert(ctx.communicator, gradient, ctx.conversion.backward).wait(), None, None, None
 
 

@@ -32,6 +32,7 @@ class Factors:
     of this rank's stage."""
 
     def __init__(self, plan: Plan, communicator: Communicator):
+        """Find where this rank's part of each matrix lies in the whole, for Adafactor's sums by row and column."""
         self._plan, self._communicator = plan, communicator
         self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
         by_name = {p.name: p for p in plan.parameters}
@@ -41,7 +42,7 @@ class Factors:
         self._parts = {p.name: part for p in here if (part := self._part(p))}
 
     def _part(self, p: Parameter) -> _Part | None:
-        """Return the place of this rank's part of a parameter; None if it has none."""
+        """Return where this rank's part of a matrix lies among its rows and columns; None if it has none."""
         plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
         start, stop = plan.shard_range(p, at)
         if not plan.present(p, at) or start >= stop:
@@ -52,7 +53,7 @@ class Factors:
         return _Part(rows[first:last], columns, start - first * len(columns))
 
     def shape(self, name: str) -> tuple[int, int] | None:
-        """Return (rows, columns) of a parameter's matrix if its second moments are factored, else None."""
+        """Return (rows, columns) of a parameter's matrix if Adafactor factors its second moments, else None."""
         rows, *columns = self._sizes[name]
         return (rows, columns[0]) if columns else None
 
@@ -69,14 +70,15 @@ class Factors:
         )
 
     def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of the outer product of `rows` and `columns`, laid out as the gradient `like`."""
+        """Return this rank's part of the outer product of Adafactor's `rows` and `columns`, laid out as `like`."""
         part = self._parts[name]
         whole = torch.outer(rows[part.rows], columns[part.columns]).view(-1)
         return whole[part.before : part.before + like.numel()].view(like.shape)
 
     def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
-        """Sum over ranks the numbers that each has `found` of its parts of parameters: by row and by column of the
-        factored ones, and one number of each; with `totals` one number alone. All ranks go through it together."""
+        """Sum over ranks the squares that each has `found` of its parts of parameters, for Adafactor: by row and by
+        column of the factored ones, and one number of each; with `totals` one number alone. All ranks go through it
+        together."""
         sizes = {name: (1,) if totals else each for name, each in self._sizes.items()}
         flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._dtype, device=self._communicator.device)
         views = {
@@ -92,7 +94,7 @@ class Factors:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype in which squares are summed over ranks: fp64 if the plan accumulates in it, else fp32."""
+        """Return the dtype in which Adafactor's squares are summed over ranks: fp64 if the plan says so, or fp32."""
         return torch.float64 if self._plan.itemsize["accumulate"] == 8 else torch.float32
 
 

@@ -31,6 +31,8 @@ class FlatBucket:
     complete: Callable[[FlatBucket], None] | None = None
 
     def __init__(self, plan: Plan, communicator: Communicator, bucket: Bucket, low: torch.dtype, high: torch.dtype):
+        """Allocate a bucket's flat buffers: compute copies (`low`) and this rank's master copies (`high`) of
+        parameters."""
         self.bucket, self._plan, self._communicator = bucket, plan, communicator
         self._low, self._high = low, high
         self.here = at_zero(bucket.only, communicator.coordinates)
@@ -83,8 +85,8 @@ class FlatBucket:
         return flat[start:stop].view(self._shapes[name])
 
     def _masters(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return parameter name -> view in `flat`, a buffer laid out as the master copies: the parameter's block or,
-        under ZeRO, the stretch of its flattened block that lies in this rank's shard."""
+        """Return parameter name -> view in `flat`, a flat buffer laid out as this bucket's master copies: the
+        parameter's block or, under ZeRO, the stretch of its flattened block that lies in this rank's shard."""
         if not self._plan.sharded or not self.here:
             return {name: self._block(flat, name) for name in self._shapes}
         first, out = self._index * len(flat), {}
@@ -116,8 +118,8 @@ class FlatBucket:
         return self._gather_into(self._written) if self._plan.sharded and not self._plan.storage else None
 
     def fresh(self) -> Mapping[str, Tensor]:
-        """Return name -> a new compute copy of every block, made from the master copies, for comparison; all ranks that
-        divide the bucket call it together."""
+        """Return name -> a new compute copy of every parameter's block, made from the master copies, for comparison;
+        all ranks that divide the bucket call it together."""
         part = self.masters.detach().to(self._low)
         whole = part
         if self._plan.sharded:
@@ -125,14 +127,14 @@ class FlatBucket:
         return {name: self._block(whole.view(-1), name) for name in self._shapes}
 
     def _gather_into(self, out: Tensor) -> Handle | Arrived | None:
-        """Start gathering the ranks' shards into `out` [shards, elements of a shard]."""
+        """Start gathering the ranks' shards of this bucket's parameters into `out` [shards, elements of a shard]."""
         if not self.here:
             return None
         name = f"gather {self.bucket.name}"
         return self._communicator.launch("all_gather", self.part, self._plan.sharded, into=out, name=name)
 
     def prefetch(self) -> None:
-        """Start gathering the whole buffer (ZeRO-3), unless it is there or on its way."""
+        """Start gathering this bucket's parameters (ZeRO-3), unless they are there or on their way."""
         if not self.resident and not self._gathering:
             self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.itemsize)
             self._gathering = self._gather_into(self._written)
@@ -145,14 +147,14 @@ class FlatBucket:
         self._gathering, self.resident = None, True
 
     def release(self) -> None:
-        """Free the memory of the whole buffer (ZeRO-3); views of it stay, and are readable again after `gather`."""
+        """Free the gathered parameters' memory (ZeRO-3); views of it stay, and are readable again after `gather`."""
         self._whole.untyped_storage().resize_(0)
         self.resident = False
 
     @torch.no_grad()
     def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> block of each parameter, in new memory, given this rank's `parts` of them, each laid out as
-        the master copy; zeros if no rank gives a part. All ranks of the bucket call it together."""
+        """Gather parts of parameters into blocks, name -> block in new memory, given this rank's `parts`, each laid out
+        as the master copy; zeros if no rank gives a part. All ranks of the bucket call it together."""
         flat = self._new(self._elements // self._shards, self._high)
         for name, there in self._masters(flat).items():
             if name in parts:
@@ -163,7 +165,7 @@ class FlatBucket:
         return {name: self._block(flat, name) for name in self._shapes}
 
     def own(self, name: str, block: Tensor) -> Tensor:
-        """Return this rank's master part of a parameter's block: its shard of the flat block, or the whole block."""
+        """Return this rank's master part of a parameter's block: its ZeRO shard of it, or the whole block."""
         if not self._plan.sharded:
             return block
         start, stop = self.bucket.shard(name, self._index, self._shards)
@@ -181,8 +183,8 @@ class FlatBucket:
             self._note((name,))
 
     def sum_of(self, *names: str) -> tuple[Tensor, bool]:
-        """Return the flat memory, in the compute type, to which the gradients of parameters that follow each other are
-        to be added, and True if its present content does not count. `came` says that it is done."""
+        """Return the bucket's flat memory to which a kernel is to add the gradients of parameters that follow each
+        other, and True if its present content does not count; the kernel then calls `came`."""
         start, stop = self._stretch(names)
         if self._direct:
             new = [name for name in names if name not in self._summed]
@@ -196,13 +198,13 @@ class FlatBucket:
         return self._coming[start:stop], True
 
     def came(self, *names: str) -> None:
-        """Note that gradients of the parameters `names` have been added to the memory that `sum_of` returned."""
+        """Note that gradients of the parameters `names` have been added to the memory that `sum_of` gave."""
         (self._summed if self._direct else self._held).update(names)
         self._note(names)
 
     def _note(self, names: Sequence[str]) -> None:
-        """Note that gradients of parameters have come in the backward pass under way: whole, unless a parameter has
-        several uses, which are complete only at the end of the pass."""
+        """Note that gradients of parameters have been added in the backward pass under way: whole, unless a parameter
+        has several uses, which are complete only at the end of the pass."""
         self._came.update(name for name in names if name not in self._plan.shared)
         if len(self._came) == len(self.compute):
             self.flush()
@@ -211,18 +213,18 @@ class FlatBucket:
 
     @property
     def _direct(self) -> bool:
-        """Return True if gradients are summed in the compute type, so that they are added where they are computed."""
+        """Return True if gradients are summed in the compute type, so that kernels add them straight to the sums."""
         return self._plan.zero >= 2 or self._low == self._high
 
     def _sums(self) -> Tensor:
-        """Return `sums`, allocated on first use."""
+        """Return the bucket's flat sums of gradients over microbatches, allocated on first use."""
         if self.sums is None:
             dtype = self._low if self._direct else self._high
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
     def _stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
-        """Return (start, stop) in the buffer of parameters that follow each other in this order."""
+        """Return (start, stop) in the bucket's flat buffer of parameters that follow each other in this order."""
         if names not in self._found:
             found = self.bucket.stretch(names)
             assert found, "parameters that follow each other"
@@ -230,7 +232,7 @@ class FlatBucket:
         return self._found[names]
 
     def values(self, *names: str) -> Tensor:
-        """Return the flat compute copies of parameters that follow each other."""
+        """Return the flat compute copies of parameters that follow each other in this bucket."""
         if names not in self._stretches:
             start, stop = self._stretch(names)
             self._stretches[names] = self._whole[start:stop]
@@ -261,25 +263,25 @@ class FlatBucket:
         self._coming = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return name -> gradient of the parameters that have one in `sums`."""
+        """Return name -> summed gradient of this bucket's parameters that have one."""
         self.flush()
         return {} if self.sums is None else {name: self._block(self.sums, name) for name in self._summed}
 
     def passed(self) -> None:
-        """Note that a backward pass has ended: gradients that come next belong to another microbatch's pass."""
+        """Note that a backward pass has ended: this bucket's next gradients belong to another microbatch."""
         self.flush()
         self._came = set(self._first)
         self.launched = False
 
     def halved(self) -> None:
-        """Note that an input-gradient pass has ended, whose weight gradients come later: perhaps after the next one."""
+        """Note that an input-gradient pass has ended, whose weight gradients come later, perhaps after the next one."""
         self.flush()
         self._first = frozenset(self._came)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Start reducing `sums`, over the ranks that divide the bucket where that is done in each backward pass
-        (ZeRO-2 and 3), else over all ranks."""
+        """Start reducing the bucket's sums of gradients, over the ranks that divide the bucket where that is done in
+        each backward pass (ZeRO-2 and 3), else over all ranks."""
         self.settle()
         self.flush()
         sums = self._sums()
@@ -301,7 +303,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for the reduction after a backward pass, and add this rank's shard to the sum of the passes before."""
+        """Wait for the gradients' reduction after a backward pass; add this rank's shard to the earlier passes' sum."""
         if self._reducing is not None:
             part = self._reducing.wait().view(-1)
             self.reduced = part.to(self._high) if self.reduced is None else self.reduced.add_(part)
@@ -309,7 +311,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def proceed(self) -> None:
-        """Start the reductions that are left at the end of a step."""
+        """Start the reductions of this bucket's gradients that are left at the end of a step."""
         each, last = self._plan.reduction(self.bucket)
         if not each:
             self._reducing.proceed() if self._reducing else self.reduce()
@@ -320,7 +322,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """Wait for the reduction that `proceed` went on with; return the reduced gradients, laid out as `masters`."""
+        """Wait for the gradients' reduction of `proceed`; return the reduced ones, flat, laid out as `masters`."""
         assert self._reducing is not None
         flat = self._reducing.wait().view(-1)
         self._reducing, self.reduced, self.sums = None, None, None
@@ -330,7 +332,7 @@ class FlatBucket:
         return flat
 
     def receive(self, flat: Tensor) -> None:
-        """Set the gradients of the master copies to their parts of reduced gradients, laid out as `masters`."""
+        """Set the gradients of this bucket's master copies to views of the reduced ones in `flat`."""
         for name, gradient in self._masters(flat).items():
             self.master[name].grad = gradient
 
@@ -362,7 +364,7 @@ class Neighbours(NamedTuple):
 
     @classmethod
     def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
-        """Return parameters as neighbours in one bucket; None if they are not, are fewer than two, or absent here."""
+        """Return parameters as neighbours in one flat bucket; None if not adjacent, fewer than two, or absent."""
         found = [bucket_of(w) for w in leaves if w is not None]
         flats, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
         if len(flats) < max(2, len(leaves)) or any(flat is not flats[0] for flat in flats) or not flats[0].here:
@@ -375,13 +377,13 @@ class Neighbours(NamedTuple):
         return self.bucket.values(*self.names)
 
     def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
-        """Add gradients to the bucket: `compute(memory, fresh)` adds them to flat memory, overwriting it if fresh."""
+        """Add gradients to the flat bucket: `compute(memory, fresh)` adds them to memory, overwriting it if fresh."""
         compute(*self.bucket.sum_of(*self.names))
         self.bucket.came(*self.names)
 
 
 def _take(leaf: Tensor) -> None:
-    """Move the gradient that autograd has left at a leaf into the sums of its bucket."""
+    """Move the gradient that autograd has left at a parameter's compute copy into the sums of its bucket."""
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None and (found := bucket_of(leaf)):
         bucket, name = found

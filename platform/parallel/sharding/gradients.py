@@ -34,7 +34,7 @@ def squared_norm(
 
 
 def squares(x: Tensor) -> Tensor:
-    """Sum the squares of x [elements], which may be of any size."""
+    """Sum the squares of a flat tensor x [elements] of gradients, of any size."""
     most = SQUARED_AT_ONCE[x.device.type]
     if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) > most:
         total = _by_rows(x)

@@ -20,6 +20,7 @@ class Matrices:
     of this rank's stage; `flats`: its buckets. `half`: the model is computed in half precision."""
 
     def __init__(self, plan: Plan, communicator: Communicator, flats: Sequence[FlatBucket]):
+        """Find the buckets that hold parts of the matrices which Muon updates as wholes."""
         self._plan, self._communicator = plan, communicator
         self.half = plan.itemsize["compute"] == 2
         found = [(flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here]
@@ -51,6 +52,6 @@ class Matrices:
         return whole
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Return the shape of the matrix that the parameter `name` is, without padding."""
+        """Return the shape of the whole matrix that the parameter `name` is, without padding."""
         p = next(p for p in self._plan.parameters if p.name == name)
         return matrix_shape(p.role, self._plan.global_shape(p))

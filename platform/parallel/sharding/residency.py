@@ -28,11 +28,13 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, back: Callable[[], None]) -> Tensor:
+        """Return x unchanged, as the border between spans (blocks) of the model; the backward pass calls `back`."""
         ctx.back = back
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
+        """Pass the gradient on unchanged, and have the parameters of the model's span before the border gathered."""
         ctx.back()
         return gradient, None
 
@@ -43,6 +45,7 @@ class Residency:
     backward pass. The clock of `communicator` notes when each span computes."""
 
     def __init__(self, communicator: Communicator, spans: Mapping[int, Spans], *, turns: bool, ahead: bool):
+        """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, span after span (ZeRO-3)."""
         self._communicator, self._spans, self._turns, self._ahead = communicator, spans, turns, ahead
         self._chunk: Spans = ()
         self._at = 0
@@ -61,14 +64,15 @@ class Residency:
         return self._enter(y)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Move the forward pass on to the next span; return x with a border at which the backward pass moves back."""
+        """Gather the next span's parameters (ZeRO-3); return x with a border where the backward pass moves back."""
         spans, before = self._chunk, self._at
         self._at += 1
         self._move(spans, self._at, 1)
         return _Border.apply(x, lambda: self._move(spans, before, -1))
 
     def turn(self, outputs: Mapping[str, Tensor]) -> None:
-        """End a forward pass: free what the backward pass, which starts at `outputs` by name, does not need at once."""
+        """End a forward pass: free the gathered parameters (ZeRO-3) that the backward pass, from `outputs`, needs
+        later."""
         spans = self._chunk
         self._communicator.clock.span("")
         differentiable = [x for x in outputs.values() if x.requires_grad]
@@ -77,6 +81,7 @@ class Residency:
         self._turned = False
 
         def back(_: Tensor) -> None:
+            """Gather the last span's parameters again when the backward pass begins."""
             if not self._turned:
                 self._turned = True
                 self._move(spans, len(spans) - 1, -1)
@@ -92,8 +97,8 @@ class Residency:
         self._whole, self._turned = (), False
 
     def _move(self, spans: Spans, at: int, way: int) -> None:
-        """Make the buckets of span number `at` whole and free the others; start gathering for the next span that needs
-        any, in the direction `way`. The computation of that span follows."""
+        """Gather the parameter buckets of span number `at` and free the others (ZeRO-3); start gathering for the next
+        span that needs any, in the direction `way`. The computation of that span follows."""
         clock, (name, buckets) = self._communicator.clock, spans[at]
         clock.span("")
         for bucket in self._whole:

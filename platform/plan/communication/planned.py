@@ -87,7 +87,7 @@ class EinsumGroup:
 
     @property
     def local(self) -> bool:
-        """Return True if no operand or result is converted, in either pass, nor broadcast in panels."""
+        """Return True if no operand or result of this einsum group is converted or broadcast, so that it is local."""
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 
@@ -122,8 +122,8 @@ class PlannedOperation:
     only: tuple[str, ...] = ()
 
     def adds(self, shifts: Iterable[PlannedOperation]) -> bool:
-        """Return True if the matrix products of this project add its biases themselves, whose planned shifts are
-        `shifts`: nothing is converted between product and shift."""
+        """Return True if the matrix products of this planned `project` operation add its biases themselves, whose
+        planned shifts are `shifts`: nothing is converted between product and shift."""
         between = [*(e.output for g in self.groups for e in g.einsums), *(c for s in shifts for c in s.conversions)]
         return not any(g.panels for g in self.groups) and not any(c.forward or c.backward for c in between)
 

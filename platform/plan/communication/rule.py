@@ -178,8 +178,8 @@ def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
 
 
 def _located(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
-    """Fill in `Step.only` along a conversion's moves: the axes at whose index 0 alone ranks take the move. `only`:
-    those at whose index 0 alone the tensor exists at the start."""
+    """Fill in which ranks take each move of a conversion (`Step.only`): the axes at whose index 0 alone ranks take the
+    move. `only`: the axes at whose index 0 alone the tensor exists at the start."""
     here = list(only)
     out = []
     for step in steps:
@@ -226,9 +226,9 @@ def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]
 
 
 def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:
-    """Return the conversion by which an operation's local result with dims `dims`, partial (to be summed) over the axes
-    `partial`, leaves it (the communication rule, step 5): from layout `source` to the wanted `target`; `source` is a
-    prefix of `target` in every dim."""
+    """Return the conversion of an operation's local result with dims `dims`, partial (to be summed) over the axes
+    `partial`, to its own layout (the communication rule, step 5): from layout `source` to the wanted `target`; `source`
+    is a prefix of `target` in every dim."""
     forward: list[Step] = []
     left = list(partial)
     for i, d in enumerate(dims):

@@ -86,11 +86,11 @@ class Ahead(Generic[T]):
         self._backward = _Order.of(products, within=alone or plan.recompute.kind == "full", on=on)
 
     def __contains__(self, use: Use) -> bool:
-        """Return True if collectives convert parameters for this use: an operation, or a group of its einsums."""
+        """Return True if collectives convert parameters for this `use`, an operation or a group of its einsums."""
         return use in self._converted
 
     def begin(self) -> list[T]:
-        """Begin a forward pass: drop and return parameter conversions that the pass before started and never used."""
+        """Begin a forward pass: return, and forget, the parameter gathers of the pass before that were never used."""
         left = [one for found in self._coming.values() for one in found]
         self._coming.clear()
         return left
@@ -125,8 +125,9 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
-        """Make the order in which parameters are gathered ahead in several chunks. `within`: True to start nothing
-        beyond the span of the operation that is running; `on`: False to start each gather only where it is used."""
+        """Return the order in which parameters are gathered ahead of their use in several chunks. `within`: True to
+        start nothing beyond the span of the model (a block) that is running; `on`: False to start each gather only
+        where it is used."""
         if not on:
             return cls({f.use: (f.use,) for found in chunks for f in found}, {})
         together: dict[Use, Sequence[Use]] = {}

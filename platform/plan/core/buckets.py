@@ -43,13 +43,13 @@ class Bucket:
 
     @cached_property
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """Map the name of each parameter to (start, stop) of its block in the buffer."""
+        """Map the name of each parameter of this bucket to (start, stop) of its block in the flat buffer."""
         ends = list(accumulate(self.sizes))
         triples = zip(self.parameters, self.sizes, ends, strict=True)
         return {p.name: (end - size, end) for p, size, end in triples}
 
     def stretch(self, names: Sequence[str]) -> tuple[int, int] | None:
-        """Return (start, stop) in the buffer of the blocks of `names`; None if they are not adjacent in this order."""
+        """Return (start, stop) in the flat buffer of the blocks of `names`; None if not adjacent in this order."""
         found = [self.ranges.get(name, (-1, -1)) for name in names]
         adjacent = all(stop == start for (_, stop), (start, _) in pairwise(found))
         return (found[0][0], found[-1][1]) if adjacent and found[0][0] >= 0 else None
@@ -93,9 +93,10 @@ def spans_of(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str
 
 
 def moves(spans: Sequence[Sequence[Bucket]], kept: bool) -> tuple[list[Bucket], list[Bucket]]:
-    """Return the parameter buckets that the forward pass of a chunk gathers, and the buckets that its backward pass
-    gathers (ZeRO-3), each on entering a span unless already gathered in the span before. `spans`: the buckets that each
-    span needs; `kept`: True if the buckets of the last span stay gathered from the forward to the backward pass."""
+    """Return the parameter buckets that the forward pass of a model chunk gathers, and the buckets that its backward
+    pass gathers (ZeRO-3), each on entering a span unless already gathered in the span before. `spans`: the buckets that
+    each span needs; `kept`: True if the buckets of the last span stay gathered from the forward to the backward
+    pass."""
     forward = [b for before, here in pairwise([(), *spans]) for b in here if b not in before]
     turn = spans[-1] if kept else ()
     backward = [b for before, here in pairwise([turn, *reversed(spans)]) for b in here if b not in before]
@@ -109,7 +110,7 @@ def make_buckets(
     ranks: int,
     most: int,
 ) -> list[Bucket]:
-    """Make buckets of groups of parameters that come in the order of the forward pass.
+    """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `most` elements.
     `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets. `sizes`: elements

@@ -30,14 +30,18 @@ class RecordableModel(Protocol):
     """
 
     @property
-    def sizes(self) -> Mapping[str, int]: ...
+    def sizes(self) -> Mapping[str, int]:
+        """Return the global size of every dim of the model's tensors, by name."""
 
-    def parameters(self) -> Sequence[Parameter]: ...
+    def parameters(self) -> Sequence[Parameter]:
+        """Return the declarations of all parameters of the model."""
 
     @property
-    def inputs(self) -> Sequence[str]: ...  # names of the data tensors that a forward pass takes
+    def inputs(self) -> Sequence[str]:  # names of the data tensors that a forward pass takes
+        """Return the names of the data tensors that a forward pass of the model takes."""
 
-    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any: ...
+    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
+        """Return the loss of the model on data tensors by name, computed by `ops`."""
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,8 @@ def _chunk(
     stage: int,
     units: Sequence[str],
 ) -> Chunk:
-    """Record and plan one model chunk of a pass of generation: its `number`, pipeline `stage` and `units`. `flow`: the
-    activations that it receives by name, replaced in place by its results."""
+    """Record and plan one model chunk of a pass that generates text: its `number`, pipeline `stage` and `units`.
+    `flow`: the activations that it receives by name, replaced in place by its results."""
     ops = Recorder(planner.scheme, sizes=planner.sizes, cache=KeyValueCache(shape.capacity))
     receives = tuple((name, x.spec) for name, x in flow.items() if x is not None)
     kept = {name: x for name, x in flow.items() if x is None}
@@ -182,8 +182,8 @@ def _chunk(
 
 
 def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:
-    """Return one pipeline stage's row of forward actions, sends and receives for a generation pass of one microbatch
-    through the chunks of `placement`, chunk number -> stage, in order of the numbers."""
+    """Return one pipeline stage's schedule of forward passes, sends and receives for a generation pass of one
+    microbatch through the chunks of `placement`, chunk number -> stage, in order of the numbers."""
     row: list[Action] = []
     for chunk in sorted(placement):
         before, after = (placement.get(chunk + way, placement[chunk]) for way in (-1, 1))

@@ -73,11 +73,12 @@ class Plan:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Return the names of parameters that several operations of a chunk use, so that gradients come in parts."""
+        """Return the names of parameters that several operations of a chunk use, each adding to the gradient."""
         return frozenset(name for chunk in self.chunks for name in chunk.shared)
 
     @property
     def stages(self) -> int:
+        """Return the number of pipeline stages."""
         return self.mesh.axes["stage"]
 
     def at(self, stage: int) -> Plan:
@@ -100,8 +101,8 @@ class Plan:
         return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
     def shared_axes(self, spec: Spec) -> tuple[str, ...]:
-        """Return the axes over which an activation is scattered before it is sent to another stage, and gathered there
-        (scatter/gather optimization); () if it is sent whole."""
+        """Return the mesh axes over which an activation is scattered before it is sent to another pipeline stage, and
+        gathered there (scatter/gather optimization); () if it is sent whole."""
         return replicated_axes(self.layout(spec), self.mesh) if self.scatter_gather else ()
 
     def sent_elements(self, spec: Spec) -> int:
@@ -109,7 +110,7 @@ class Plan:
         return self.shared_elements(spec, self.shared_axes(spec))
 
     def kept_axes(self, spec: Spec) -> tuple[str, ...]:
-        """Return the axes whose ranks replicate an activation, so that each keeps an equal part of it until the
+        """Return the mesh axes whose ranks replicate an activation, so that each keeps an equal part of it until the
         backward pass recomputes from it."""
         return replicated_axes(self.layout(spec), self.mesh)
 
@@ -120,6 +121,7 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
+        """Return the mesh of ranks that the plan is for."""
         return self.planner.mesh
 
     @property
@@ -129,6 +131,7 @@ class Plan:
 
     @property
     def scheme(self) -> Scheme:
+        """Return the scheme that gives the layouts of all activations and parameters."""
         return self.planner.scheme
 
     @property
@@ -139,7 +142,7 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Return the number of equal shards into which every bucket's flat buffer is divided."""
+        """Return the number of equal ZeRO shards into which every bucket's flat buffer is divided."""
         return self.mesh.extent(self.sharded)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
@@ -225,7 +228,7 @@ class Plan:
         return [Step("all_gather", self.sharded, only=bucket.only)]
 
     def joining(self, p: Parameter) -> tuple[Step, ...]:
-        """Return the collective steps that gather a parameter's blocks into the whole on every rank that has one."""
+        """Return the collective steps that gather a parameter's blocks into the whole, to update whole matrices."""
         layout = self.layout(p)
         return relayout_steps(p.dims, layout, Layout.of({}, layout.only))
 
@@ -266,7 +269,7 @@ class Plan:
         return sum(max(0, stop - start) for start, stop in ranges)
 
     def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
-        """Return the elements, padding included, that the worker at `coordinates` has in one of `shards` per bucket."""
+        """Return the elements, padded, of the worker at `coordinates` in one of `shards` ZeRO shards per bucket."""
         return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
 
     @cached_property
@@ -302,7 +305,7 @@ class Plan:
 
     @cached_property
     def loss_layout(self) -> Layout:
-        """Return the layout of a rank's part of the loss; along its axes, ranks hold different parts, which add up."""
+        """Return the layout of the loss: ranks along its axes have losses of different tokens, which add up."""
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
     def moved_bytes(self, c: Collective) -> int:

@@ -32,7 +32,7 @@ class AttentionTraits:
 
     @property
     def wide(self) -> bool:
-        """Return True for a type of more than 16 bits."""
+        """Return True if the attention computes in a type of more than 16 bits."""
         return self.precision in ("fp32", "fp64")
 
 

@@ -40,9 +40,11 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return ()
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the dims that this layout splits, in order of their names."""
         return (dim for dim, _ in self.items_)
 
     def __len__(self) -> int:
+        """Return the number of dims that this layout splits."""
         return len(self.items_)
 
     @property
@@ -71,12 +73,13 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return None
 
     def __str__(self) -> str:
+        """Format this layout as text, such as "batch: data; only at b=0"."""
         split = ", ".join(f"{d}: {'+'.join(axes)}" for d, axes in self.items_) or "whole"
         return split + (f"; only at {'+'.join(self.only)}=0" if self.only else "")
 
 
 def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
-    """Return True if the mesh `coordinates` are 0 along all `axes`: the ranks at which such tensors exist."""
+    """Return True if the mesh `coordinates` are 0 along all `axes`: the ranks at which some tensors alone exist."""
     return not any(coordinates[a] for a in axes)
 
 

@@ -20,7 +20,7 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mapping[str, int]) -> Mesh:
-        """Build a mesh from axis sizes, outer to inner."""
+        """Build a mesh of ranks from the sizes of its axes, outer to inner."""
         return cls(tuple(axes.items()))
 
     def __str__(self) -> str:
@@ -50,14 +50,14 @@ class Mesh:
         return tuple(a for a, n in self.shape if a in wanted and n > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the position of a rank along every axis."""
+        """Return the position of a rank along every axis of the mesh."""
         out = {}
         for axis, n in reversed(self.shape):
             rank, out[axis] = divmod(rank, n)
         return {axis: out[axis] for axis, _ in self.shape}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank at the given position along every axis."""
+        """Return the rank at the given position along every axis of the mesh."""
         rank = 0
         for axis, n in self.shape:
             rank = rank * n + coordinates[axis]
@@ -82,13 +82,13 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """Return by how many ranks two neighbours along each axis are apart."""
+        """Return by how many ranks two neighbours along each axis of the mesh are apart."""
         return {axis: prod(n for _, n in self.shape[i + 1 :]) for i, (axis, _) in enumerate(self.shape)}
 
 
 @cache
 def _offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the ranks at 0 along all axes but `axes`, in the order of the positions along `axes`, the first major."""
+    """Return the ranks at 0 along all mesh axes but `axes`, in the order of positions along these, first major."""
     offsets = [0]
     for axis in axes:
         steps = range(0, mesh.axes[axis] * mesh._strides[axis], mesh._strides[axis])
@@ -98,7 +98,7 @@ def _offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 @cache
 def _group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the ranks that differ from `rank` along `axes` alone, itself included."""
+    """Return the ranks of a mesh that differ from `rank` along `axes` alone, itself included."""
     here = mesh.coordinates(rank)
     first = rank - sum(here[axis] * mesh._strides[axis] for axis in axes)
     return tuple(first + offset for offset in _offsets(mesh, axes))

@@ -7,7 +7,7 @@ from math import isqrt, prod
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of n >= 1 in order, in O(sqrt n)."""
+    """Return the divisors of n >= 1, ascending, in O(sqrt n)."""
     low = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
     return [*low, *(n // k for k in reversed(low) if k * k != n)]
 

@@ -33,11 +33,12 @@ class Spec:
         return cls(region, tuple(dims.split()), sizes)
 
     def renamed(self, old: str, new: str) -> Spec:
-        """Return the type of the same activation with dim `old` called `new`."""
+        """Return the type of the same activation with its dim `old` called `new`."""
         sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
         return Spec(self.region, tuple(new if d == old else d for d in self.dims), sizes)
 
     def __str__(self) -> str:
+        """Format this type of an activation as "region[dim dim ...]"."""
         return f"{self.region}[{' '.join(self.dims)}]"
 
 

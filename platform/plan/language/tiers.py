@@ -34,13 +34,13 @@ class Tiers:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Return labels of how far a message goes, from inside the innermost tier (a node) to between the outermost."""
+        """Return labels of how far a message between ranks goes: inside a node, between nodes, between larger parts."""
         inner = self.names[::-1]
         return (f"inside a {inner[0]}", *(f"between {name}s" for name in inner)) if inner else ("everywhere",)
 
     def row(self, a: int, b: int) -> int:
-        """Return the position in `rows` of a message between ranks `a` and `b`: 0 inside the innermost tier (a node),
-        one more for each tier that they do not share."""
+        """Return how far a message between ranks `a` and `b` goes, as a position in `rows`: 0 inside the innermost tier
+        (a node), one more for each tier that they do not share."""
         for depth, (one, other) in enumerate(zip(self.paths[a], self.paths[b], strict=True)):
             if one != other:
                 return len(self.names) - depth

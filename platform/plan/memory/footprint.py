@@ -175,9 +175,9 @@ class _Walk:
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
     def run(self, row: Sequence[Action], scratch: int) -> tuple[int, int, int, int]:
-        """Account for all actions of the stage's row, for gradient reductions as they become possible, and for the
-        update, which takes `scratch` bytes; return (gradients, activations, working, forward passes in flight) at the
-        peak, the first three in bytes."""
+        """Account for the memory of all actions of a stage's schedule, for gradient reductions as they become possible,
+        and for the update, which takes `scratch` bytes; return (gradients, activations, working, forward passes in
+        flight) at the peak, the first three in bytes."""
         self.splits = any(a.kind is Kind.WEIGHT for a in row)
         incomplete = {completed for _, completed in with_completed(row) if completed is not None}
         for action, completed in with_completed(row):
@@ -210,7 +210,8 @@ class _Walk:
     # passes
 
     def forward(self, a: Action) -> None:
-        """Account for a forward pass of a chunk: its input, its peak, and what it keeps until the backward pass."""
+        """Account for the memory of a chunk's forward pass: its input, its peak, and what it keeps for the backward
+        pass."""
         p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
         self._arrive("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
         self.reach(p.forward, p.kept)
@@ -221,8 +222,8 @@ class _Walk:
         self.reach()
 
     def backward(self, a: Action) -> None:
-        """Account for a backward or input-gradient pass of a chunk: its peak, what it frees, and the gradient that it
-        hands to the chunk before."""
+        """Account for the memory of a chunk's backward or input-gradient pass: its peak, what it frees, and the
+        gradient that it hands to the chunk before."""
         p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
         self._arrive("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
         self.reach(p.backward)
@@ -237,7 +238,7 @@ class _Walk:
             self._accumulate(p.begun, {})
 
     def weights(self, a: Action) -> None:
-        """Account for a weight-gradient pass of a chunk: its peak, the memory it frees, and its sums of gradients."""
+        """Account for the memory of a chunk's weight-gradient pass: its peak, what it frees, its sums of gradients."""
         p = self.passes(a.chunk)
         self.reach(p.weights)
         self.kept -= p.pending
@@ -265,7 +266,7 @@ class _Walk:
         return self._blocks[key]
 
     def receive(self, a: Action) -> None:
-        """Account for the buffers of a receive: the parts that arrive, or whole blocks without scatter/gather."""
+        """Account for the memory of a receive: the parts that arrive, or whole blocks without scatter/gather."""
         forward = a.kind is Kind.RECV_F
         flow = self.chunks[a.chunk].receives if forward else self.chunks[a.chunk].sends
         arriving = "arriving F" if forward else "arriving B", a.chunk, a.microbatch
@@ -273,17 +274,17 @@ class _Walk:
         self.reach()
 
     def _arrive(self, what: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
-        """Account for the input of a pass, `what` being "inputs" (of a forward pass) or "outputs" (their gradients, of
-        a backward pass): `local` bytes from a chunk on this stage, or (None) a `flow` that was received and is gathered
-        from its parts."""
+        """Account for the memory of a pass's input, `what` being "inputs" (of a forward pass) or "outputs" (their
+        gradients, of a backward pass): `local` bytes from a chunk on this stage, or (None) a `flow` that was received
+        and is gathered from its parts."""
         self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), None)
         received = self.blocks(flow) if local is None else []
         self.held[what, a.chunk, a.microbatch] = local or sum(whole for whole, _ in received)
         self.reach(sum(part for _, part in received))
 
     def send(self, a: Action) -> None:
-        """Account for a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends, the oldest of
-        which are freed."""
+        """Account for the memory of a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends,
+        the oldest of which are freed."""
         forward = a.kind is Kind.SEND_F
         key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
         for whole, part in self.blocks(self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives):
@@ -311,8 +312,8 @@ class _Walk:
         self.reach()
 
     def _finish(self, scratch: int) -> None:
-        """Account for the end of a step: sums of tied gradients over stages, and reduced gradients while their norm is
-        taken and during the update; updated shards are gathered in place."""
+        """Account for the memory at the end of a step: sums of tied gradients over stages, and reduced gradients while
+        their norm is taken and during the update; updated shards are gathered in place."""
         self.sending.clear()
         each = {p.name: b.elements // self.plan.shards * self.master for b in self.buckets for p in b.parameters}
         self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))

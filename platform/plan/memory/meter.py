@@ -110,14 +110,14 @@ class Meter(Ops):
         return self.tensor(prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at))
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
-        """Record an operation on the metered autograd tape, if gradients are wanted; arguments as in `Tape.note`."""
+        """Record an operation on the memory meter's autograd tape, if gradients are wanted; as `Tape.note`."""
         if self.grad:
             self.tape.note(outs, ins, saved, backward)
 
     def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
-        """Record on the autograd tape an operation with result `out` that keeps `saved`, and whose backward pass
-        allocates a gradient per input, of its type, while `work` elements of scratch are held (of the compute type
-        unless `itemsize` is given); return `out`."""
+        """Record on the memory meter's autograd tape an operation with result `out` that keeps `saved`, and whose
+        backward pass allocates a gradient per input, of its type, while `work` elements of scratch are held (of the
+        compute type unless `itemsize` is given); return `out`."""
         sizes = [(x.elements, x.itemsize) for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
@@ -129,7 +129,7 @@ class Meter(Ops):
         return out
 
     def sum(self, out: Value, ins: Sequence[Value]) -> Value:
-        """Record a sum, which keeps nothing and hands its gradient to all inputs of its size; return its result."""
+        """Record the memory of a sum, which keeps nothing and hands its gradient to its inputs; return its result."""
         n, sizes = out.elements, [x.elements for x in ins]
         self.note([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
         return out
@@ -171,17 +171,17 @@ class Meter(Ops):
         return self.new(elements, parameter=parameter) if after else out
 
     def forward(self, x: Value, conversion: Conversion) -> Value:
-        """Count the forward steps of a conversion of x, outside of the autograd tape; return the converted tensor."""
+        """Count the memory of a conversion's forward steps of x, outside of the autograd tape; return the result."""
         steps, shape = conversion.forward, conversion.before
         return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
     def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
-        """Count the backward steps of a conversion for the gradient of its result, of `elements`."""
+        """Count the memory of the backward steps of a conversion, for the gradient of its result, of `elements`."""
         return self.convert(gradient, elements, conversion.backward, conversion.after)[0]
 
     def apply(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
-        """Count a conversion of x forward, unless it is `coming`, and record its backward steps on the autograd tape;
-        return the converted tensor."""
+        """Count the memory of a conversion of x to another layout, unless it is `coming`, and record its backward steps
+        on the autograd tape; return the converted tensor."""
         if not conversion.forward and not conversion.backward:
             return x
         out = coming or self.forward(x, conversion)
@@ -202,7 +202,7 @@ class Meter(Ops):
         return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
 
     def in_place(self, key: GradientKey) -> bool:
-        """Return True if an operand is a parameter whose gradient adds up in place, and count that gradient."""
+        """Return True if an operand is a parameter whose gradient adds up in its bucket, and count that gradient."""
         return isinstance(key, str) and self.leaves.in_place(key)
 
     def seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
@@ -223,7 +223,7 @@ class Meter(Ops):
         return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
-        """Allocate the local result of an operation, before the conversion `leave`; empty if it is of other workers."""
+        """Allocate the metered local result of an operation, before its conversion; empty if not on this worker."""
         return self.tensor(prod(leave.before) * at_zero(planned.only, self.at))
 
     def begin(self, chunk: Chunk) -> None:
@@ -234,7 +234,7 @@ class Meter(Ops):
         self._move(0, 1)
 
     def turn(self) -> None:
-        """End a metered forward pass: free gathered parameters unless the backward pass follows at once."""
+        """End a metered forward pass: free gathered parameters (ZeRO-3) unless the backward pass follows at once."""
         if not self.plan.turns:
             self.end()
 
@@ -244,7 +244,7 @@ class Meter(Ops):
         self._move(len(self._spans) - 1, -1)
 
     def end(self) -> None:
-        """End a metered pass: free the parameters that it gathered."""
+        """End a metered pass: free the parameters that it gathered (ZeRO-3)."""
         self._whole.clear()
 
     def _enter(self, x: Value) -> Value:
@@ -257,7 +257,7 @@ class Meter(Ops):
         self._move(self._span, 1)
 
         def backward(gs: Gradients, _: Saved) -> Gradients:
-            """Return to the parameters of the span before, in the backward pass."""
+            """Count the parameters of the model's span before as gathered again, in the backward pass."""
             self._move(before, -1)
             return gs
 
@@ -278,12 +278,13 @@ class Meter(Ops):
         self._whole |= {k: self.new(b.elements, parameter=True) for k, b in wanted.items() if k not in self._whole}
 
     def recomputed(self, kind, name, function, spec, x, *more):
+        """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
         if kind == "full":
             return self._enter(self._recomputed(kind, function, spec, self._enter(x), *more))
         return self._recomputed(kind, function, spec, x, *more)
 
     def _recomputed(self, kind, function, spec, x, *more):
-        """Count function(x, *more), which the backward pass runs again if activations of this `kind` are recomputed."""
+        """Count the memory of function(x, *more), run again in the backward pass if this `kind` is recomputed."""
         if kind != self.recompute.kind or not self.grad:
             return function(x, *more)
         given, elements, deferred = [v for v in (x, *more) if v], x.elements, self.deferred

@@ -32,12 +32,13 @@ class MeteredSums(Leaves):
         self._parts: dict[int, MeteredStorage] = {}  # of buckets that passes have reduced: new shards
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
-        """Add a gradient, which is freed after that."""
+        """Count the addition of a parameter's gradient to its bucket's sums, after which it is freed."""
         if gradient.nbytes:
             self._taken.setdefault(self._number[name], []).append(gradient)
             self._note(name)
 
     def in_place(self, name: GradientKey) -> bool:
+        """Count a gradient that a kernel adds straight into the sums of its parameter's bucket; return True."""
         if name in self._number:
             self._add(self._number[name])
             self._note(name)
@@ -45,24 +46,24 @@ class MeteredSums(Leaves):
 
     @property
     def _direct(self) -> bool:
-        """Return True if gradients add straight into a bucket's sums: same type, or ZeRO-2 and 3."""
+        """Return True if kernels add gradients straight into a bucket's sums: same type, or ZeRO-2 and 3."""
         return self._plan.zero >= 2 or self._plan.itemsize["master"] == self._plan.itemsize["compute"]
 
     def _add(self, n: int) -> None:
-        """Count the buffer into which a gradient of bucket `n` is added as it is computed."""
+        """Count the buffer into which a gradient of bucket number `n` is added as it is computed."""
         if self._direct:
             self._begin(n)
         elif n not in self._coming:
             self._coming[n] = self._meter.new(self._buckets[n].elements)
 
     def _begin(self, n: int) -> None:
-        """Allocate the metered gradient sums of bucket `n`, if no earlier pass has."""
+        """Allocate the metered gradient sums of bucket number `n`, if no earlier pass has."""
         if n not in self._sums:
             wide = 0 if self._plan.zero >= 2 else self._plan.itemsize["master"]
             self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
 
     def _note(self, name: GradientKey) -> None:
-        """Note that a parameter's gradient has come; once all of a bucket have, add them to its sums."""
+        """Note that a parameter's gradient has been computed; once all of its bucket are, add them to the sums."""
         assert isinstance(name, str)
         n = self._number[name]
         if name not in self._plan.shared:  # of which several parts come
@@ -73,7 +74,7 @@ class MeteredSums(Leaves):
                 self._reduce(n)
 
     def _flush(self, n: int) -> None:
-        """Count the addition of the gradients of bucket `n` to its sums, after which they are freed."""
+        """Count the addition of the gradients of bucket number `n` to its sums, after which they are freed."""
         if self._taken.get(n):
             self._add(n)
             self._taken.pop(n)
@@ -82,7 +83,7 @@ class MeteredSums(Leaves):
             del self._coming[n]
 
     def _reduce(self, n: int) -> None:
-        """Start reducing a bucket's sums into shards; the third reduction waits for the first."""
+        """Count the reduction of a bucket's gradient sums into shards; the third reduction waits for the first."""
         each = self._buckets[n].elements // self._plan.shards
         self._reducing.append((n, self._sums.pop(n), self._meter.new(each)))
         self._came[n].clear()
@@ -90,7 +91,7 @@ class MeteredSums(Leaves):
             self._settle()
 
     def _settle(self) -> None:
-        """End the oldest reduction: free its buffers, and keep the bucket's shard of the reduced sums if it is new."""
+        """End the oldest gradient reduction: free its buffers, and keep the bucket's shard of the sums if it is new."""
         n, _, part = self._reducing.pop(0)
         if n in self._parts:
             return
@@ -99,12 +100,12 @@ class MeteredSums(Leaves):
         self._parts[n] = part if same and each else self._meter.new(each, self._plan.itemsize["master"])
 
     def flush(self) -> None:
-        """Add all gradients that have come to their buckets' sums."""
+        """Count the addition of all gradients that are not added yet to their buckets' sums."""
         for n in self._buckets:
             self._flush(n)
 
     def passed(self) -> None:
-        """End a backward pass: add the gradients left to their sums and, with ZeRO-2 and 3, reduce the sums."""
+        """End a metered backward pass: add the gradients left to their sums and, with ZeRO-2 and 3, reduce these."""
         self.flush()
         if self._plan.zero >= 2:
             for n in list(self._sums):

@@ -55,10 +55,12 @@ class _Products(Op):
         return PlannedOperation(operation, tuple(found), groups=tuple(groups), compute_axes=axes, only=only)
 
     def computes_on(self, planner, operation):
+        """Return, for each parameter among the operands, the mesh axes that split its einsum's iteration space."""
         x, pairs = operation.inputs[0], zip(operation.inputs[1:], operation.outputs, strict=True)
         return [planner.contraction((x, y), out).axes for y, out in pairs if isinstance(y, Parameter)]
 
     def flops(self, operation, sizes):
+        """Return the forward FLOPs of all of the operation's einsums, on all ranks together."""
         x = extents(operation.inputs[0], sizes)
         return sum(2 * prod({**x, **extents(y, sizes)}.values()) for y in operation.inputs[1:])
 
@@ -70,6 +72,7 @@ class ProductOp(_Products):
         return ops.record(self.kind, name, [x, y], [x_spec, y_spec], [out])
 
     def run(self, ops, name, x, x_spec, y, y_spec, out):
+        """Compute the einsum of two activations, x and y, on this rank's blocks, with the planned conversions."""
         return _by_group(ops, ops.planned(self.kind, name), x, [y], [out])[0]
 
     meter = run
@@ -117,8 +120,8 @@ def _run_group(ops, planned, number: int, x, operands, outs, biases, deferred):
 
 
 def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, deferred) -> list[Value]:
-    """Count group `number` of a planned operation's einsums of x with `operands`: in SUMMA panels, as local products,
-    or with communication; return their results."""
+    """Count the memory of group `number` of a planned operation's einsums of x with `operands`: in SUMMA panels, as
+    local products, or with communication; return their results."""
     group = planned.groups[number]
     if group.panels:
         return _meter_panels(ops, group, ops.apply(x, group.x), operands, outs)
@@ -189,7 +192,7 @@ def _panel_collectives(
 def meter_group(
     ops, planned, number: int, x: Value, operands, biases, deferred, *, scaled: bool = False
 ) -> list[Value]:
-    """Count group `number` of an operation's einsums of x with `operands`, as
+    """Count the memory of group `number` of an operation's einsums of x with `operands`, as
     `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
     return them. `scaled`: gradients of operands are products of a multiple of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
@@ -209,7 +212,8 @@ def meter_group(
     added = [b.elements for b in biases]
 
     def rest(held: tuple) -> Gradients:
-        """Count the gradients of operands and biases from the storages `held`, in place where a parameter has one."""
+        """Count the memory of the gradients of operands and biases from the storages `held`, in place where
+        possible."""
         multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
         each = zip(keys, sizes, einsums, strict=False)
         # all gradients are there until the first is reduced, but for sums in place
@@ -224,7 +228,7 @@ def meter_group(
         return steps
 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
-        """Count the backward pass of the einsums; `deferred` leaves the operands' gradients for later."""
+        """Count the memory of the einsums' backward pass; `deferred` leaves the operands' gradients for later."""
         local = [ops.backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
@@ -263,8 +267,8 @@ def _follow(ops, operands: Sequence[Value]) -> bool:
 
 
 def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:
-    """Count one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current and next
-    panel of both operands, and a product; return the results."""
+    """Count the memory of one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current
+    and next panel of both operands, and a product; return the results."""
     einsums, panels, mesh = group.einsums, group.panels, ops.plan.mesh
     assert panels
     local = [ops.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
@@ -278,6 +282,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     width = x.elements
 
     def backward(gs: Gradients, saved: Saved) -> Gradients:
+        """Count the memory of the gradients of x and the operands, a panel at a time."""
         dx, *dws = (ops.new(n) for n in (width, *sizes))
         ops.new(one * (panels.count + 1))  # parts of all panels until reduced, and the last panel
         return [dx, *(ops.backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]

@@ -45,28 +45,28 @@ class Op:
         return self if ops is None else partial(getattr(self, ops.method), ops)
 
     def compose(self, ops: Any, *arguments: Any, **options: Any) -> Any:
-        """Compose the operation of a model from other operations, called on `ops`; return its results."""
+        """Compose a model's operation from simpler ones, called on `ops`; return its results."""
         raise NotImplementedError(f"operation {self.kind} has neither this method nor `compose`")
 
     def record(self, ops: Any, *arguments: Any, **options: Any) -> Any:
-        """Record the operation in a model's forward pass for the plan; return symbols of its results."""
+        """Record this operation in a model's forward pass, for the plan; return symbols of its results."""
         return self.compose(ops, *arguments, **options)
 
     def run(self, ops: Any, *arguments: Any, **options: Any) -> Any:
-        """Compute the operation's forward pass on this rank's blocks; return its results."""
+        """Compute this operation's forward pass on this rank's blocks; return its results."""
         return self.compose(ops, *arguments, **options)
 
     def meter(self, ops: Any, *arguments: Any, **options: Any) -> Any:
-        """Count the memory that the operation takes on the metered worker; return stand-ins for its results."""
+        """Count the memory that this operation takes on the metered worker; return stand-ins for its results."""
         return self.compose(ops, *arguments, **options)
 
     def whole(self, operation: Operation) -> Sequence[str]:
-        """Return the dims along which a rank reads whole rows: gathered before, and split again after."""
+        """Return the dims that this operation needs whole on a rank: gathered before, and split again after."""
         return ()
 
     def plan(self, planner: Planner, operation: Operation) -> PlannedOperation:
-        """Plan the operation in the layout of its result, but for the dims `whole`; a data tensor that it reads is laid
-        out as its result. Raises ValueError if its layouts do not allow computing it."""
+        """Plan this operation in the layout of its result, except along the dims that it needs `whole`; a data tensor
+        that it reads is laid out as its result. Raises ValueError if its layouts do not allow computing it."""
         out, dims = operation.outputs[0], self.whole(operation)
         layout, conversions = planner.layout(out), list[Conversion]()
         if dims:
@@ -83,7 +83,7 @@ class Op:
         return [planner.layout(operation.outputs[0]).axes for _ in operation.parameters]
 
     def flops(self, operation: Operation, sizes: Mapping[str, int]) -> float:
-        """Return the forward FLOPs of matrix products on all ranks together. `sizes`: global sizes of model dims."""
+        """Return the forward FLOPs of this operation's matrix products on all ranks. `sizes`: global, of model dims."""
         return 0.0
 
 

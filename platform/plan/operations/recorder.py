@@ -69,9 +69,9 @@ class Recorder(Ops):
         reads: Sequence[str | None] = (),
         **more: Any,
     ) -> Any:
-        """Append an operation of a model to the list; return the symbol of its result, or a tuple of several. `x`: the
-        activations, checked against the types with which `inputs` starts; `reads`: the data tensors that it reads,
-        if not None; `more`: its attributes."""
+        """Append an operation to the recorded forward pass of a model; return the symbol of its result, or a tuple of
+        several. `x`: the activations, checked against the types with which `inputs` starts; `reads`: the data tensors
+        that it reads, if not None; `more`: its attributes."""
         for activation, declared in zip(x, inputs, strict=False):
             self.check(activation, declared)
         self._judge(kind, name, inputs, outputs)

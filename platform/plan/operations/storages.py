@@ -44,7 +44,7 @@ class MeteredStorage:
         ledger.add(nbytes)
 
     def like(self) -> MeteredStorage:
-        """Allocate a storage of the same size."""
+        """Allocate a metered storage of the same size."""
         return MeteredStorage(self._ledger, self.nbytes, self.counted, self.parameter)
 
     def __del__(self) -> None:
@@ -69,7 +69,7 @@ class Value:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of an element, 0 for a parameter as it is stored."""
+        """Return the bytes of an element of this metered tensor, 0 for a parameter as it is stored."""
         return self.storage.nbytes // self.storage.counted if self.storage and self.storage.counted else 0
 
 
@@ -95,7 +95,7 @@ class Leaves:
         """Accept the metered gradient of the parameter `name` in a backward pass; here it is dropped."""
 
     def in_place(self, name: GradientKey) -> bool:
-        """Return True, and count it, if the gradient of parameter `name` adds up in place; here never."""
+        """Count a gradient that adds up in its parameter's bucket, and return True; here return False."""
         return False
 
 
@@ -103,22 +103,22 @@ class Tape:
     """Autograd tape of the memory meter: the operations of forward passes, in order."""
 
     def __init__(self) -> None:
-        """Construct an empty tape of metered operations."""
+        """Start an empty autograd tape of the memory meter."""
         self._nodes: list[_Node] = []
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
-        """Append an operation with outputs, inputs, `saved` storages and backward function to the metered tape."""
+        """Append an operation (outputs, inputs, `saved` storages, backward function) to the memory meter's tape."""
         self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
 
     def saved(self) -> list[MeteredStorage]:
-        """Return the distinct storages that the recorded operations save for the backward pass."""
+        """Return the distinct metered storages that the recorded operations save for the backward pass."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
     def unwind(self, gradients: dict[GradientKey, MeteredStorage], leaves: Leaves) -> None:
-        """Run the backward passes of the recorded operations in reverse order, freeing the saved storages. `gradients`:
-        the outputs' gradients on entry and the inputs' in the end, by the tensor's key; `leaves`: receiver of the
-        parameters' gradients. A further gradient of the same tensor is added in place, unless something else holds the
-        first."""
+        """Run the metered backward passes of the recorded operations in reverse order, freeing the saved storages.
+        `gradients`: the outputs' gradients on entry and the inputs' in the end, by the tensor's key; `leaves`: receiver
+        of the parameters' gradients. A further gradient of the same tensor is added in place, unless something else
+        holds the first."""
         while self._nodes:
             node = self._nodes.pop()
             given = [gradients.pop(key, None) for key in node.outs]

@@ -72,8 +72,8 @@ class Ops:
         return self.plan.operations[kind, name]
 
     def remembered(self, spec: Spec) -> Spec:
-        """Return the type of all keys or values that causal attention reads in a pass that makes them of type `spec`;
-        a cache of keys and values makes it longer, by the ones of earlier passes."""
+        """Return the type of all keys or values that causal attention reads in a pass that computes ones of type
+        `spec`: longer by those that a key-value cache has of earlier passes."""
         return lengthened(spec, self.cache.capacity) if self.cache else spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:

@@ -166,7 +166,7 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _moved(found: dict[str, Any]) -> list[list[str]]:
-    """Return the rows (op and axes, bytes per step) of the plan explanation's table of communication."""
+    """Return the rows (op and axes, bytes per step) of the table of communication in a plan's explanation."""
     rows = [[k, f"{v:,}"] for k, v in found["communication"].items()]
     return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
 

@@ -98,8 +98,9 @@ def _between_stages(mesh: Mesh, op: str, axes: Sequence[str], only: Sequence[str
 
 
 def _in_groups(mesh: Mesh, op: str, axes: Sequence[str], only: Sequence[str], stages: Sequence[int]) -> _Pairs:
-    """Yield (sender, receiver), messages and the share of one rank's input that it carries, for one launch of a
-    collective by the groups along `axes` whose ranks are in one of `stages` and at index 0 of the axes `only`."""
+    """Yield, for one launch of a collective, each pair of ranks (sender, receiver) with its messages and the share of a
+    rank's input that they carry. The groups that launch it lie along `axes`, in one of `stages` and at index 0 of the
+    axes `only`."""
     for group in mesh.groups(axes):
         at = mesh.coordinates(group[0])
         if (at["stage"] in stages or "stage" in axes) and at_zero(only, at):

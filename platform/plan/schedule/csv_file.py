@@ -68,7 +68,7 @@ def _unreadable(cells: list[list[str]]) -> Iterator[str]:
 
 
 def _action(cell: str) -> Action:
-    """Parse the cell of an action such as `4B0`, which is known to be legal."""
+    """Parse a cell of a pipeline schedule's CSV file, which is known to be legal, such as `4B0`."""
     match = CELL.fullmatch(cell.strip())
     assert match
     chunk, kind, microbatch = match.groups()

@@ -105,8 +105,8 @@ def _lane(label: str, y: int, height: int) -> Iterator[str]:
 
 
 def joined(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
-    """Yield the bars of a row, given by start, one kind after the other; bars of a kind within a time of `least` are
-    joined into one: a picture has no room for them, and a long step has very many."""
+    """Yield the bars of a row of the Gantt chart, given by start, one kind after the other; bars of a kind within a
+    time of `least` are joined into one: a picture has no room for them, and a long step has very many."""
     for kind in BARS:
         together: list[Bar] = []
         for bar in [bar for bar in bars if bar.kind == kind] + [None]:
@@ -119,8 +119,8 @@ def joined(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
 
 
 def _bar(bar: Bar, y: int, scale: float) -> str:
-    """Return the SVG rectangle of one bar in a row whose upper edge is at `y` pixels; a wait is a strip at the bottom
-    of the bar that it waits for."""
+    """Return the SVG rectangle of one bar in a row of the Gantt chart whose upper edge is at `y` pixels; a wait is a
+    strip at the bottom of the bar that it waits for."""
     x, width, waits = LEFT + bar.start * scale, (bar.end - bar.start) * scale, bar.kind == "wait"
     top, height = (y + ROW - 2 - STRIP, STRIP) if waits else (y, ROW - 2)
     box = (

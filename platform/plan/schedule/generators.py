@@ -103,8 +103,8 @@ def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[lis
 def _row(
     stage: int, stages: int, chunks: int, order: list[tuple[int, int]], warmup: int, delay: int | None = None
 ) -> list[Action]:
-    """Build one pipeline stage's row of compute actions: `warmup` forward passes, then forward and backward in turn,
-    then the remaining backward passes.
+    """Build one pipeline stage's row of a schedule, its compute actions in order: `warmup` forward passes, then forward
+    and backward in turn, then the remaining backward passes.
 
     `order`: the stage's forward passes in order as (microbatch, chunk on the stage); the backward passes take the same
     order with the chunks in reverse. `delay`: split the backward passes, each weight gradient so many steps after its

@@ -21,12 +21,12 @@ class StageRows:
     steps: tuple[tuple[Action, ...], ...]
 
     def step(self, microbatches: int) -> tuple[Action, ...]:
-        """Return the schedule row of a training step for so many microbatches, the shortest with room for them."""
+        """Return this stage's schedule row for a training step of so many microbatches, the shortest with room."""
         return next(row for row in self.steps if any(a.microbatch + 1 >= microbatches for a in row))
 
     def plain(self) -> list[list[list[int]]]:
-        """Return the rows as lists of numbers: the actions' kinds, as positions in `Kind`, microbatches, chunks, and
-        peers, -1 for none."""
+        """Return a stage's schedule rows as lists of numbers, to be sent to workers: the actions' kinds, as positions
+        in `Kind`, microbatches, chunks, and peers, -1 for none."""
         return [
             [
                 [_KINDS.index(a.kind) for a in row],

@@ -54,7 +54,7 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
 
 @lru_cache(maxsize=4)
 def _nominal(schedule: Schedule) -> Simulation:
-    """Simulate with nominal times, once for the check, the lowering and the picture of one table."""
+    """Simulate a pipeline schedule with nominal times, once for the check, the lowering and the picture of it."""
     return _simulated(schedule, NOMINAL, 0.0)
 
 
@@ -95,13 +95,13 @@ def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
 
 
 def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> str:
-    """Return a line that names the action at which a stage is stuck, and the results that it waits for."""
+    """Return a line that names the action at which a stage of the simulated schedule is stuck, and why."""
     missing = [r for r in needs(action, schedule.total_chunks) if r not in done]
     wanted = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
     return f"stage {stage} is stuck at {action}, which waits for {wanted}"
 
 
 def _peak_live(row: tuple[Action, ...]) -> int:
-    """Return the most microbatches in flight in one pipeline stage's row: forward done, backward not."""
+    """Return the most microbatches in flight in one stage's row of a pipeline schedule: forward done, backward not."""
     steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
     return max(accumulate(steps[a.kind] for a in row), default=0)

@@ -46,6 +46,7 @@ class Action:
     peer: int | None = None
 
     def __str__(self) -> str:
+        """Format this action of a pipeline schedule as chunk, kind and microbatch, such as `4B0`."""
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
 

@@ -45,7 +45,7 @@ class Batch:
 
     @staticmethod
     def _source(sources: Sequence[Sequence[int]], rows: int, length: int) -> Tensor:
-        """Return an encoder's input for a batch, int64 [rows, length], padded with -1; rows without a text have a 0."""
+        """Return the encoder's input for texts, int64 [rows, length], padded with -1; a row without text has a 0."""
         out = torch.full((rows, length), -1)
         out[:, 0] = 0
         for row, found in zip(out, sources, strict=False):

@@ -56,7 +56,7 @@ class Beams:
         return [beam for beam, *_ in kept]
 
     def _end(self, ids: list[int], total: float, more: int) -> None:
-        """Add a continuation to the ended beams, of which the best are kept; `more`: tokens that count beside `ids`."""
+        """Add a finished continuation to the beams that have ended, of which the best are kept."""
         self.ended.append((self._score(total, len(ids) + more), ids, total))
         self.ended = sorted(self.ended, key=lambda found: -found[0])[: self._how.beams]
 

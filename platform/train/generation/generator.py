@@ -89,6 +89,7 @@ class RankPass:
         found: list[Tensor] = []
 
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
+            """Run a chunk of the model on this rank for the pass's tokens; the last chunk's logits are found."""
             return self._run(chunk, flow, rows, found)
 
         self._body.read_on(offset, cache)
@@ -117,7 +118,7 @@ class RankPass:
         return {name: x for name, x in out.items() if x is not None}
 
     def _rows_of(self, logits: Tensor) -> Tensor:
-        """Return logits with the vocabulary gathered from the ranks; their sequences stay divided over ranks."""
+        """Gather the logits' vocabulary from the ranks that split it; the sequences stay divided over ranks."""
         planner, spec = self._planned.head.planner, self._planned.logits
         source = planner.layout(spec)
         target = Layout.of({"batch": source["batch"]})
@@ -127,7 +128,7 @@ class RankPass:
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """Return the first of the sequences whose logits this rank has, and their number."""
+        """Return the number of the first of the sequences whose logits this rank has, and how many they are."""
         plan = self._planned.head
         axes = plan.layout(self._planned.logits)["batch"]
         count = self._shape.batch // plan.mesh.extent(axes)
@@ -210,6 +211,7 @@ class Generator:
             run, logits = self._pass(batch, tokens, first, cache, asked=at.stop - first)
 
             def sums(x: Tensor, mine: slice, labels: Tensor = labels, counted: Tensor = counted) -> Tensor:
+                """Return the log-probabilities of the scored tokens of the rows `mine`, from their logits x."""
                 return _scores(x, labels[mine].t().to(x.device), counted[mine].t().to(x.device))
 
             total += self._to_all_ranks(run, logits, torch.zeros_like(total), sums)
@@ -221,8 +223,8 @@ class Generator:
         return Batch(texts, self._unit, left=left, copies=copies, source=source, most=self._config.model.length + 1)
 
     def _source(self, texts: AskedTexts) -> int:
-        """Return the tokens of an encoder's row: as configured where positions are learned, else as many as the longest
-        text has, rounded up to 16; 0 without an encoder."""
+        """Return the length, in tokens, of the encoder's input for these texts: as configured where positions are
+        learned, else as many as the longest text has, rounded up to 16; 0 without an encoder."""
         m = self._config.model
         most = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
         return most if m.positions == "learned" or not most else min(most, padded(max(map(len, texts.sources)), 16))
@@ -256,9 +258,9 @@ class Generator:
             return run, run.run(batch.data(tokens, offset), offset, cache)
 
     def _to_all_ranks(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
-        """Return `out` [rows, ...] filled, equally on all ranks, with the numbers that are computed of each row's
-        logits on a rank that has them. `numbers`: function of a rank's logits and the slice of its rows; `run`: the
-        pass that gave `logits`, None on ranks of other stages."""
+        """Fill `out` [rows, ...], equally on all ranks, with numbers computed of each row's logits on a rank that has
+        them. `numbers`: function of a rank's logits and the slice of its rows; `run`: the pass that gave `logits`, None
+        on ranks of other stages."""
         communicator = self._communicator
         if logits is not None and run.speaks:
             first, count = run.sequences

@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _libraries() -> dict[str, str]:
-    """Return the versions of Python and LIBRARIES by name, which this finds without importing them."""
+    """Return the versions of Python and LIBRARIES by name, found without importing them."""
     found = {"python": sys.version.split()[0]}
     for library in LIBRARIES:
         try:

@@ -44,8 +44,8 @@ class Formation:
     shared: bool = False
 
     def held(self, plan: Plan | None = None) -> MemoryMap:
-        """Return the map of the parts of this generation's training state in each rank's memory. `plan`: the
-        generation's plan, made again if it is not given."""
+        """Return which parts of the training state each rank of this generation of workers has in memory. `plan`: its
+        plan, made again if it is not given."""
         plan = plan or make_plan(self.config, stage_of=self.stage_of)
         nodes = self.domains or [""] * plan.mesh.size
         return MemoryMap(held_of(plan, self.moments), nodes, self.shared, is_divided(self.config))
@@ -76,18 +76,18 @@ class Source:
     seats: list[int] = field(default_factory=list)
 
     def members(self, ranks: Iterable[int]) -> list[int]:
-        """Return the numbers of the members that had these ranks in the earlier generation."""
+        """Return the numbers of the crew members that had these ranks before the mesh was formed anew."""
         return [self.formed.seats[rank] for rank in ranks]
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Return rank in the earlier generation -> rank in the new one, of the survivors that have a seat."""
+        """Return old rank -> rank in the new mesh, of the survivors of a failure that have one."""
         new = {member: rank for rank, member in enumerate(self.seats)}
         return {old: new[member] for old, member in zip(self.kept, self.members(self.kept), strict=True)}
 
     def survived(self, held: MemoryMap) -> list[Chain]:
-        """Return the surviving state as chains of the ranks of the new generation that can read it in memory; equal on
-        all ranks. `held`: the memory map of `formed`."""
+        """Return the surviving training state as chains of blocks, with the ranks of the new mesh that can read them in
+        memory; equal on all ranks. `held`: the memory map of `formed`."""
         if not self.gathered:
             return surviving(held.chains, held.copies, held.readers(self.ranks, self.distrusted))
         survived, handed = self.gathering(held)
@@ -95,7 +95,7 @@ class Source:
 
     def gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
         """Return the state that the survivors can read, by their index among the `gathered` ranks, and the parts that
-        ranks without a seat in the new generation send to ranks with one."""
+        survivors without a rank in the new mesh send to others first."""
         readers = held.readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
         survived, seated = surviving(held.chains, held.copies, readers), set(self.kept)
         return survived, handed_over(survived, [old in seated for old in self.gathered])
@@ -136,8 +136,9 @@ def find_source(
 
 
 def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
-    """Return `source`, state in workers' memory, with the member at every rank of the new generation, `seats`; None if
-    no survivor is among them. If some that hold a needed part are not, all survivors are `gathered` first."""
+    """Complete `source`, training state in survivors' memory, by the members that get the ranks of the new mesh,
+    `seats`; return None if no survivor is among them. If a survivor without a rank holds a needed part, all are
+    `gathered` first."""
     seated = set(seats)
     kept = [rank for rank in source.survivors if source.formed.seats[rank] in seated]
     if set(source.kept) <= set(kept):
@@ -146,9 +147,9 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
 
 
 def _few(found: Keepers, alive: Sequence[int], memories: Sequence[object], size: int) -> list[int]:
-    """Choose a few of the earlier generation's ranks `alive` whose snapshots together are the whole state: at most as
-    many as the new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of
-    `keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with others."""
+    """Choose a few of the surviving ranks `alive` whose snapshots together are the whole state: at most as many as the
+    new mesh has ranks (`size`), or more if a greedy search finds no fewer. `found`: a result of `keepers` for that
+    state; `memories`: the memory in which every rank's snapshots are, perhaps shared with others."""
     chosen, left = set(alive), Counter(memories[rank] for rank in alive)
     for rank in reversed(alive):
         memory = memories[rank]

@@ -113,8 +113,8 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
-    """List the compute copies of this rank, among the tensors `names`, that differ from a fresh copy of their master
-    weights and so are damaged; all ranks call it together."""
+    """List the compute copies, among `names`, that differ from a fresh copy of their master weights, so are damaged;
+    all ranks call it together."""
     weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
     if not wanted:
         return []

@@ -85,6 +85,7 @@ def armed(fault: Fault) -> Callable[[str], None]:
     struck = False
 
     def entered(name: str) -> None:
+        """Inject the fault once, when this process enters the fault's clock section `name`."""
         nonlocal struck
         if not struck and fault.section in ("", name):
             struck = True

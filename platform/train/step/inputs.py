@@ -60,7 +60,7 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
 
 
 def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
-    """Return what the loss summed over training samples [first, end) is divided by to be their mean: the number of
+    """Return the divisor that makes a mean of the loss summed over training samples [first, end): the number of
     labels that count or, if labels have weights, the sum of their magnitudes. Raises ConfigError if there is none."""
     if LABEL_WEIGHTS not in plan.readers:
         return corpus.predicted("train", first, end) or _no_label(corpus, first, end)

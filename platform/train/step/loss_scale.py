@@ -31,11 +31,11 @@ class LossScale:
         return isfinite(loss) and not isfinite(norm) and self.scale > rules.least
 
     def after_overflow(self, rules: LossScaling) -> LossScale:
-        """Return the loss scale of the step after one whose gradient overflowed."""
+        """Return the smaller fp16 loss scale for the step after one whose gradient overflowed."""
         return LossScale(max(rules.least, self.scale * rules.backoff))
 
     def after_update(self, rules: LossScaling) -> LossScale:
-        """Return the loss scale of the step after one that has updated the weights."""
+        """Return the fp16 loss scale for the step after an update, larger after enough of them."""
         if self.good_steps + 1 < rules.growth_every:
             return LossScale(self.scale, self.good_steps + 1)
         return LossScale(min(LARGEST, self.scale * rules.growth))

@@ -87,17 +87,17 @@ class Weights:
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """Return name -> this rank's gradient summed over microbatches, not yet over ranks."""
+        """Return name -> this rank's gradient, summed over microbatches and not yet over ranks."""
         return {n: g for flat in self.buckets for n, g in flat.gradients().items()}
 
     def begin(self, early: bool = True) -> None:
-        """Begin the passes of a training step. `early`: True if completed gradients can be reduced before the end of a
-        backward pass: not where weight gradients are passes of their own."""
+        """Begin a training step's backward passes, which add up gradients. `early`: True if completed gradients can be
+        reduced before the end of a backward pass: not where weight gradients are passes of their own."""
         self._early = early and self._overlap
         self._left = {chunk.number for chunk in self._plan.chunks}
 
     def last(self, chunk: int) -> None:
-        """Note that a model chunk's last backward pass of a step begins: gradients it completes can be reduced."""
+        """Note that a model chunk's last backward pass of a step begins: gradients that it completes can be reduced."""
         self._left.discard(chunk)
 
     def _complete(self, flat: FlatBucket) -> None:
@@ -115,8 +115,8 @@ class Weights:
                 self._reducing.popleft().settle()
 
     def passed(self, chunk: int, done: bool, whole: bool) -> None:
-        """Note the end of a backward action of a chunk. `done`: it was the chunk's last in this step; `whole`: all
-        gradients of the pass have come, its weight gradients included."""
+        """Note the end of a chunk's backward pass, whose gradients are added up. `done`: it was the chunk's last in
+        this step; `whole`: all gradients of the pass have come, its weight gradients included."""
         if self.residency:
             self.residency.end()
         if done:
@@ -136,7 +136,7 @@ class Weights:
             self._reducing.popleft().settle()
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for a step's reductions; return each bucket's flat gradients by the name of its first parameter."""
+        """Wait for the reductions of a step's gradients; return them, flat by bucket, by its first parameter's name."""
         self._reducing.clear()
         here = [flat for flat in self.buckets if flat.here]
         for flat in here:
@@ -198,5 +198,5 @@ class Weights:
 
     @torch.no_grad()
     def fresh(self) -> dict[str, Tensor]:
-        """Return name -> a new compute copy of every block, made from the master copies; all ranks call it together."""
+        """Return name -> a new compute copy of each parameter's block, from its master; all ranks call it together."""
         return {name: w for flat in self.buckets if flat.here for name, w in flat.fresh().items()}

@@ -215,6 +215,7 @@ class Trainer:
             return out
 
         def accumulated(action: Action, done: int | None) -> None:
+            """Tell the weights that a backward action has added its gradients; `done`: the chunk it completes."""
             self.weights.passed(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
         self.weights.begin(early=whole)
@@ -225,7 +226,7 @@ class Trainer:
 
     @property
     def _scale(self) -> float:
-        """Return the factor by which the loss is multiplied before the backward pass."""
+        """Return the fp16 loss scale by which the loss is multiplied before the backward pass, 1 without one."""
         return self.loss_scale.scale if self.loss_scale else 1.0
 
     def _pipeline(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
@@ -314,6 +315,7 @@ class Trainer:
             def forward(
                 chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
             ) -> Activations:
+                """Run a chunk on the microbatch without a backward pass, and add its loss to the total."""
                 self.ops.position = PassPosition(training=False)  # of this pass: its documents make its masks
                 out = self._part(chunk, flow, split, first, end)
                 total.add_(out.get("loss", 0.0))

@@ -57,13 +57,13 @@ def _is_kept(plan: Plan, moment: str, name: str) -> bool:
 
 
 def side_size(plan: Plan, side: str, name: str) -> int:
-    """Return the rows or columns (`side`) of a parameter's matrix, for each of which an optimizer keeps a number."""
+    """Return the rows or columns (`side`) of a parameter's matrix, for each of which Adafactor keeps a number."""
     p = next(p for p in plan.parameters if p.name == name)
     return matrix_shape(p.role, plan.global_shape(p))[SIDES.index(side)]
 
 
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
-    """Return the statistics of one side of a matrix with master copy `h`, whole on all ranks that hold a part of it."""
+    """Return Adafactor's row or column statistics (`side`) of a matrix `h` as a tensor whole on all its ranks."""
     name = h.name.removeprefix("model.")
     whole = Box.whole((side_size(plan, side, name),))
     ranks = tuple(sorted({rank for holders in h.holders.values() for rank in holders}))
@@ -115,9 +115,9 @@ class State:
         return self._blocks
 
     def values(self) -> dict[str, Any]:
-        """Return what the state has beside tensors, as plain data that is equal on all ranks: the `optimizer`'s numbers
-        (such as its count of steps), equal for all parameters and none before its first update, and the `loss_scale`
-        of fp16. {} on a rank without parameters."""
+        """Return the parts of the training state that are no tensors, as plain data that is equal on all ranks: the
+        `optimizer`'s numbers (such as its count of steps), equal for all parameters and none before its first update,
+        and the `loss_scale` of fp16. {} on a rank without parameters."""
         scale = self._trainer.loss_scale
         for w in self._trainer.weights.trained.values():
             there = self._of(w)
@@ -136,9 +136,9 @@ class State:
         self._trainer.weights.refresh()
 
     def begin(self) -> None:
-        """Take the weights of train.init, of any plan or of transformers, and nothing else: moments and numbers stay as
-        they are at the start. All ranks call it together. Raises Refused, Corrupt or OSError; the weights are then
-        undefined."""
+        """Fill the weights with those of train.init, a checkpoint of any plan or a model of transformers, and nothing
+        else: moments and numbers stay as they are at the start. All ranks call it together. Raises Refused, Corrupt or
+        OSError; the weights are then undefined."""
         found = self._agreed_start()
         held = [h for h in self.held if h.name.startswith("model.")]
         blocks = [b for b in self.blocks() if b.name.startswith("model.")]
@@ -148,7 +148,7 @@ class State:
             self._trainer.weights.begin_averages()
 
     def _agreed_start(self) -> InitialWeights:
-        """Open the weights of train.init. Raises Refused, alike on all ranks, if some cannot read what others can."""
+        """Open the weights of train.init to start from. Raises Refused on all ranks alike, if some cannot read them."""
         found, said = None, ""
         try:
             found = initial_weights(self._trainer.config)
@@ -164,9 +164,9 @@ class State:
         return found
 
     def recover(self, survived: Sequence[Chain], node: NodeSnapshot | None) -> None:
-        """Recover the training state from the in-memory snapshots that survivors of a generation of any plan can read;
-        all ranks call it together. `survived`: chains with their readers; `node`: snapshot that this rank can read,
-        None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
+        """Recover the training state from the in-memory snapshots that survivors of a failure, under any plan, can
+        read; all ranks call it together. `survived`: chains with their readers; `node`: snapshot that this rank can
+        read, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
         known = [values for values in all_gather_values(self._communicator, node.values if node else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
         self._prepare(known[0])
@@ -202,7 +202,7 @@ class State:
         return self._zeros(name, w, moment) if found is None else found
 
     def _zeros(self, name: str, w: Tensor, moment: str) -> Tensor:
-        """Return a moment of the master weight `w` that no update has made yet."""
+        """Return a zero optimizer moment of the master weight `w` that no update has made yet."""
         if moment in SIDES:
             return w.new_zeros(side_size(self._plan, moment, name))
         return torch.zeros_like(w, requires_grad=False)
@@ -213,7 +213,7 @@ class State:
 
 
 def tried(fill: Callable[[], None]) -> Unrestored | None:
-    """Run `fill`, which fills the training state from storage; return why that failed, so that the state is undefined,
+    """Fill the training state from storage by calling `fill`; return why that failed, so that the state is undefined,
     None if it did not."""
     try:
         fill()
@@ -234,7 +234,7 @@ def all_gather_values(communicator: Communicator, value: Any) -> list[Any]:
 
 
 def _nothing(part: Share, memory: Tensor) -> None:
-    """Raise AssertionError: the reader of a rank without a snapshot, which must not be asked for a part."""
+    """Raise AssertionError, as the reader of snapshots on a rank that has none to be asked for a part."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
 
 
@@ -248,7 +248,7 @@ def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, fl
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
-    """Read a value of a training state, of the type `kind`, that is not trusted. Raises Refused, naming it `name`."""
+    """Read an untrusted value of a training state, of the type `kind`. Raises Refused, naming it `name`."""
     try:
         return schema.read(kind, value)
     except Malformed as error:

@@ -48,7 +48,7 @@ class Family:
 
 
 def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
-    """Yield rows for weight and bias of transformers' modules; `names`: module -> our parameters, spaces between."""
+    """Yield rows of a family for weight and bias of modules; `names`: their name -> our parameters, spaces between."""
     for theirs, ours in names.items():
         endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
         for kind, ending in zip(("weight", "bias"), endings, strict=True):

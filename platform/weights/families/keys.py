@@ -27,7 +27,7 @@ class Rule:
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the keys of a config.json of transformers that this rule is about."""
+        """Return the keys of a config.json of transformers that this translation rule is about."""
         return self.theirs.split()
 
     def read(self, found: Found) -> dict[str, Any]:
@@ -82,6 +82,7 @@ class Renamed(Rule):
         return {self.ours: self.null if value is None else kind(value)}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return the config.json's key with the value of our model key; null in place of our `null`."""
         if self.written:
             return {self.theirs: self.written(m)}
         return {self.theirs: dim_sizes(m)[self.ours] if self.ours in SIZES else getattr(m, self.ours)}
@@ -105,6 +106,7 @@ class Words(Rule):
         return {self.ours: self.words[value]}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return the config.json's key with transformers' word for the value of our model key."""
         ours = getattr(m, self.ours)
         return {self.theirs: next((theirs for theirs, word in self.words.items() if word == ours), [*self.words][0])}
 
@@ -125,6 +127,7 @@ class Only(Rule):
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return the config.json's key with its one accepted value."""
         return {self.theirs: self.accepted[0]} if self.written else {}
 
 
@@ -137,9 +140,11 @@ class Free(Rule):
 
     @property
     def names(self) -> Sequence[str]:
+        """Return the keys of a config.json that do not matter to the model's numbers."""
         return [*self.defaults, *super().names]
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return the free keys of a config.json that have a default, with it."""
         return dict(self.defaults)
 
 
@@ -159,6 +164,7 @@ class Dropouts(Rule):
         return {"dropout": float(rate)}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return the dropout keys of a config.json, all with our model's dropout."""
         return dict.fromkeys(self.names, m.dropout)
 
 

@@ -74,10 +74,12 @@ class _Biases(Rule):
     theirs: str = "attention_bias mlp_bias"
 
     def read(self, found: Found) -> dict[str, Any]:
+        """Return our model keys on biases for a config.json of Llama, Mistral or Qwen. Raises Inexpressible."""
         attention, mlp = (name in self.names and value_of(found, name, False, (bool,)) for name in _BIASES)
         return {"bias": mlp, "attention_bias": "" if attention == mlp else "all" if attention else "none"}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys on biases of a config.json of Llama, Mistral or Qwen for a model."""
         attention = (m.attention_bias or ("all" if m.bias else "none")) == "all"
         return {name: value for name, value in zip(_BIASES, (attention, m.bias), strict=True) if name in self.names}
 

@@ -59,6 +59,7 @@ class _Scaled(Rule):
         return {"logit_scale": width**-0.5 if scaled and width > 0 else 1.0}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return T5's keys that scale the logits by d_model^-1/2, or not."""
         return {"scale_decoder_outputs": isclose(m.logit_scale, 1 / sqrt(m.d_model)), "tie_word_embeddings": True}
 
 
@@ -77,6 +78,7 @@ class _Layers(Rule):
         return {"layers": layers}
 
     def write(self, m: Model) -> dict[str, Any]:
+        """Return the numbers of layers of T5's two stacks, which our model has alike."""
         return dict.fromkeys(self.names, m.layers)
 
 

@@ -58,10 +58,10 @@ class Generation:
 
     @property
     def seats(self) -> list[int]:
-        """Return the number of the crew member that has each rank of this generation, by rank."""
+        """Return the number of the crew member that has each rank of this generation of workers, by rank."""
         return self.formed.seats
 
     @property
     def size(self) -> int:
-        """Return the number of ranks of this generation's mesh."""
+        """Return the number of ranks of the mesh of this generation of workers."""
         return len(self.seats)

@@ -40,7 +40,8 @@ class Former:
     members and plan; `ledger` lists the snapshots in the workers' memory."""
 
     def __init__(self, run: RunContext):
-        """Prepare to form the generations of a run; no mesh has formed and no snapshot in workers' memory is known."""
+        """Prepare to form the generations of a run's workers, one mesh after the other; no mesh has formed and no
+        snapshot in workers' memory is known."""
         self._run, self._config, self._job = run, run.config, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self._corpus = str(run.corpus.entry or "")
@@ -50,8 +51,8 @@ class Former:
         self._shown = run.plan  # the plan that the user has seen
 
     def form(self, crew: Crew) -> Generation:
-        """Form the next generation: wait for workers, seat them, build their part of the model and bring it to the
-        newest state, from survivors' memory or from storage.
+        """Form the next generation of workers: wait for workers, seat them, build their part of the model and bring it
+        to the newest state, from survivors' memory or from storage.
 
         Raises WorkerFailed if a call on a worker fails; Reform if a new worker turns out to see other files or to run
         other code than the driver, and was barred; GaveUp if too few workers come within elastic.wait seconds, none can
@@ -125,7 +126,7 @@ class Former:
         return found.seats, found
 
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
-        """Print the plan of the generation that forms, if it differs from the one shown last, and its pipeline
+        """Print the plan of the mesh that forms, if it differs from the one shown last, and its pipeline
         schedule; write plan.json."""
         if plan is not self._shown:
             self._monitor.say(reason or f"{count_of(plan.mesh.size, 'worker')}: as configured")

@@ -23,7 +23,7 @@ class Recruiter:
     unknown."""
 
     def __init__(self, run: RunContext):
-        """Prepare to choose the members and plan of each generation of a run, and to hire workers; none is barred
+        """Prepare to choose the members and plan of each mesh that a run forms, and to hire workers; none is barred
         yet."""
         self._config, self._plan = run.config, run.plan
         self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
@@ -57,7 +57,7 @@ class Recruiter:
         return self._plans[key]
 
     def wait(self, crew: Crew) -> tuple[dict[int, Member], Replanned]:
-        """Wait for enough workers to form the next generation, at most elastic.wait seconds; return the members that
+        """Wait for enough workers to form the next mesh, at most elastic.wait seconds; return the members that
         may be seated, by number, and their plan. The doctor examines new ones, and bars unsound ones. Enough is
         elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If a stop is
         requested one worker is enough, because only the last checkpoint remains to be saved.

@@ -18,19 +18,19 @@ class SnapshotLedger:
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
 
     def add(self, generation: Generation, step: int) -> None:
-        """Record that all members of a generation hold a snapshot after `step`: they started from or committed it."""
+        """Record that all members of a generation of workers hold a snapshot of the state after `step`."""
         self._newest[generation.number] = generation, step
 
     def distrust(self, generation: int, members: Collection[int]) -> None:
-        """Ignore from now on these members' snapshots of this generation, as their memory is damaged."""
+        """Ignore from now on these members' snapshots of a generation of workers, as their memory is damaged."""
         self._distrusted |= {(generation, member) for member in members}
 
     def only(self, generation: int) -> None:
-        """Forget the snapshots of other generations than this one, which workers drop when they take a step."""
+        """Forget the snapshots of other generations of workers, which are dropped when this one takes a step."""
         self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
     def source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:
-        """Return the newest training state that the members `alive` hold whole in memory, for a generation of `size`
+        """Return the newest training state that the members `alive` hold whole in memory, for a new mesh of `size`
         ranks, or None, and why newer states are not whole, a line each; see
         `platform.train.recovery.source.find_source`."""
         known = self._newest.items()

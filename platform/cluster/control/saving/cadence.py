@@ -24,5 +24,5 @@ class Cadence:
         return bool(self.steps) and step % self.steps == 0
 
     def saved(self) -> None:
-        """Note that a checkpoint save begins: a time interval counts from now, even if the save fails."""
+        """Start the time interval between checkpoints anew, as a save begins, even if that save fails later."""
         self._since = monotonic()

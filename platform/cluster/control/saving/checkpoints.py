@@ -108,7 +108,7 @@ class Checkpoints:
         return at_the_end or self._cadence.due(step) or stopping and c.checkpoint.on_stop
 
     def evaluated(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Note the validation losses in a run's rows of metrics: the checkpoint with the lowest is saved, and kept."""
+        """Note the validation losses in a run's rows of metrics, by which the best checkpoint is saved and kept."""
         self._saver.losses = validation_losses(rows)
 
     def best(self) -> str:
@@ -126,7 +126,7 @@ class Checkpoints:
         )
 
     def check_hope(self) -> None:
-        """Raise GaveUp after FAILURES or more failed saves in a row, the first at least elastic.wait seconds ago."""
+        """Raise GaveUp, to end the run, if the last FAILURES saves have failed, the first elastic.wait seconds ago."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             where, count = urls.storage_key(self._config), count_of(self._failed, "checkpoint")
             raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
@@ -214,9 +214,9 @@ class Checkpoints:
         return False
 
     def look_again(self) -> None:
-        """Search storage again for the newest good checkpoint, from which the next generation is to go on when no state
-        is whole in memory: this driver's own newest if it has made one, else what checkpoint.resume means. If the run
-        never had a checkpoint, it starts over. Raise ConfigError, OSError."""
+        """Search storage again for the newest good checkpoint, from which the next generation of workers goes on when
+        no state is whole in memory: this driver's own newest if it has made one, else what checkpoint.resume means. If
+        the run never had a checkpoint, it starts over. Raise ConfigError, OSError."""
         self._poll()
         self._origin = self._newest_own() or origin(self._config, held=self._leased, over=not self.step)
         self.step = self._origin.step if self._origin else 0
@@ -242,7 +242,7 @@ class Checkpoints:
             self.step = found.step if anybody_s or found.directory in self._own else 0
 
     def abandon(self) -> None:
-        """Cancel the save under way, without waiting, because the workers that write it leave their generation."""
+        """Cancel the save under way, without waiting, because the workers that write it leave their mesh."""
         if self._saver.busy:
             self._abandoned = True
             self._saver.cancel()
@@ -330,9 +330,10 @@ class Checkpoints:
 
 
 def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
-    """Let the workers write their files of one save attempt to `directory`, wait, and return their reports by rank;
-    raise OSError if a worker could not write. Runs in the saver's thread, which must not call the crew: the driver's
-    thread takes the directory from the queue `wanted` and puts the workers' answers into `reports`."""
+    """Let the workers write their block files of one attempt at a checkpoint to `directory`, wait, and return their
+    reports by rank; raise OSError if a worker could not write. Runs in the saver's thread, which must not call the
+    crew: the driver's thread takes the directory from the queue `wanted` and puts the workers' answers into
+    `reports`."""
     wanted.put(directory)
     found = []
     for rank, report in enumerate(reports.get()):

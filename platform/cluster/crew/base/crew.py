@@ -51,8 +51,8 @@ class Crew(AbstractContextManager["Crew"]):
 
     @abstractmethod
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
-        """Begin a generation: give member numbers[i] rank i and open the generation's TCPStore; members not named are
-        spares. `job` has the mesh coordinates of the ranks."""
+        """Begin a generation of workers: give member numbers[i] rank i and open the generation's TCPStore; members not
+        named are spares. `job` has the mesh coordinates of the ranks."""
 
     @abstractmethod
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
@@ -70,9 +70,9 @@ class Crew(AbstractContextManager["Crew"]):
 
     @abstractmethod
     def release(self) -> list[Failure]:
-        """End the generation, whether or not a call failed: no member has a rank any more, and all that remain have
-        left their process groups. Kills members that hang or do not leave in time; a member that merely raised remains.
-        Returns the failures of the members lost in this generation."""
+        """End this generation of workers, whether or not a call failed: no member has a rank any more, and all that
+        remain have left their process groups. Kills members that hang or do not leave in time; a member that merely
+        raised remains. Returns the failures of the members lost in this generation."""
 
     @abstractmethod
     def hire(self, count: int) -> None:
@@ -86,6 +86,7 @@ class Crew(AbstractContextManager["Crew"]):
         """End all worker processes in bounded time: by request, or by force after a failure. May be called again."""
 
     def __exit__(self, *_: object) -> None:
+        """Close the crew: end all of its worker processes, when the block is left."""
         self.close()
 
 

@@ -52,7 +52,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks of this job's generation, without spares."""
+        """Return the number of ranks of the mesh that this job describes, without spares."""
         return len(self.coordinates)
 
     def name(self, rank: int) -> str:

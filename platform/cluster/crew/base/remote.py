@@ -81,7 +81,7 @@ class RemoteCrew(Crew):
             self._roster.dispose(number)
 
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
-        """Give members their ranks as `Crew.seat` says, and open the generation's store on the driver's host."""
+        """Give members their ranks as `Crew.seat` says, and open the TCPStore for their process groups."""
         assert not self._ranks and len(set(numbers)) == len(numbers) == job.world_size
         self.job = self._roster.job = job
         self._ranks = {number: rank for rank, number in enumerate(numbers)}
@@ -115,7 +115,7 @@ class RemoteCrew(Crew):
         self._oldest, self._followed = self._followed or self._call + 1, 0
 
     def release(self) -> list[Failure]:
-        """End the generation as `Crew.release` says: abort what members run, kill whoever does not leave."""
+        """End this generation of workers as `Crew.release` says: abort their calls, kill members that do not leave."""
         if self._followed and not (self._failures or self._gone):
             with suppress(WorkerFailed):  # which `leave` meets too
                 self.call("rest", within=LEAVE_SECONDS)  # in which they wait for each other no more
@@ -165,11 +165,11 @@ class RemoteCrew(Crew):
 
     @property
     def _gone(self) -> dict[int, str]:
-        """Return the members with a rank in this generation whose process is dead, each with how it died, by number."""
+        """Return the members with a rank whose process is dead, each with how it died, by number."""
         return {number: cause for number, cause in self._roster.deaths.items() if number in self._ranks}
 
     def _next_call(self, method: str, args: Sequence[object] = ()) -> Call:
-        """Count one more call, and return the message that orders it."""
+        """Count one more call of the driver on its workers, and return the message that orders it."""
         self._call += 1
         return Call(self._call, method, list(args))
 

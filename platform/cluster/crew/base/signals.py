@@ -47,6 +47,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the handlers that the stop signals had before the context."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -43,7 +43,7 @@ class Watch:
         self._due = inf  # when the driver is to look again, at the latest
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
-        """Return the `pending` members that owe no heartbeat yet, to ask for one at `now`; [] if it is too early."""
+        """Return which `pending` members to ask for a heartbeat at `now`; [] if it is too early."""
         if now < self._next:
             return []
         self._next = now + (BEAT_SECONDS if now >= self._deadline else BEAT_SECONDS / 2)
@@ -52,7 +52,7 @@ class Watch:
         return asked
 
     def heard(self, number: int, beat: Activity, now: float) -> None:
-        """Record the heartbeat `beat` that member `number` owed, received at time `now`, and its progress."""
+        """Record the heartbeat `beat` that was asked of member `number`, received at time `now`, and its progress."""
         self._excuse(now)
         self._heard, self._slowest = now, max(self._slowest, now - self._asked.pop(number, now))
         self._beats[number] = beat
@@ -70,8 +70,8 @@ class Watch:
         return self._due - now
 
     def _excuse(self, now: float) -> None:
-        """Shift all times of the watch for hung members by the time in which the driver itself did not run, if it looks
-        again at `now`, long after it was due."""
+        """Shift the times of the watch for hung members by the time in which the driver itself was stopped, before
+        `now`."""
         if self._due == inf:  # it has not waited yet
             return
         away, self._due = now - self._due, now  # nothing more is waited for until `patience` is asked again

@@ -62,7 +62,7 @@ class ForkServer:
             socket.send_fds(self._control, [b"l"], [listener.fileno()])
 
     def close(self) -> None:
-        """End the server and all of its workers, at once."""
+        """End the fork server and all of its workers, at once."""
         self._control.close()
         try:
             self._process.wait(_END_SECONDS)

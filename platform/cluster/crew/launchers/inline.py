@@ -36,20 +36,24 @@ class InlineCrew(Crew):
 
     @property
     def members(self) -> Mapping[int, Member]:
+        """Return the only member, whose worker runs in this process, under its number 0."""
         return {0: self._member}
 
     @property
     def starting(self) -> Set[int]:
+        """Return the empty set: the only worker, in this process, has been constructed."""
         return frozenset()
 
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
+        """Give the only worker, in this process, rank 0, and open a TCPStore for its process groups."""
         assert job.world_size == 1 and list(numbers) == [0]
         self.job = job
         self._rendezvous = open_store("127.0.0.1")
         self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
-        """Run the method on the worker in this process; raise WorkerFailed, its traceback printed, if it raises."""
+        """Run a call of the driver on the worker in this process; raise WorkerFailed, after a traceback, if it
+        fails."""
         try:
             return [getattr(self._worker, method)(*arguments(args, 0))]
         except BaseException as error:
@@ -62,13 +66,16 @@ class InlineCrew(Crew):
             raise WorkerFailed([failure]) from error
 
     def release(self) -> list[Failure]:
+        """Let the only worker, in this process, leave its process groups; none can be lost."""
         self._worker.leave()
         return []
 
     def hire(self, count: int) -> None:
+        """Raise AssertionError: a crew of one worker in this process cannot grow."""
         raise AssertionError("a world of one in this process hires nobody")
 
     def close(self) -> None:
+        """Close the only worker, in this process; further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._worker.close()

@@ -32,7 +32,7 @@ class Marked:
     other. `directory`: only this user can read it."""
 
     def __init__(self) -> None:
-        """Initialise without a main program; nothing is started before the context is entered."""
+        """Prepare to start programs that end with this process; none is started before the context is entered."""
         self._main: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -44,6 +44,7 @@ class Marked:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End all of the programs, and let the sweeper process remove what is left of them."""
         self.end()
         self._sweeper.communicate(AT_ONCE)
 

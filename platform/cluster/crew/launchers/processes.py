@@ -26,6 +26,7 @@ class Processes(Launcher):
         self._slots: dict[int, int] = {}  # member number -> slot, of living members
 
     def open(self, job: Job, size: int) -> str:
+        """Start the fork server of the crew; return this machine's loopback address for the driver to listen on."""
         self._forks(job)
         return "127.0.0.1"
 

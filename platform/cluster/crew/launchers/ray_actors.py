@@ -184,6 +184,7 @@ class _Actor:
         self._name = "worker"
 
     def __repr__(self) -> str:  # shown in Ray's own messages
+        """Return the worker's name, which Ray shows in its own messages about this actor."""
         return self._name
 
     def locate(self) -> _Location:

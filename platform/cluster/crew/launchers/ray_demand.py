@@ -31,7 +31,7 @@ class Bundle(NamedTuple):
 
 
 def bundle_of(device: str, labels: Mapping[str, str]) -> Bundle:
-    """Return the bundle of a worker on a `device`, cpu | cuda: one CPU, for cuda also one GPU, and node `labels`."""
+    """Return the Ray bundle of a worker on a `device`, cpu | cuda: one CPU, for cuda also one GPU, and `labels`."""
     return Bundle({"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {}), dict(labels))
 
 
@@ -73,7 +73,7 @@ class Desk:
     """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
 
     def __init__(self) -> None:
-        """Start without demands on the autoscaler, with a thread that drops the ones that are not renewed."""
+        """Start the Ray actor that sums all runs' demands on the autoscaler, and a thread that drops expired ones."""
         self._ledger, self._lock, self._asked = DemandLedger(), threading.Lock(), list[Bundle]()
         threading.Thread(target=self._watch, daemon=True).start()
 

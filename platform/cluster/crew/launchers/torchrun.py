@@ -107,6 +107,7 @@ class Torchrun(Launcher):
     _file: Path | None = None  # with the key, until all members have read it
 
     def open(self, job: Job, size: int) -> str:
+        """Return the host on which the driver is to listen, as torchrun has started the worker processes already."""
         self.key = given_key()
         if not self.key:
             self.key = secret.new()
@@ -115,6 +116,7 @@ class Torchrun(Launcher):
         return "127.0.0.1" if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else os.environ["MASTER_ADDR"]
 
     def ready(self) -> None:
+        """Remove the file with the run's secret key, once all processes under torchrun have dialled in."""
         if self._file:
             self._file.unlink(missing_ok=True)
 
@@ -132,15 +134,19 @@ class Torchrun(Launcher):
         self._own.start()
 
     def log(self, job: Job, number: int) -> Path | None:
+        """Return None: torchrun has options of its own for the output of worker processes."""
         return None
 
     def ended(self, number: int, seconds: float) -> str | None:
+        """Return None: torchrun itself reports how a process ended, and ends this process too."""
         return None  # torchrun reports it, and ends this process too
 
     def kill(self, number: int) -> None:
+        """Leave a process under torchrun to end by itself, as it does when its connection is closed."""
         pass  # it ends by itself when its connection is closed
 
     def dismiss(self, polite: bool) -> None:
+        """Remove the secret key's file and, if `polite`, wait briefly for the end of member 0's thread."""
         self.ready()
         if polite:
             self._own.join(_THREAD_SECONDS)

@@ -35,7 +35,7 @@ class RememberOp(Op):
         return (*ops.record(self.kind, name, [k, v], [kv, kv], [out, out]), out) if ops.cache else (k, v, out)
 
     def run(self, ops, name, k, v, kv):
-        """Write k and v behind what the cache holds of the attention `name`, and return the whole of it."""
+        """Append k and v to the key-value cache of the attention `name`, and return all that it holds."""
         out, cache = ops.remembered(kv), ops.cache
         if cache is None or ops.absent(k):
             return k, v, out
@@ -48,7 +48,7 @@ class RememberOp(Op):
         return *pair, out
 
     def meter(self, ops, name, k, v, kv):
-        """Count the blocks of all keys and values that the cache holds, made by the first use of the attention."""
+        """Count the memory of all keys and values in the cache, allocated by the first use of the attention."""
         out, cache = ops.remembered(kv), ops.cache
         if cache is None or ops.absent(k):
             return k, v, out
@@ -66,11 +66,13 @@ class RecallOp(Op):
         return ops.record(self.kind, name, given, [kv for _ in given], [kv, kv]) if ops.cache else (k, v)
 
     def run(self, ops, name, k, v, kv):
+        """Store k and v of the cross-attention `name` in the cache, if given, and return the stored ones."""
         if ops.cache and k is not None and not ops.absent(k):
             ops.cache.first[name] = _first(ops, kv)
         return self.meter(ops, name, k, v, kv)
 
     def meter(self, ops, name, k, v, kv):
+        """Return k and v, cached if they are given, which takes no new memory."""
         if ops.cache is None:
             return k, v
         if k is not None:

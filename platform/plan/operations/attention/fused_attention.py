@@ -33,10 +33,12 @@ class FusedAttentionOp(BlockOp):
         return ops.record(self.kind, name, [q, k, v], [spec, kv, kv], [spec], [mask, begins], **more)
 
     def plan(self, planner, operation):
+        """Plan the attention in the layout of its result, with the data tensor that hides scores laid out alike."""
         layout, key = planner.layout(operation.outputs[0]), operation.inputs[1]
         return planned(planner, operation, layout, **reads_of(planner, operation, layout, key, "length"))
 
     def flops(self, operation, sizes):
+        """Return the FLOPs of attention's two products, of all ranks together."""
         query, key, _ = operation.inputs
         space = {**extents(query, sizes), **extents(key.renamed("length", "memory_length"), sizes)}
         return 2 * 2 * prod(space.values())
@@ -65,7 +67,7 @@ class FusedAttentionOp(BlockOp):
             return scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
     def meter(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
-        """Count the mask of attention, and what the planned kernel of torch allocates and keeps."""
+        """Count the memory of attention's mask, and of all that the planned kernel of torch allocates and keeps."""
         query, key = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv))
         documents = begins is not None
         sizes = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"]

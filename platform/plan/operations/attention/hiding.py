@@ -12,7 +12,7 @@ from platform.plan.operations.op import reading
 
 
 def hides(name: str, causal: bool, window: int, mask: str | None, begins: str | None) -> dict[str, Any]:
-    """Return the attributes of the attention `name` that say what hides its scores. Raises ModelMistake for a window or
+    """Return the attributes of the attention `name` on its mask. Raises ModelMistake for a window or
     beginnings without causality, and for two data tensors."""
     if (window or begins) and not causal:
         raise ModelMistake(name, "a window, or where documents begin, hides what lies behind: with causal=True")

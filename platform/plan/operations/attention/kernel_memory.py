@@ -37,7 +37,8 @@ class AttentionBlock:
 
 
 def permuted(ops, x: Value) -> Value:
-    """Return a metered operand of attention whose gradient will have its dims in the kernel's order, not its own."""
+    """Return a stand-in for an operand of attention, in a memory forecast, whose gradient will lie in the kernel's
+    order of dims."""
     out = Value(x.storage, x.elements)
 
     def backward(gs: Gradients, _: Saved) -> Gradients:
@@ -51,8 +52,8 @@ def permuted(ops, x: Value) -> Value:
 
 
 def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
-    """Count the tensor added to the scores, as `platform.parallel.kernels.positions.attention_mask` makes it; None
-    without bias where only later positions are hidden, by the kernel itself."""
+    """Count the memory of the tensor added to the scores, as `platform.parallel.kernels.positions.attention_mask` makes
+    it; None without bias where only later positions are hidden, by the kernel itself."""
     if bias is None and not a.masked:
         return None
     n = (a.batch if a.masked else 1) * (a.length if a.causal else 1) * a.memory_length
@@ -67,8 +68,8 @@ def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
 
 
 def in_one_kernel(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], added: Value | None) -> Value:
-    """Count an attention of Q, K and V, the `operands`, that one kernel computes: it keeps these, its result `out`, the
-    log-sum-exp of each row and the tensor `added` to the scores."""
+    """Count the memory of an attention of Q, K and V, the `operands`, that one kernel computes: it keeps these, its
+    result `out`, the log-sum-exp of each row and the tensor `added` to the scores."""
     saved = [*(x.storage for x in operands), out.storage, ops.new(a.rows, ops.wide)]
     if added is None:
         return ops.plain(out, operands, tuple(saved))
@@ -82,7 +83,7 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
 
     def step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
-        """Record an operation whose result is of the type of statistics. `keeps`: it keeps its result."""
+        """Record an operation with a result in the type of statistics, kept if it `keeps` it."""
         out = ops.tensor(elements, ops.wide)
         return ops.plain(out, ins, (*saved, out.storage) if keeps else saved)
 

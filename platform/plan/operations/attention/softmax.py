@@ -56,7 +56,8 @@ class SoftmaxOp(BlockOp):
         return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over)
 
     def meter(self, ops, found, name, x, spec, *, causal=False, mask=None, begins=None, bias=None, **_):
-        """Count the scores that scaling, bias and masks make, and the probabilities, which are kept."""
+        """Count the memory of the scores that scaling, bias and masks make, and of the probabilities, which are
+        kept."""
         n, shape = x.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         x = ops.plain(ops.tensor(n), [x])  # scaled
         if bias is not None:

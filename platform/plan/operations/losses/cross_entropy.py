@@ -34,6 +34,7 @@ class CrossEntropyOp(Op):
         return planned(planner, operation, layout, statistics=found, over=over, **labels)
 
     def run(self, ops, name, logits, spec, labels, smoothing=0.0):
+        """Compute the loss of this rank's logits, of which ranks may split the vocab, summed over its tokens."""
         found = ops.planned(self.kind, name)
         if ops.absent(logits):
             return logits.sum()
@@ -41,7 +42,7 @@ class CrossEntropyOp(Op):
         return ops.kernels.loss.cross_entropy(logits, targets, ops.communicator, classes)
 
     def meter(self, ops, name, logits, spec, labels, smoothing=0.0):
-        """Count the gradient of the logits, made in the forward pass, and the statistics of one chunk."""
+        """Count the memory of the logits' gradient, made in the forward pass, and of one chunk's statistics."""
         loss = ops.tensor(1)
         if not logits.elements:
             return ops.plain(loss, [logits])
@@ -52,8 +53,8 @@ class CrossEntropyOp(Op):
 
 
 def meter_statistics(ops, rows: int, columns: int) -> None:
-    """Count what the loss of one chunk of tokens takes for the logarithms of its probabilities, and before, if the
-    compute type is another, for the logits in the type of statistics."""
+    """Count the memory that the loss of one chunk of tokens takes for the logarithms of its probabilities, and before,
+    if the compute type is another, for the logits in the type of statistics."""
     elements = chunk_rows(rows, columns) * columns
     wide = ops.widened(None, elements)  # noqa: F841  (until the logarithms are allocated)
     ops.new(elements, ops.wide)

@@ -19,6 +19,7 @@ class LinearCrossEntropyOp(Op):
     not hold all logits."""
 
     def compose(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+        """Compose the loss of a product with the vocabulary table from `project` and `cross_entropy`."""
         (logits,) = ops.project(x, x_spec, (table,), (spec,), (bias,) if bias else ())
         return ops.cross_entropy(name, logits, spec, labels, smoothing)
 
@@ -41,7 +42,7 @@ class LinearCrossEntropyOp(Op):
         )
 
     def meter(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
-        """Count the gradients and one chunk of logits, or all logits where the loss has to keep them."""
+        """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
         product, found = ops.planned("project", table.name), ops.planned("cross_entropy", name)
         (group, *_), weight = product.groups, ops.parameter(table)
         if group.panels:
@@ -59,6 +60,7 @@ class LinearCrossEntropyOp(Op):
         loss, key = ops.tensor(1), weight.key
 
         def backward(_: Gradients, saved: Saved) -> Gradients:
+            """Return the gradients of x and table, which the forward pass has computed."""
             dx, dtable, *rest = saved
             return [dx, None if ops.in_place(key) else dtable, *rest]
 
@@ -67,7 +69,8 @@ class LinearCrossEntropyOp(Op):
 
 
 def _meter_kept(ops, product: PlannedOperation, x: Value, weight: Value, more: Sequence[Value], spec) -> Value:
-    """Count a loss that keeps its logits, whose gradient takes their place; `more`: their bias, if there is one."""
+    """Count the memory of a loss that keeps its logits, whose gradient takes their place; `more`: their bias, if there
+    is one."""
     (logits,) = meter_group(ops, product, 0, x, [weight], (), ops.deferred, scaled=True)
     if logits.elements:
         *rows, columns = ops.plan.local_shape(spec)

@@ -31,6 +31,7 @@ class SquaredErrorOp(Op):
         return error.square().double().sum() / 2
 
     def meter(self, ops, name, y, target, spec, ids):
+        """Count the memory of the errors, which are kept, and their squares."""
         n = y.elements
         error, square = ops.new(n, ops.wide), ops.new(n, ops.wide)
         ops.new(n, 8)  # the squares, as they are summed

@@ -20,11 +20,13 @@ class DropoutOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [spec])
 
     def run(self, ops, found, name, x, spec):
+        """Drop elements of x by the mask of the present position in the run; return x itself if none are dropped."""
         drawing, kernel = ops.drawing(name, spec, x.device), ops.kernels.dropout
         draw = ops.region(kernel.dropped) if ops.compiles else kernel.in_pieces
         return kernel.dropout(x, drawing, draw) if drawing else x
 
     def meter(self, ops, found, name, x, spec):
+        """Count the memory of dropout: its result, and the random numbers of a piece."""
         if not ops.dropout_rate:
             return x
         drawn = 2 * min(x.elements, _PIECE)  # the states of the random numbers of a piece, before and after a shift
@@ -37,9 +39,11 @@ class ResidualOp(Op):
     """x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
 
     def compose(self, ops, name, x, y, spec):
+        """Compose the residual sum of an addition and a dropout."""
         return ops.pointwise("add", x, ops.dropout(name, y, spec))
 
     def run(self, ops, name, x, y, spec):
+        """Compute the residual sum x + dropout(y), in one kernel if compiled."""
         drawing = None if ops.absent(x) or not ops.compiles else ops.drawing(name, spec, x.device)
         return (
             ops.kernels.residual.residual(x, y, drawing, ops.region) if drawing else self.compose(ops, name, x, y, spec)
@@ -50,10 +54,12 @@ class ResidualNormOp(Op):
     """The `residual` of x and y, and the `norm` of it, which the next layer reads."""
 
     def compose(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
+        """Compose the residual sum and its norm of two operations."""
         total = ops.residual(name, x, y, spec)
         return total, ops.norm(total, spec, kind, gain, bias, eps)
 
     def run(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
+        """Compute the residual sum x + dropout(y) and its norm, in one kernel if compiled and the dim is whole."""
         found = ops.planned("norm", gain.name)
         if ops.absent(x) or not ops.compiles or found.over:
             return self.compose(ops, name, x, y, spec, kind, gain, bias, eps)

@@ -30,13 +30,14 @@ class NormOp(BlockOp):
         return with_vectors(planner, operation, found, over=over)
 
     def run(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
+        """Compute LayerNorm or RMSNorm of this rank's block of x, merging statistics over a split dim."""
         statistics = ops.kernels.statistics
         if ops.compiles and kind == "rmsnorm" and not found.over:  # LayerNorm is one kernel as it is
             return ops.region(statistics.rms_norm)(x, gain, eps)
         return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over)
 
     def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
-        """Count the normalised rows and their deviations, which are kept, and what is made on the way."""
+        """Count the memory of the normalised rows and their deviations, which are kept, and of temporaries."""
         vectors = [v for v in (gain, bias) if v]
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[:-1])
         if not found.over and kind == "layernorm":

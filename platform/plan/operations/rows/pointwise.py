@@ -63,12 +63,13 @@ class PointwiseOp(Op):
         return x[0]
 
     def run(self, ops, function, *x):
+        """Apply the pointwise function of this name to this rank's blocks."""
         compute = _functions()[function]
         gated = function.startswith("gated_")  # the others are one kernel as they are
         return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
 
     def meter(self, ops, function, *x):
-        """Count the result of a pointwise function, which keeps its result or its arguments."""
+        """Count the memory of a pointwise function's result; the result or the arguments are kept."""
         if function == "identity":
             return x[0]
         if function.startswith("gated_"):
@@ -90,6 +91,7 @@ class PointwiseEachOp(BlockOp):
         return x
 
     def run(self, ops, found, functions, x, spec, dim):
+        """Apply to each slice of x along `dim` that this rank has the pointwise function of its number."""
         import torch
 
         i, known = spec.dims.index(dim), _functions()
@@ -98,7 +100,7 @@ class PointwiseEachOp(BlockOp):
         return torch.stack([known[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
     def meter(self, ops, found, functions, x, spec, dim):
-        """Count pointwise functions per slice, as on the rank whose functions save most, if ranks differ."""
+        """Count the memory of pointwise functions per slice, as on the rank whose functions save most."""
         shape = dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
         most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)
@@ -115,9 +117,11 @@ class ScaleOp(BlockOp):
         return x
 
     def run(self, ops, found, x, spec, factor):
+        """Multiply this rank's block of x by the number `factor`."""
         return x * factor
 
     def meter(self, ops, found, x, spec, factor):
+        """Count the memory of x times a number, of which nothing is kept for the backward pass."""
         return ops.plain(ops.block(spec), [x])
 
 

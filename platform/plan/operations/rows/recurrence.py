@@ -22,13 +22,16 @@ class RecurrenceOp(BlockOp):
         return ops.record(self.kind, name, [gate, x], [spec, spec], [spec])
 
     def whole(self, operation):
+        """Return length, which a rank needs whole, as each step needs all before it."""
         return ("length",)
 
     def run(self, ops, found, name, gate, x, spec):
+        """Compute the gated linear recurrence along length of this rank's blocks, in the type of statistics."""
         widened = ops.kernels.statistics.widened
         return _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
 
     def meter(self, ops, found, name, gate, x, spec):
+        """Count the memory of the recurrence: gates and result are kept, in the type of statistics."""
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
         wide, kept = ops.widened(gate.storage, n), ops.new(n, ops.wide)
         ops.new(2 * n, ops.wide)  # while it scans: products of gates, and one product more
@@ -67,6 +70,7 @@ def _scan() -> Any:
 
         @staticmethod
         def backward(ctx, gradient):
+            """Return the gradients of gate and x by a recurrence from the last step to the first."""
             (gate, h), dim = ctx.saved_tensors, ctx.dim
             dx = scan(gate.roll(-1, dim), gradient, dim, -1)  # what rolls to the end is never read
             before = torch.zeros_like(h)

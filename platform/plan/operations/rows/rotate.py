@@ -14,6 +14,7 @@ class RotateOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [spec], theta=theta, scaling=scaling)
 
     def whole(self, operation):
+        """Return d_kv, which a rank needs whole, as the two elements of a rotated pair lie half of it apart."""
         return ("d_kv",)  # rotated pairs lie half of it apart
 
     def run(self, ops, found, name, x, spec, theta, scaling=None):
@@ -29,6 +30,7 @@ class RotateOp(BlockOp):
         return positions.rotate(x, cos, sin, ops.region(positions.rotated))
 
     def meter(self, ops, found, name, x, spec, theta, scaling=None):
+        """Count the memory of rotated queries or keys, computed in the type of statistics; nothing is kept."""
         same, n = ops.wide == ops.plan.itemsize["compute"], x.elements
         wide = ops.widened(x.storage, n)
         whole = ops.new(n, ops.wide)

@@ -12,9 +12,11 @@ class ShiftOp(BlockOp):
         return ops.record(self.kind, parameter.name, [x], [spec, parameter], [spec])
 
     def plan(self, planner, operation):
+        """Plan the sum in the layout of its activation, to which the parameter is converted."""
         return with_vectors(planner, operation)
 
     def run(self, ops, found, x, spec, parameter):
+        """Add the parameter, a bias or a table of positions, to this rank's block of x."""
         (dims,) = (p.dims for p in found.operation.parameters)
         assert tuple(d for d in spec.dims if d in dims) == dims
         for i, d in enumerate(spec.dims):
@@ -23,4 +25,5 @@ class ShiftOp(BlockOp):
         return x + parameter
 
     def meter(self, ops, found, x, spec, parameter):
+        """Count the memory of the sum of an activation and a parameter, of which nothing is kept."""
         return ops.sum(ops.block(spec), [x, parameter])

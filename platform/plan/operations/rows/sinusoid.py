@@ -24,6 +24,7 @@ class SinusoidOp(BlockOp):
         return x * scale + table.unflatten(0, length.shape).to(x.dtype)
 
     def meter(self, ops, found, name, x, spec, scale, positions=None):
+        """Count the memory of the scaled activation and its sum with the positions' encoding."""
         scaled = ops.new(x.elements)
         out = ops.plain(ops.block(spec), [x])
         del scaled

@@ -16,12 +16,14 @@ class ConcatenateOp(Op):
         return ops.record(self.kind, name, x, specs, [out], dim=dim)
 
     def whole(self, operation):
+        """Return the joined dim, which a rank needs whole in all parts and in the result."""
         dim = operation["dim"]
         assert dim != "vocab", "vocab may be padded: its parts would not lie side by side"
         assert all(t.dims == operation.outputs[0].dims for t in operation.inputs), "parts and whole have the same dims"
         return (dim,)
 
     def run(self, ops, name, x, specs, out, dim):
+        """Join this rank's activations along `dim`, gathered first and split again after."""
         import torch
 
         *into, leave = ops.planned(self.kind, name).conversions
@@ -29,6 +31,7 @@ class ConcatenateOp(Op):
         return ops.apply(torch.cat(parts, 0 if ops.absent(parts[0]) else out.dims.index(dim)), leave)
 
     def meter(self, ops, name, x, specs, out, dim):
+        """Count the memory of the joined activation, and of the conversions of its parts."""
         found = ops.planned(self.kind, name)
         *into, leave = found.conversions
         parts = [ops.apply(part, c) for part, c in zip(x, into, strict=True)]

@@ -39,6 +39,7 @@ class ExpandKvOp(BlockOp):
         return x.index_select(dim, ops.positions(out, "heads", x.device) // per_group - have)
 
     def meter(self, ops, found, name, x, spec, out, *, grouped=False):
+        """Count the memory of repeated keys or values; none where they are passed on as they are."""
         dim, per_group = out.dims.index("heads"), ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
         have, wanted = (ops.plan.local_shape(t)[dim] for t in (spec, out))
         if wanted == have * per_group and (grouped or per_group == 1):

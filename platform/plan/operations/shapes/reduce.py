@@ -42,6 +42,7 @@ class ReduceOp(BlockOp):
         return y.permute([kept.index(d) for d in out.dims])
 
     def meter(self, ops, found, name, function, x, spec, out):
+        """Count the memory of the sum, mean or maximum; a maximum keeps what its gradient needs."""
         y = ops.inner(found, found.conversions[-1])
         saved: Saved = ()
         if function == "max":

@@ -19,9 +19,11 @@ class OneHotOp(Op):
         return ops.record(self.kind, name, [], [], [out], [ids])
 
     def run(self, ops, name, ids, out):
+        """Compute the one-hot activation of this rank's token ids: 1 at the index that equals the id."""
         return _of_ids(ops, ids[self.kind, name], out, lambda ids, column: ids == column)
 
     def meter(self, ops, name, ids, out):
+        """Count the memory of a one-hot activation of token ids."""
         return ops.block(out)
 
 
@@ -33,18 +35,20 @@ class FeaturesOp(Op):
         return ops.record(self.kind, name, [], [], [out], [ids])
 
     def run(self, ops, name, ids, out):
+        """Draw the standard normal features of this rank's token ids, the same for an id everywhere."""
         random = ops.kernels.random
         size, key = ops.plan.sizes[out.dims[-1]], random.key("features", name)
         return _of_ids(ops, ids[self.kind, name], out, lambda ids, column: random.normal(key, ids * size + column))
 
     def meter(self, ops, name, ids, out):
+        """Count the memory of the features, and of the random integers that they are drawn from."""
         ops.integers(prod(ops.plan.local_shape(out)) * ops.plan.present(out, ops.at) * _DRAWN)
         return ops.block(out)
 
 
 def _of_ids(ops, ids, out, compute):
-    """Return compute(ids [length, batch, 1], global positions along the last dim of `out`) on this rank's block, in the
-    parameters' dtype."""
+    """Make an activation of token ids: return compute(ids [length, batch, 1], global positions along the last dim of
+    `out`) on this rank's block, in the parameters' dtype."""
     dtype = next(iter(ops.tensors.values())).dtype
     if not ops.absent(ids):
         ids = compute(ids.unsqueeze(-1), ops.positions(out, out.dims[-1], ids.device))

@@ -16,8 +16,8 @@ class LookupOp(BlockOp):
         return ops.record(self.kind, name, [], [table], [out], [tokens])
 
     def contraction(self, planner, operation) -> Contraction:
-        """Return the contraction of the one-hot with the table. The one-hot is never materialised, so its layout is
-        free: rows split as the table's are, tokens whole."""
+        """Return the planned contraction of a one-hot of the ids with the table. The one-hot is never materialised, so
+        its layout is free: rows split as the table's are, tokens whole."""
         table, out = operation.parameters[0], operation.outputs[0]
         row, layout = table.dims[0], planner.layout(table)
         token_dims = tuple(d for d in out.dims if d not in table.dims)
@@ -34,6 +34,7 @@ class LookupOp(BlockOp):
         return planned(planner, operation, c.compute, conversions, over=over, **reading(planner, out, tokens))
 
     def computes_on(self, planner, operation):
+        """Return the mesh axes that split rows looked up in the table."""
         return [self.contraction(planner, operation).axes]
 
     def run(self, ops, found, name, table, tokens, out):
@@ -48,6 +49,7 @@ class LookupOp(BlockOp):
         return rows(table, tokens.clamp_min(0))
 
     def meter(self, ops, found, name, table, tokens, out):
+        """Count the memory of the rows looked up; the ids are kept, and a mask where ranks split the table's rows."""
         leave, count = found.conversions[-1], found.token_count
         x = ops.plain(ops.inner(found, leave), [table], (ops.integers(count),))
         if found.over:  # the mask of this rank's rows
