@@ -9,7 +9,7 @@ computed yet. What is launched and moved is counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -143,7 +143,7 @@ class KernelCounter(TorchDispatchMode):
             wrong = [x.device for x in written if x.device != CARD]
             assert not wrong, f"{function} makes a tensor on {wrong} in {opened}"
         name = function.overloadpacket.__name__
-        if function.namespace == "c10d" or name in FREE or _is_view(function):
+        if function.namespace == "c10d" or name in FREE or is_view(function):
             return out
         section = next((s for s in ("forward", "backward") if s in opened), "other")
         counted = self.sections[section]
@@ -158,7 +158,7 @@ def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[writes_first:], {k: x for k, x in kwargs.items() if k != "out"}
 
 
-def _is_view(function: Any) -> bool:
+def is_view(function: Any) -> bool:
     """Whether it returns an alias of its input that it does not write to."""
     returned = function._schema.returns
     return any(r.alias_info and not r.alias_info.is_write for r in returned) or function.is_view
@@ -173,9 +173,12 @@ def _touched(x: Tensor) -> int:
 
 
 @contextmanager
-def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
+def alone(
+    c: Config, rank: int, reads: list[int], communicator: Callable[[Plan, int], Communicator] | None = None
+) -> Iterator[Trainer]:
     """The trainer of one rank on the card, in a world of torch's `fake` transport. `reads`: collects how many numbers
-    each synchronisation with the device reads; all are 1."""
+    each synchronisation with the device reads; all are 1. `communicator`: makes the rank's, by default that of
+    `communicator_of`."""
     plan = make_plan(c)
 
     def read(self: Communicator, x: Tensor) -> list[float]:
@@ -191,7 +194,7 @@ def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
         if plan.mesh.size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
         try:
-            yield trainer_of(c, plan, communicator_of(plan, rank), Cached(c), fresh=False)
+            yield trainer_of(c, plan, (communicator or communicator_of)(plan, rank), Cached(c), fresh=False)
         finally:
             if plan.mesh.size > 1:
                 dist.destroy_process_group()
