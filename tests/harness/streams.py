@@ -18,12 +18,13 @@ import re
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, islice
+from linecache import getlines
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -38,7 +39,6 @@ from platform.checkpoint.blocks import buffer
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, Handle, SingleRank
 from platform.parallel.communicator.clock import Clock
-from platform.parallel.communicator.traced import Arrived
 from platform.parallel.sharding.convert import Pending
 from platform.plan.core.plan import Plan
 from platform.train.step import trainer as trainer_module
@@ -51,25 +51,26 @@ PLACES = 2  # innermost functions of the runtime that a report names
 ROOT = Path(platform.__path__[0])
 ASKS_ONLY = re.compile("new_.*|.*_like")  # of its arguments it reads no more than shape and type
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
-# What passes a wait on: the runtime's place that waits is the one that calls it
-PASSES_ON = {f.__code__ for f in (Handle.wait, Arrived.wait, Pending.wait, Pending.proceed)}
+# What passes a wait on: the place that waits is the one that calls it
+PASSES_ON = {f.__code__ for f in (Handle.wait, Pending.wait, Pending.proceed)}
 
 Clocks = dict[str, int]  # stream -> the number of its last work that is known to be done
 
 
 class Site(NamedTuple):
-    """A place in the runtime."""
+    """A place in the runtime. `call`: the text of what it calls, where that matters; lines may hold several calls."""
 
     file: str
     line: int
     function: str
+    call: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.function}"
+        return f"{self.file}:{self.line} {self.function}{self.call and ': '}{self.call}"
 
 
 class Work(NamedTuple):
-    """A kernel, a copy or a collective in a stream, or what the host does itself."""
+    """A kernel or a copy in a stream, or what the host does itself."""
 
     stream: str
     reads: frozenset[int]
@@ -78,7 +79,11 @@ class Work(NamedTuple):
     at: tuple[Site, ...]
 
     def __str__(self) -> str:
-        return f"{self.what} in {self.stream} at {' < '.join(map(str, self.at)) or 'a backward pass of torch'}"
+        return f"{self.what} in {self.stream} at {_listed(self.at)}"
+
+
+class Collective(Work):
+    """A collective or a message, in the stream of its group."""
 
 
 class Recorded(NamedTuple):
@@ -154,31 +159,29 @@ class _Replay:
                 self._release(self._holds.pop(event, frozenset()))
             case Held(event, memories):
                 self._holds[event] = memories
-            case Freed(memory, (stream, *others), at):
-                joined = self._clock(f"reuse of memory {memory}") if others else self._clock(stream)
-                for other in (stream, *others) if others else ():
-                    _later(joined, self._clock(other))
-                free = Work(f"reuse of memory {memory}" if others else stream, frozenset(), frozenset((memory,)), "free", at)
-                self._freed[memory] = free
+            case Freed(memory, streams, at):
+                owner = " and ".join(streams)
+                for stream in streams:
+                    _later(self._clocks[owner], self._clock(stream))
+                self._freed[memory] = Work(owner, frozenset(), frozenset((memory,)), "free", at)
                 self._release((memory,))
             case Timed(event, at):
                 known = self._clocks[HOST]
                 if any(known.get(stream, 0) < number for stream, number in self._events[event].items()):
-                    self.found.append(f"the host reads the time of an event before it at {' < '.join(map(str, at))}")
+                    self.found.append(f"the host asks for a time that it has not waited for at {_listed(at)}")
 
     def _release(self, memories: Iterable[int]) -> None:
         """Free the memories that are to be freed and that nobody holds."""
-        held = frozenset().union(*self._holds.values()) if self._holds else frozenset()
         for memory in memories:
-            if memory not in held and (free := self._freed.pop(memory, None)):
-                self._run(free)
-                del self._wrote[memory]
-                self._read.pop(memory, None)
+            if memory in self._freed and not any(memory in held for held in self._holds.values()):
+                self._run(self._freed[memory])
 
     def _run(self, work: Work) -> None:
         clock, number = self._clock(work.stream), next(self._number)
         clock[work.stream] = number
         for memory in work.reads | work.writes:
+            if (freed := self._freed.get(memory, work)) is not work:
+                self.found.append(f"{work} is given memory that is not there since {freed}")
             earlier = [self._wrote[memory]] if memory in self._wrote else []
             if memory in work.writes:
                 earlier += self._read.pop(memory, {}).values()
@@ -212,6 +215,13 @@ def waits(notes: Sequence[Note]) -> dict[Site, int]:
         if isinstance(note, Waited) and note.site:
             found[note.site] += 1
     return found
+
+
+def shared(notes: Sequence[Note]) -> list[str]:
+    """What runs in the stream of a group, and so holds up the collectives of all its members, as text."""
+    groups = {note.stream: note for note in notes if isinstance(note, Collective)}
+    others = [note for note in notes if isinstance(note, Work) and not isinstance(note, Collective)]
+    return [f"{work} is in the way of {groups[work.stream]}" for work in others if work.stream in groups]
 
 
 class Stream:
@@ -256,7 +266,7 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         assert self._timing and end._timing
         for event in (self, end):
-            self._recorder.notes.append(Timed(event.number, _places()))
+            self._recorder.timed(event.number)
         return 1.0
 
 
@@ -275,8 +285,8 @@ class Recorder(TorchDispatchMode):
         self._events = count()
         self._memories: dict[int, tuple[Any, int]] = {}  # address of a storage -> what tells of its end, its number
         self._numbers = count()
-        self._ended: deque[int] = deque()  # memories whose end has not been noted
         self._streams: dict[int, list[str]] = {}  # memory -> streams that it belongs to
+        self._ended: deque[Freed] = deque()  # not noted yet
         self._here = threading.local()
 
     # what torch.cuda has
@@ -291,7 +301,8 @@ class Recorder(TorchDispatchMode):
         for name, value in named.items():
             patch.setattr(torch.cuda, name, value)
             patch.setattr(MODULE, name, value, raising=False)
-        patch.setattr(torch.Tensor, "record_stream", self.record_stream)
+        patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._streams[self._memory(x)].append(stream.name))
+        patch.setattr(torch.Tensor, "data_ptr", lambda x: self.address(x))
         patch.setattr(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
         patch.setattr(trainer_module, "Clock", lambda device, detailed=False: Clock("cuda", detailed=detailed))
 
@@ -309,10 +320,7 @@ class Recorder(TorchDispatchMode):
 
     def synchronize(self, device: Any = None) -> None:
         for stream in {note.stream for note in self.notes if isinstance(note, Work | Recorded)} - {HOST}:
-            self.notes.append(Waited(HOST, self.record(stream), None))
-
-    def record_stream(self, x: Tensor, stream: Stream) -> None:
-        self._streams[self._memory(x)].append(stream.name)
+            self._note(Waited(HOST, self.record(stream), None))
 
     # events and waits
 
@@ -323,74 +331,81 @@ class Recorder(TorchDispatchMode):
 
     def wait(self, stream: str, event: int) -> None:
         """The runtime waits, at the place that is found here."""
-        here = (site for code, site in _frames() if code not in PASSES_ON)
+        here = (_site(frame, _call(frame)) for frame in _frames() if frame.f_code not in PASSES_ON)
         self._note(Waited(stream, event, next(here, None)))
 
-    def launch(self, group: Any, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Any:
+    def timed(self, event: int) -> None:
+        self._note(Timed(event, _places()))
+
+    def launch(self, group: Any, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Callable[[], None]:
         """Issue a collective or a message in the stream of a group; return the function that waits for it."""
         if group not in self.groups:
             self.groups[group] = self.new_stream(priority=-self.high).name
         stream, read, written = self.groups[group], self._all(reads), self._all(writes)
         self._note(Waited(stream, self.record(self.current_stream().name), None))
-        self._note(Work(stream, read, written, what, _places()))
+        self._note(Collective(stream, read, written, what, _places()))
         done = self.record(stream)
         self._note(Held(done, read | written))
         return lambda: self.wait(self.current_stream().name, done)
 
     def to_host(self, x: Tensor) -> None:
         """The host reads a tensor on the device, and waits for that."""
-        self._copied(self._all([x]), frozenset(), "read")
+        self._note(Work(self.current_stream().name, self._all([x]), frozenset(), "read", _places()))
         self._synchronised()
 
     def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """The host reads and writes its own memory."""
         self._note(Work(HOST, self._all(reads), self._all(writes), what, _places()))
 
-    def _copied(self, reads: frozenset[int], writes: frozenset[int], what: str) -> None:
-        self._note(Work(self.current_stream().name, reads, writes, what, _places()))
-
     def _synchronised(self) -> None:
         """The host waits for the current stream."""
         self._note(Waited(HOST, self.record(self.current_stream().name), None))
 
-    # memory
-
-    def _memory(self, x: Tensor) -> int:
-        """The number of the memory of a tensor."""
-        storage = x.untyped_storage()
-        address = storage._cdata
-        if address not in self._memories:
-            number = next(self._numbers)
-            self._memories[address] = ref(storage, lambda _: self._end(address, number)), number
-            self._streams[number] = [self.current_stream().name if x.device == CARD else HOST]
-        return self._memories[address][1]
-
-    def _end(self, address: int, number: int) -> None:
-        """A storage is no more; called at any time, while something is noted too."""
-        if self._memories.get(address, (None, -1))[1] == number:  # not resized
-            del self._memories[address]
-            self._ended.append(number)
-
-    def _all(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        return frozenset(self._memory(x) for x in tensors if x.numel())
-
     def _note(self, note: Note) -> None:
-        """Note what has ended since the last note, and this."""
         while self._ended:
-            self._free(self._ended.popleft(), ())
+            self.notes.append(self._ended.popleft())
         self.notes.append(note)
 
-    def _free(self, number: int, at: tuple[Site, ...]) -> None:
-        streams = self._streams.pop(number)
+    # memory
+
+    def address(self, x: Tensor) -> int:
+        """Tensor.data_ptr: an address in the memory of a tensor, as if all of them had some."""
+        return (self._memory(x) << 48) + x.storage_offset() * x.element_size()
+
+    def _memory(self, x: Tensor, stream: str = DEFAULT) -> int:
+        """The number of the memory of a tensor, which belongs to `stream` if this is the first that is seen of it."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._memories:
+            self._allocated(storage, stream if x.device == CARD else HOST)
+        return self._memories[storage._cdata][1]
+
+    def _all(self, tensors: Iterable[Tensor], stream: str = DEFAULT) -> frozenset[int]:
+        return frozenset(self._memory(x, stream) for x in tensors if x.numel())
+
+    def _allocated(self, storage: torch.UntypedStorage, stream: str) -> None:
+        address, number = storage._cdata, next(self._numbers)
+        self._memories[address] = ref(storage, lambda _: self._end(address, number)), number
+        self._streams[number] = [stream]
+
+    def _end(self, address: int, number: int) -> None:
+        """A storage is no more. Called at any time, also while something is noted."""
+        self._free(number)
+        if self._memories[address][1] == number:
+            del self._memories[address]
+
+    def _free(self, number: int) -> None:
+        streams = self._streams.pop(number, (HOST,))
         if streams[0] != HOST:
-            self.notes.append(Freed(number, tuple(streams), at))
+            self._ended.append(Freed(number, tuple(streams), _places()))
 
     def _resizing(self, resize: Any) -> Any:
         """UntypedStorage.resize_: memory is freed, and other memory is allocated."""
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            if (known := self._memories.pop(storage._cdata, None)) is not None:
-                self._free(known[1], _places())
+            if known := self._memories.get(storage._cdata):
+                self._free(known[1])
+                if size:
+                    self._allocated(storage, self.current_stream().name)
             return resize(storage, size)
 
         return resized
@@ -412,33 +427,51 @@ class Recorder(TorchDispatchMode):
         given = {n: [x for x in tree_leaves(x) if isinstance(x, Tensor)] for n, x in asked.items()}
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         touched = [x for found in given.values() for x in found] + made
+        stream = self.current_stream().name
         if name in FREE or is_view(function) or not touched:
-            self._all(made)
+            self._all(made, stream)
             return
         on_card = any(x.device == CARD for x in touched)
         if on_card and name not in COPIES:  # numbers of the host are arguments of a kernel
             given = {n: [x for x in found if x.device == CARD] for n, found in given.items()}
         inputs = self._all(x for found in given.values() for x in found)
-        writes = self._all(x for n in written for x in given.get(n, ())) | (self._all(made) - inputs)
+        writes = self._all(x for n in written for x in given.get(n, ())) | (self._all(made, stream) - inputs)
         reads = frozenset() if ASKS_ONLY.fullmatch(name) else inputs - writes
-        self._note(Work(self.current_stream().name if on_card else HOST, reads, writes, name, _places()))
+        self._note(Work(stream if on_card else HOST, reads, writes, name, _places()))
         if on_card and any(x.device != CARD for x in touched) and not asked.get("non_blocking"):
             self._synchronised()
 
 
-def _frames() -> Iterator[tuple[CodeType, Site]]:
+def _frames() -> Iterator[FrameType]:
     """The functions of the runtime that run now, the innermost first."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame:
-        code = frame.f_code
-        if code.co_filename.startswith(str(ROOT)):
-            yield code, Site(str(Path(code.co_filename).relative_to(ROOT)), frame.f_lineno, code.co_qualname)
+        if frame.f_code.co_filename.startswith(str(ROOT)):
+            yield frame
         frame = frame.f_back
+
+
+def _site(frame: FrameType, call: str = "") -> Site:
+    code = frame.f_code
+    return Site(str(Path(code.co_filename).relative_to(ROOT)), frame.f_lineno, code.co_qualname, call)
+
+
+def _call(frame: FrameType) -> str:
+    """The text of the call that a function is in."""
+    first, last, begin, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    lines = getlines(frame.f_code.co_filename)[first - 1 : last]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    return " ".join("".join(lines).split())
 
 
 def _places() -> tuple[Site, ...]:
     """The innermost functions of the runtime that run now."""
-    return tuple(site for (_, site), _ in zip(_frames(), range(PLACES), strict=False))
+    return tuple(map(_site, islice(_frames(), PLACES)))
+
+
+def _listed(sites: Sequence[Site]) -> str:
+    return " < ".join(map(str, sites)) or "a backward pass of torch"
 
 
 class OnStreams(AsOnNccl):
