@@ -301,7 +301,9 @@ class Recorder(TorchDispatchMode):
         for name, value in named.items():
             patch.setattr(torch.cuda, name, value)
             patch.setattr(MODULE, name, value, raising=False)
-        patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._streams[self._memory(x)].append(stream.name))
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda x, stream: self._streams[self._memory(x)].append(stream.name)
+        )
         patch.setattr(torch.Tensor, "data_ptr", lambda x: self.address(x))
         patch.setattr(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
         patch.setattr(trainer_module, "Clock", lambda device, detailed=False: Clock("cuda", detailed=detailed))
