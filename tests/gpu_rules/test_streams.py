@@ -212,7 +212,9 @@ EVERY = [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 @pytest.mark.parametrize("name", EVERY)
 def test_no_two_streams_race(name):
     found = notes(name)
-    assert any(isinstance(note, Work) for note in found) and not races(found) and not shared(found)
+    assert any(isinstance(note, Work) for note in found)
+    assert not races(found)
+    assert not shared(found)
 
 
 @pytest.mark.counted("plans without each of their waits", len(CASES), len(CASES | MORE))

@@ -317,8 +317,10 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self._here.stream = self.current_stream().name, stream.name
-        yield
-        self._here.stream = before
+        try:
+            yield
+        finally:
+            self._here.stream = before
 
     def synchronize(self, device: Any = None) -> None:
         for stream in {note.stream for note in self.notes if isinstance(note, Work | Recorded)} - {HOST}:
@@ -473,7 +475,7 @@ def _places() -> tuple[Site, ...]:
 
 
 def _listed(sites: Sequence[Site]) -> str:
-    return " < ".join(map(str, sites)) or "a backward pass of torch"
+    return " < ".join(map(str, sites)) or "no function of the runtime, as in torch's own backward pass"
 
 
 class OnStreams(AsOnNccl):
