@@ -9,7 +9,7 @@ computed yet. What is launched and moved is counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -151,9 +151,12 @@ class KernelCounter(TorchDispatchMode):
 
 
 @contextmanager
-def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
+def alone(
+    c: Config, rank: int, reads: list[int], communicator: Callable[[Plan, int], Communicator] | None = None
+) -> Iterator[Trainer]:
     """The trainer of one rank on the card, in a world of torch's `fake` transport. `reads`: collects how many numbers
-    each synchronisation with the device reads; all are 1."""
+    each synchronisation with the device reads; all are 1. `communicator`: makes the rank's, by default that of
+    `communicator_of`."""
     plan = make_plan(c)
 
     def read(self: Communicator, x: Tensor) -> list[float]:
@@ -169,7 +172,7 @@ def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
         if plan.mesh.size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
         try:
-            yield trainer_of(c, plan, communicator_of(plan, rank), Cached(c), fresh=False)
+            yield trainer_of(c, plan, (communicator or communicator_of)(plan, rank), Cached(c), fresh=False)
         finally:
             if plan.mesh.size > 1:
                 dist.destroy_process_group()

@@ -15,13 +15,13 @@ WRITE_FIRST = {"copy_", "_foreach_copy_", "zero_"}  # do not read their first ar
 def moved(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
     """The bytes that an operation of torch with the result `out` reads and writes; None if it starts no kernel."""
     name = function.overloadpacket.__name__
-    if name in FREE or _is_view(function):
+    if name in FREE or is_view(function):
         return None
     taken = args[name in WRITE_FIRST :], {k: x for k, x in kwargs.items() if k != "out"}
     return sum(touched(x) for x in tree_leaves((taken, out)) if isinstance(x, Tensor))
 
 
-def _is_view(function: Any) -> bool:
+def is_view(function: Any) -> bool:
     """Whether it returns an alias of its input that it does not write to."""
     returned = function._schema.returns
     return any(r.alias_info and not r.alias_info.is_write for r in returned) or function.is_view

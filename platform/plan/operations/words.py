@@ -54,9 +54,7 @@ class Ops:
     remember, recall = RememberOp(), RecallOp()
     cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
 
-    def recomputed(
-        self, kind: str, name: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any
-    ) -> Any:
+    def recomputed(self, kind: str, name: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
         """Return function(x, *more), one activation, computed with activation checkpointing if `self.recompute` is of
         this `kind`, "selective" or "full": then only the arguments are kept, and the backward pass calls `function`
         again. `name`: that of the attention or of the first block that `function` computes. x is of type `spec`; n ranks that replicate it keep 1/n of it each."""

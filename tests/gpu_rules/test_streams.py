@@ -1,0 +1,388 @@
+"""Nothing in a step touches memory that work in another stream still uses, and every wait of the runtime is needed for
+that: the streams of whole steps are followed on a card that is not there (`tests.harness.streams`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from platform.checkpoint.blocks import buffer
+from platform.checkpoint.in_memory.memory_map import MemoryMap
+from platform.checkpoint.in_memory.shared_memory import SharedMemory
+from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
+from platform.parallel.communicator import clock
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.torch_distributed import join
+from platform.train.generation import generator
+from platform.train.protocol.asked import AskedTexts, Choice
+from platform.train.recovery.verify import COPIES, _restless
+from platform.train.step.trainer import Trainer
+from platform.train.step.training_state import State
+from platform.train.worker import Worker
+from tests.harness.card import CARD
+from tests.harness.oracle import MODELS, configure, validation_loss
+from tests.harness.streams import POOL, ROOT, Note, Recorder, Work, races, recorded, shared, waits
+
+Run = Callable[[Trainer, pytest.MonkeyPatch], None]
+
+
+def train(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Steps around an evaluation."""
+    trainer.step(1)
+    validation_loss(trainer)
+    trainer.step(2)
+
+
+def form(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The first messages and collectives of a generation, which say who is there."""
+    communicator, neighbours = trainer.communicator, trainer.plan.neighbours
+    here = communicator.coordinates["stage"]
+    extents = [communicator.mesh.extent(axes) for axes in communicator._groups]
+    peers = [communicator._peer(stage) for pair in neighbours if here in pair for stage in pair if stage != here]
+    numbers, read = iter([*extents, *peers]), Communicator.read
+    patch.setattr(Communicator, "read", lambda self, x: read(self, x) and [float(next(numbers))])
+    communicator.meet(neighbours)
+    assert not [*numbers]
+
+
+def write(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Three tokens of two texts, up to where the text is made of them."""
+    patch.setattr(torch.Tensor, "any", lambda *_: True)  # texts that go on
+    writer = generator.Generator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
+    asked = AskedTexts([[1, 2, 3], [4, 5]]), 3, Choice(vocab=61), [60]
+    with torch.no_grad(), pytest.raises(DynamicOutputShapeException):
+        writer.write(*asked)
+
+
+def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Compute copies against fresh ones, as where replicas differ."""
+    trainer.step(1)
+    with pytest.raises(DataDependentOutputException):
+        _restless(trainer, [f"{COPIES}.{next(iter(trainer.weights.compute))}"])
+
+
+def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
+    """A worker of two nodes that copies its snapshots beside the next step. What marks them as whole in host memory,
+    whose numbers are not there either, is left out."""
+    pinned = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    patch.setattr(torch.cuda, "cudart", lambda: pinned)
+    patch.setattr(Snapshot, "begin", lambda self: self.__dict__.update(whole=None))
+    patch.setattr(Snapshot, "complete", lambda self, step, values: self.__dict__.update(whole=step))
+    patch.setattr(Snapshot, "step", property(lambda self: self.__dict__.get("whole")))
+    worker, state = Worker.__new__(Worker), State(trainer)
+    worker.config, worker.communicator, worker.trainer, worker.state = (
+        trainer.config,
+        trainer.communicator,
+        trainer,
+        state,
+    )
+    worker.generation, worker.late, worker._unheld = 0, True, None
+    worker.combiner = SimpleNamespace(together=lambda report: report)
+    held = MemoryMap(state.held, ["one node", "another"], shared=False)
+    worker.memories = {0: RankSnapshots(held, 0, {0: SharedMemory.create()}, pinned=True)}
+    return worker
+
+
+def snapshot(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Snapshots beside the next steps, and one of a state that was restored."""
+    worker = worker_of(trainer, patch)
+    for step in (1, 2, 3):
+        worker.step(step)
+    assert worker.memories[0].steps == [1, 2]
+    for block in worker.state.blocks():
+        block.tensor.detach().zero_()  # stands for what a checkpoint has
+    worker.hold(3)
+
+
+class Case(NamedTuple):
+    """A plan (arguments of `configure`; `settings`: of its configuration) and what one of its ranks does."""
+
+    plan: dict[str, Any] = {}  # noqa: RUF012
+    run: Run = train
+    rank: int = 0
+    model: str = "gpt"
+    settings: dict[str, Any] = {}  # noqa: RUF012
+
+
+TWO = {"data": 2, "microbatch": 2, "layers": 1}
+PAIR = {"pipeline": "1f1b", "stages": 2, "microbatch": 2}
+T, RC, XYZ = (
+    {"axes": {"t": 2}, "layers": 1},
+    {"axes": {"r": 2, "c": 2}, "layers": 1},
+    {"axes": {"x": 2, "y": 2, "z": 2}},
+)
+MEMORY_LENGTH = {"tensor": "layout", "axes": {"m": 2}, "rules": {"memory_length": ["m"], "d_kv": []}, "layers": 1}
+CASES = {
+    "zero=0": Case(TWO),
+    "zero=1": Case({**TWO, "zero": 1}),
+    "zero=2": Case({**TWO, "zero": 2}),
+    "zero=3": Case({**TWO, "zero": 3}),
+    "timeline": Case(MEMORY_LENGTH, settings={"monitor.timeline": True}),
+    "1d": Case({"tensor": "1d", **T}),
+    "1d_sp": Case({"tensor": "1d_sp", **T}),
+    "1f1b": Case(PAIR),
+    "1f1b, last stage": Case(PAIR, rank=1),
+    "interleaved": Case({**PAIR, "pipeline": "interleaved", "chunks": 2, "layers": 4}),
+    "snapshot": Case({"pipeline": "gpipe", "stages": 2}, snapshot),
+    "snapshot, lion": Case(TWO, snapshot, settings={"optimizer.kind": "lion"}),  # has no numbers that the host reads
+    "generation, 1d": Case({"tensor": "1d", **T}, write),
+    "generation, zero=3": Case({**TWO, "zero": 3}, write),
+    "forming": Case({**PAIR, "layers": 1}, form),
+}
+MORE = {
+    "zero=3, 1d": Case({**TWO, **T, "zero": 3, "tensor": "1d"}),
+    "zero=2 of groups": Case({"data": 4, "zero": 2, "zero_group": 2, "microbatch": 1}),
+    "zero=3 of groups": Case({"data": 4, "zero": 3, "zero_group": 2, "microbatch": 1}),
+    "zero=3, nothing ahead": Case({**TWO, "zero": 3}, settings={"parallel.overlap": False}),
+    "2d": Case({"tensor": "2d", **RC}),
+    "2d_gather": Case({"tensor": "2d_gather", **RC}, model="gpt_untied"),
+    "2d_gather, again": Case({"tensor": "2d_gather", "gathered": "again", "recompute": "full", **RC}),
+    "3d": Case({"tensor": "3d", **XYZ}),
+    "3d, again": Case({"tensor": "3d", "gathered": "again", **XYZ}, model="llama"),
+    "2p5d": Case({"tensor": "2p5d", "axes": {"d": 2, "r": 2, "c": 2}}),
+    "dsp": Case({"branch": "dsp", "branch_axes": {"g": 2}}),
+    "dsp_slice": Case({"branch": "dsp_slice", "branch_axes": {"g": 2}}, model="t5"),
+    "d_model": Case({"tensor": "layout", "axes": {"p": 2}, "rules": {"d_model": ["p"]}}),
+    "d_model, llama": Case({"tensor": "layout", "axes": {"p": 2}, "rules": {"d_model": ["p"]}}, model="llama"),
+    "zero=3, timeline": Case({**TWO, "zero": 3}, settings={"monitor.timeline": True}),
+    "zb_h1": Case({**PAIR, "pipeline": "zb_h1", "tensor": "1d", "axes": {"t": 2}}, rank=2),
+    "1f1b, 1d_sp, zero=3": Case({**PAIR, "tensor": "1d_sp", "axes": {"t": 2}, "data": 2, "zero": 3}),
+    "recompute": Case({**TWO, **T, "tensor": "1d_sp", "zero": 3, "recompute": "full"}),
+    "adafactor": Case({**TWO, **T, "tensor": "1d", "zero": 1}, settings={"optimizer.kind": "adafactor"}),
+    "muon": Case({**TWO, **T, "tensor": "1d", "zero": 1}, settings={"optimizer.kind": "muon"}),
+    "averages": Case({**TWO, "zero": 1}, settings={"train.ema": 0.9, "eval.averaged": True}),
+    "snapshot, zero=1": Case({**TWO, "zero": 1}, snapshot),
+    "generation, last stage": Case(PAIR, write, rank=1),
+    "comparison": Case({**TWO, "zero": 1}, compare),
+}  # fmt: skip
+
+# Waits that order nothing
+HELD = "what is sent is not written to, and the transport holds it until it is"
+IDLE = {
+    "PipelineExecutor.run: self._sending.popleft().wait()": HELD,
+    "PipelineExecutor._send: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
+    "Communicator._send_rank: self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()": HELD,
+    "Clock.launched: wait()": "a time of a timeline alone is taken behind it",
+}
+
+
+@contextmanager
+def followed(recorder: Recorder, case: Case) -> Iterator[tuple[Trainer, pytest.MonkeyPatch]]:
+    c = configure(**{"precision": "bf16", **MODELS[case.model], **case.plan})
+    for key, value in case.settings.items():
+        group, _, name = key.partition(".")
+        setattr(getattr(c, group), name, value)
+    with recorded(c, case.rank, recorder) as trainer, pytest.MonkeyPatch.context() as patch:
+        yield trainer, patch
+
+
+@cache
+def nccl_is_first() -> bool:
+    """Whether the runtime asks for streams of high priority for groups."""
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+        patch.setattr(dist, "init_process_group", lambda *_, pg_options, **__: asked.append(pg_options))
+        join(dist.HashStore(), 0, 1, "cuda")
+    return asked[0].is_high_priority_stream
+
+
+@cache
+def notes(name: str) -> Sequence[Note]:
+    """What a case has launched, waited for and freed."""
+    case, recorder = (CASES | MORE)[name], Recorder(nccl_is_first())
+    with followed(recorder, case) as (trainer, patch):
+        case.run(trainer, patch)
+    return recorder.notes
+
+
+EVERY = [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+
+
+@pytest.mark.counted("plans whose streams are followed", len(CASES), len(CASES | MORE))
+@pytest.mark.parametrize("name", EVERY)
+def test_no_two_streams_race(name):
+    found = notes(name)
+    assert any(isinstance(note, Work) for note in found)
+    assert not races(found)
+    assert not shared(found)
+
+
+@pytest.mark.counted("plans without each of their waits", len(CASES), len(CASES | MORE))
+@pytest.mark.parametrize("names", [CASES, pytest.param(CASES | MORE, marks=pytest.mark.full)], ids=["few", "all"])
+def test_negative_control_a_wait_that_is_taken_away_is_found(names):
+    """A wait may be covered by another one under one plan, but not under all."""
+    made = {site for name in names for site in waits(notes(name))}
+    needed = {
+        site for site in made for name in names if site in waits(notes(name)) and races(notes(name), without=site)
+    }
+    assert {f"{site.function}: {site.call}" for site in made - needed} == IDLE.keys()
+
+
+def test_negative_control_a_snapshot_in_the_stream_of_a_group():
+    """A new stream for each snapshot, from the pool that groups take theirs from: of every 32 one is a group's."""
+
+    def snapshots(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(buffer, "_stream_of_copies", buffer._stream_of_copies.__wrapped__)
+        worker = worker_of(trainer, patch)
+        worker.step(1)
+        for step in range(POOL):
+            worker.hold(step)
+
+    for high in (True, False):
+        with followed(recorder := Recorder(high), CASES["snapshot, lion"]) as (trainer, patch):
+            snapshots(trainer, patch)
+        assert bool(shared(recorder.notes)) is not high
+    assert "_foreach_copy_" in shared(recorder.notes)[0] and nccl_is_first()
+
+
+def test_negative_control_a_timeline_that_does_not_hold_what_its_collectives_read():
+    """They are waited for in a stream of its own, upon which the transport lets go of their memory."""
+    case = CASES["timeline"]
+    with followed(recorder := Recorder(), case) as (trainer, patch):
+        patch.setattr(clock, "Flight", lambda what, begin, done, held, made=clock.Flight: made(what, begin, done, None))
+        case.run(trainer, patch)
+    assert any(found.startswith("free") for found in races(recorder.notes))
+
+
+@contextmanager
+def card() -> Iterator[Recorder]:
+    """Streams of the card, without a runtime."""
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), recorder:
+        recorder.stand_in(patch)
+        yield recorder
+
+
+def beside(work: Callable[[torch.Tensor], object], *, before: bool = True, after: str = "") -> list[str]:
+    """What races where a second stream does `work` on a tensor that the first has made and will change. `before`: it
+    waits for the first; `after`: how the first waits for it."""
+    with card() as recorder:
+        x, other = torch.ones(4, device=CARD), torch.cuda.Stream()
+        if before:
+            other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            work(x)
+            event = torch.cuda.Event()
+            event.record()
+        if after == "stream":
+            torch.cuda.current_stream().wait_stream(other)
+        elif after == "event":
+            event.wait()
+        elif after:
+            {"host": event, "device": torch.cuda}[after].synchronize()
+        x.add_(1)
+    return races(recorder.notes)
+
+
+@pytest.mark.parametrize("work", [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.view(2, 2)[0].sum()])
+@pytest.mark.parametrize("after", ["stream", "event", "host", "device"])
+def test_streams_that_wait_do_not_race_and_others_do(work, after):
+    assert not beside(work, after=after)
+    assert len(beside(work)) == len(beside(work, before=False, after=after)) == 1
+    assert len(beside(work, before=False)) == 2
+
+
+def test_two_streams_may_read():
+    assert not beside(lambda x: x.view(-1), before=False), "a view launches nothing"
+    with card() as recorder:
+        x, other = torch.ones(4, device=CARD), torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        x + 1
+        with torch.cuda.stream(other):
+            x + 1
+        x + 1
+        assert not races(recorder.notes)
+
+
+@pytest.mark.parametrize("how", ["freed", "resized", "recorded", "waited"])
+def test_memory_that_is_freed_while_another_stream_uses_it(how):
+    """Its own stream may use it again at once, unless it is told of the other."""
+    with card() as recorder:
+        x, other = torch.ones(4, device=CARD), torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            x + 1
+        if how == "recorded":
+            x.record_stream(other)
+        elif how == "waited":
+            torch.cuda.current_stream().wait_stream(other)
+        elif how == "resized":
+            x.untyped_storage().resize_(0)
+        del x
+        torch.ones(4, device=CARD)
+    assert len(races(recorder.notes)) == (how in ("freed", "resized"))
+
+
+def test_memory_that_is_not_there():
+    with card() as recorder:
+        x = torch.ones(4, device=CARD)
+        x.untyped_storage().resize_(0)
+        x.add_(1)
+        assert "memory that is not there" in races(recorder.notes)[0]
+        x.untyped_storage().resize_(16)
+        count = len(recorder.notes)
+        x.add_(1)
+    assert not races(recorder.notes[count:])
+
+
+def test_a_copy_to_the_host_is_read_too_early():
+    with card() as recorder:
+        x, there = torch.ones(4, device=CARD), torch.empty(4)
+        there.copy_(x)
+        recorder.on_host("look", [there], [])
+        assert not races(recorder.notes)
+        there.copy_(x, non_blocking=True)
+        recorder.on_host("look", [there], [])
+        assert len(races(recorder.notes)) == 1
+
+
+WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "proceed", "copied"}
+# Waits for a device that no case makes; those of gloo, and for what is no device, are not looked at
+PASSED_ON = {"self._handle.wait()", "self.proceed()", "flat.proceed()"}
+OF_THE_HOST = {
+    "parallel/communicator/meeting.py", "parallel/communicator/point_to_point.py", "train/health/gpu_state.py",
+    "parallel/communicator/torch_distributed.py", "checkpoint/storage/saver.py",
+}  # fmt: skip
+COMPILED = "in a graph that torch compiles, which runs on no card"
+NEVER = "of the shipped schemes none moves the operands of panels"
+ELSEWHERE = {
+    'parallel/communicator/traced.py: launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()': COMPILED,
+    "parallel/kernels/loss.py: leaving.wait()": COMPILED,
+    "parallel/kernels/loss.py: arriving.wait()": COMPILED,
+    "parallel/kernels/summa.py: c.wait()": NEVER,
+    "parallel/parallel_ops.py: left.wait()": "no pass of these leaves out an operation",
+    'train/health/link.py: communicator.launch("all_gather", block, (PAIR,)).wait()': "before a run: reads numbers",
+    "train/health/link.py: torch.cuda.synchronize()": "before a run",
+    "train/health/measure.py: last.synchronize()": "before a run",
+    "train/worker.py: futures.wait([self._written], seconds)": "a thread that writes",
+    "train/worker.py: torch.cuda.synchronize()": "at the end of a generation",
+    'train/worker.py: self.communicator.launch("all_reduce", failed, world).wait()': "reads a number at once",
+}
+
+
+def written() -> Iterator[tuple[str, int, str]]:
+    """Every call in the runtime that may wait for a device: file, line, text."""
+    for path in sorted(path for room in ("checkpoint", "parallel", "train") for path in (ROOT / room).rglob("*.py")):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in WAITS:
+                call = " ".join(str(ast.get_source_segment(source, node)).split())
+                if call not in PASSED_ON:
+                    yield str(path.relative_to(ROOT)), node.lineno, call
+
+
+@pytest.mark.full
+def test_every_wait_is_made_in_some_case():
+    made = {(site.file, site.line, site.call) for name in CASES | MORE for site in waits(notes(name))}
+    left = [(file, call) for file, line, call in written() if (file, line, call) not in made]
+    assert {f"{file}: {call}" for file, call in left if file not in OF_THE_HOST} == ELSEWHERE.keys()
