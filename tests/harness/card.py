@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
@@ -104,10 +106,11 @@ class OneAttention(TorchFunctionMode):
 
 @dataclass
 class Counted:
-    """Kernels by name, bytes that they read and write, clones."""
+    """Kernels by name, bytes that they read and write, clones, and the threads of the host that launched them."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
+    threads: set[str] = field(default_factory=set)
 
     @property
     def launched(self) -> int:
@@ -148,6 +151,7 @@ class KernelCounter(TorchDispatchMode):
         section = next((s for s in ("forward", "backward") if s in opened), "other")
         counted = self.sections[section]
         counted.kernels[name] += 1
+        counted.threads.add(current_thread().name)
         counted.nbytes += sum(map(_touched, read)) + sum(map(_touched, written))
         return out
 
@@ -173,9 +177,9 @@ def _touched(x: Tensor) -> int:
 
 
 @contextmanager
-def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
+def alone(c: Config, rank: int, reads: list[int], corpus: Any = None) -> Iterator[Trainer]:
     """The trainer of one rank on the card, in a world of torch's `fake` transport. `reads`: collects how many numbers
-    each synchronisation with the device reads; all are 1."""
+    each synchronisation with the device reads; all are 1. `corpus`: by default one whose samples are all alike."""
     plan = make_plan(c)
 
     def read(self: Communicator, x: Tensor) -> list[float]:
@@ -185,13 +189,14 @@ def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(MODULE, "there", True)
+        patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
         patch.setitem(SQUARED_AT_ONCE, "card", SQUARED_AT_ONCE["cuda"])
         if plan.mesh.size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
         try:
-            yield trainer_of(c, plan, communicator_of(plan, rank), Cached(c), fresh=False)
+            yield trainer_of(c, plan, communicator_of(plan, rank), corpus or Cached(c), fresh=False)
         finally:
             if plan.mesh.size > 1:
                 dist.destroy_process_group()
