@@ -8,10 +8,11 @@ in which all call alike; the ranks of a split that give one colour are in one gr
 another group of the rank hangs that is not aborted. Groups of gloo are as lenient as gloo.
 
 A rank's thread is its host and the stream in which it computes. With one connection to the device, what cannot start
-yet, as an operation of its group still runs, holds all that the rank launches after it. An operation reads and writes
-its memory when it runs, and it runs as late as it may: when all ranks wait, and before its members all wait for it only
-if nothing else can run. So an input that is written between issue and wait is read with what was written there; what is
-freed, or allocated again, is not a number.
+yet, as an operation of its group still runs, holds all that the rank launches after it. An operation reads its memory
+when it runs, and it runs as late as it may: when all ranks wait, and before its members all wait for it only if nothing
+else can run. So an input that is written between issue and wait is read with what was written there; what is freed, or
+allocated again, is not a number. In an `early` world it is the other way round: operations read at once, and what they
+write is not a number until they have run.
 """
 
 from __future__ import annotations
@@ -45,12 +46,23 @@ class Stuck(RuntimeError):
 
 class Operation:
     """What one rank has issued in a group: a collective of the kind `what`, or a message to or from `peer`. `given`:
-    what it reads when it runs; `work`: what it does then, given what all members have read, and its index among
+    what it reads; `out`: what it writes, which is the `result` of what all members have read and of its index among
     them."""
 
-    def __init__(self, rank: int, what: Any, queues: Queues, given: Given, work: Callable[..., Any], peer: int = -1):
-        self.rank, self.what, self.queues, self.given, self.work, self.peer = rank, what, queues, given, work, peer
+    def __init__(
+        self, rank: int, what: Any, queues: Queues, given: Memory, out: Memory, result: Result, peer: int = -1
+    ):
+        self.rank, self.what, self.queues, self.peer = rank, what, queues, peer
+        self.given, self.out, self.result = given, out, result
         self.done = False
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Read at once, and leave no number in what is to be written."""
+        before, self.given = self.given, content(self.given)
+        write(self.out, no_number(self.out))
+        if self.what[0] == "all_gather":
+            write(before, self.given)  # which may be a part of what is written
 
     @property
     def started(self) -> bool:
@@ -58,7 +70,8 @@ class Operation:
         return self.done or self.queues[self.rank][0] is self
 
 
-Given = Tensor | Sequence[Tensor]
+Memory = Tensor | Sequence[Tensor]
+Result = Callable[[list[Any], int], Memory]
 Queues = dict[int, deque[Operation]]  # of each member of a group
 
 
@@ -96,10 +109,11 @@ class Wait(NamedTuple):
 
 class World:
     """Where the threads meet; `dist` stands for the module torch.distributed. `connections`: hardware queues between a
-    host and its device, one (CUDA_DEVICE_MAX_CONNECTIONS=1) or enough for all streams."""
+    host and its device, one (CUDA_DEVICE_MAX_CONNECTIONS=1) or enough for all streams; `early`: operations begin as
+    early as they may, instead of as late."""
 
-    def __init__(self, size: int, connections: int = CONNECTIONS):
-        self.connections = connections
+    def __init__(self, size: int, connections: int = CONNECTIONS, early: bool = False):
+        self.connections, self.early = connections, early
         self.changed, self.here = threading.Condition(), threading.local()
         self.waiting: dict[int, Wait] = {}
         self.live, self.size, self.failure = set(range(size)), size, None
@@ -179,7 +193,7 @@ class World:
             return self.fail(RuntimeError(f"{[o.rank for o in operations]} call {kinds}"))
         read = [content(o.given) for o in operations]
         for i, o in enumerate(operations):
-            o.work(read, i)
+            write(o.out, o.result(read, i))
         for o in operations:
             o.done = True
             o.queues[o.rank].popleft()
@@ -195,14 +209,18 @@ class World:
                 self.fail(cause)
             self._look()
 
-    def _issue(self, group: Group | None, what: Any, given: Given, work: Callable[..., Any], peer: int = -1) -> Work:
+    def _issue(
+        self, group: Group | None, what: Any, given: Memory, out: Memory, result: Result, peer: int = -1
+    ) -> Work:
         group, rank = group or self.here.default, self.here.rank
         if not group.connected and not self._connect(group, rank, peer):
             group = self._pair(group, rank, peer)
         key = ("messages", min(rank, peer), max(rank, peer)) if peer >= 0 and not group.strict else "all"
         with self.changed:
             queues = group.queues[key]
-            queues[rank].append(operation := Operation(rank, what, queues, given, work, peer))
+            queues[rank].append(operation := Operation(rank, what, queues, given, out, result, peer))
+            if self.early:
+                operation.begin()
         pair = (rank, peer) if what == "send" else (peer, rank)
         if peer >= 0 and group.strict and pair not in group.opened:
             self.until(lambda: operation.done, f"the first {what} of {pair}", queues)
@@ -301,59 +319,51 @@ class World:
         self.here.default = None
 
     def isend(self, x, peer, group=None):
-        return self._issue(group, "send", x.detach(), lambda read, me: None, peer)
+        return self._issue(group, "send", x.detach(), [], lambda read, me: [], peer)
 
     def irecv(self, out, peer, group=None):
-        def work(read, me):
-            assert read[0].shape == out.shape and read[0].dtype == out.dtype  # the send stands first
-            write(out, read[0])
+        return self._issue(group, "receive", [], out, lambda read, me: read[0], peer)  # the send stands first
 
-        return self._issue(group, "receive", [], work, peer)
-
-    def _collective(self, group, what, given, work, async_op):
-        handle = self._issue(group, what, given, work)
+    def _collective(self, group, what, given, out, result, async_op):
+        handle = self._issue(group, what, given, out, result)
         return handle if async_op else handle.wait()
 
     def all_gather(self, out, given, group=None, async_op=False):
-        work = lambda read, me: write(out, torch.cat(read))  # noqa: E731
-        return self._collective(group, ("all_gather", given.numel()), given, work, async_op)
+        what = "all_gather", given.numel()
+        return self._collective(group, what, given, out, lambda read, me: torch.cat(read), async_op)
 
     def reduce_scatter(self, out, given, group=None, async_op=False):
         n = out.numel()
-        work = lambda read, me: write(out, summed([x[me * n :][:n] for x in read]))  # noqa: E731
-        return self._collective(group, ("reduce_scatter", n), given, work, async_op)
+        result = lambda read, me: summed([x[me * n :][:n] for x in read])  # noqa: E731
+        return self._collective(group, ("reduce_scatter", n), given, out, result, async_op)
 
     def all_to_all_single(self, out, given, outs=None, ins=None, group=None, async_op=False):
         parts = given.split(ins or given.numel() // len((group or self.here.default).members))
-        work = lambda read, me: write(out, torch.cat([x[me] for x in read]))  # noqa: E731
-        return self._collective(group, "all_to_all", parts, work, async_op)
+        result = lambda read, me: torch.cat([x[me] for x in read])  # noqa: E731
+        return self._collective(group, "all_to_all", parts, out, result, async_op)
 
     def broadcast(self, out, root, group=None, async_op=False):
         at = (group or self.here.default).members.index(root)
-        work = lambda read, me: me == at or write(out, read[at])  # noqa: E731
-        return self._collective(group, ("broadcast", root), out, work, async_op)
+        given, written = (out, []) if self.here.rank == root else ([], out)
+        result = lambda read, me: read[at] if me != at else []  # noqa: E731
+        return self._collective(group, ("broadcast", root), given, written, result, async_op)
 
     def scatter(self, out, parts, root, group=None, async_op=False):
         at = (group or self.here.default).members.index(root)
-        work = lambda read, me: write(out, read[at][me])  # noqa: E731
-        return self._collective(group, ("scatter", root), parts or [], work, async_op)
+        what = "scatter", root
+        return self._collective(group, what, parts or [], out, lambda read, me: read[at][me], async_op)
 
     def gather(self, given, parts, root=0, group=None, async_op=False):
-        def work(read, me):
-            for part, x in zip(parts or (), read, strict=False):
-                write(part, x)
-
-        return self._collective(group, ("gather", root), given, work, async_op)
+        return self._collective(group, ("gather", root), given, parts or [], lambda read, me: read, async_op)
 
     def reduce(self, out, root, group=None, async_op=False):
-        at = (group or self.here.default).members.index(root)
-        work = lambda read, me: me == at and write(out, summed(read))  # noqa: E731
-        return self._collective(group, ("reduce", root), out, work, async_op)
+        written = out if self.here.rank == root else []
+        return self._collective(group, ("reduce", root), out, written, lambda read, me: summed(read), async_op)
 
     def all_reduce(self, out, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
         largest = op == torch.distributed.ReduceOp.MAX
-        work = lambda read, me: write(out, torch.stack(read).amax(0) if largest else summed(read))  # noqa: E731
-        return self._collective(group, ("all_reduce", str(op), out.numel()), out, work, async_op)
+        result = lambda read, me: torch.stack(read).amax(0) if largest else summed(read)  # noqa: E731
+        return self._collective(group, ("all_reduce", str(op), out.numel()), out, out, result, async_op)
 
 
 def ready_in(queues: Queues) -> list[Operation]:
@@ -373,17 +383,28 @@ def is_freed(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize
 
 
-def content(given: Given) -> Any:
-    """Return what is in memory now: not a number, or the least one of whole numbers, where it was freed."""
+def content(given: Memory) -> Any:
+    """Return what is in memory now, which is not a number where it was freed."""
     if not isinstance(given, Tensor):
         return [content(x) for x in given]
-    if is_freed(given):
-        return given.new_full(given.shape, nan if given.is_floating_point() else torch.iinfo(given.dtype).min)
-    return given.clone()
+    return no_number(given) if is_freed(given) else given.clone()
 
 
-def write(out: Tensor, x: Tensor) -> None:
+def no_number(x: Memory) -> Any:
+    """Return new memory of these shapes without a number, or with the least one where numbers are whole."""
+    if not isinstance(x, Tensor):
+        return [no_number(y) for y in x]
+    return torch.full_like(x, nan if x.is_floating_point() else torch.iinfo(x.dtype).min)
+
+
+def write(out: Memory, x: Memory) -> None:
+    """Fill `out`, one tensor or several. Raises AssertionError where there is no memory any more, or of other sizes."""
+    if not isinstance(out, Tensor):
+        for part, y in zip(out, x, strict=False):
+            write(part, y)
+        return
     assert not is_freed(out), "what an operation writes to was freed before it ran"
+    assert isinstance(x, Tensor) and (x.shape, x.dtype) == (out.shape, out.dtype)
     out.copy_(x)
 
 
@@ -403,10 +424,11 @@ def run_strictly(
     neighbours: Sequence[tuple[int, int]] = (),
     device: torch.device = GPU,
     connections: int = CONNECTIONS,
+    early: bool = False,
 ) -> tuple[World, list[Any]]:
     """Run `work` on every rank of `mesh`, each a thread, on groups that were joined as on `device`: of NCCL, but with
     tensors on the CPU. Return the world and the results by rank. Raises the first failure of any rank."""
-    world = World(mesh.size, connections)
+    world = World(mesh.size, connections, early)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_to_no_number)
     monkeypatch.setattr(torch_distributed, "dist", world.dist)
     monkeypatch.setattr(torch_distributed, "_all_gather", world.all_gather)

@@ -3,9 +3,10 @@ card that is not there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from random import Random
 from threading import current_thread
 from typing import Any
@@ -33,18 +34,19 @@ def opened() -> AbstractContextManager[Callable[[int], str]]:
     return plans.opened(check)
 
 
-def on_strict_nccl(c: Config, plan: Plan, work: Callable[[Communicator], Any]) -> list[Any]:
-    """Do some work on every rank of a plan, each a thread with as many connections to its device as its worker has."""
+def on_strict_nccl(c: Config, plan: Plan, work: Callable[[Communicator], Any], early: bool = False) -> list[Any]:
+    """Do some work on every rank of a plan, each a thread with as many connections to its device as its worker has.
+    `early`: collectives begin as early as they may, else as late."""
     connections = int(worker_environment(c, "cuda").get("CUDA_DEVICE_MAX_CONNECTIONS", CONNECTIONS))
     axes, neighbours = process_groups(plan), plan.neighbours
     with pytest.MonkeyPatch.context() as patch:
-        return run_strictly(patch, plan.mesh, work, axes, neighbours, connections=connections)[1]
+        return run_strictly(patch, plan.mesh, work, axes, neighbours, connections=connections, early=early)[1]
 
 
 def check(r: Random, configs: Sequence[Config], planned: Sequence[Plan]) -> None:
     """Run the plans under the rules of GPUs, then a whole step of one rank of each on the card. Raises AssertionError
     naming what differs."""
-    plans.check(r, configs, planned, on_strict_nccl)
+    plans.check(r, configs, planned, partial(on_strict_nccl, early=r.random() < 0.5))
     for c, plan in zip(configs, planned, strict=True):
         step_on_card(replace(c, precision=r.choice(PRECISIONS)), r.randrange(plan.mesh.size))
 
