@@ -60,9 +60,10 @@ class Operation:
     def begin(self) -> None:
         """Read at once, and leave no number in what is to be written."""
         before, self.given = self.given, content(self.given)
-        write(self.out, no_number(self.out))
-        if self.what[0] == "all_gather":
-            write(before, self.given)  # which may be a part of what is written
+        for out in [self.out] if isinstance(self.out, Tensor) else self.out:
+            out.data.copy_(no_number(out))  # unseen by autograd, as is all that happens in the background
+        if self.what[0] == "all_gather":  # which reads where it writes, perhaps, and leaves there what it reads
+            before.data.copy_(self.given)
 
     @property
     def started(self) -> bool:
