@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from platform.parallel.sharding import gradients
-from platform.parallel.sharding.flat import FlatBucket
-from tests.fuzz import gpu_plans, plans
+from tests.fuzz import gpu_plans
 from tests.fuzz.runner import run
 from tests.harness import suite
 
@@ -21,23 +20,8 @@ def test_random_plans(part):
     run(gpu_plans, SEED + part * EACH, EACH)
 
 
-def test_negative_control_the_memory_of_gradients_is_used_again_before_they_are_reduced(monkeypatch):
-    """Threads that copy what they give when they give it do not see it."""
-    reduce = FlatBucket.reduce
-
-    def keep(self):
-        sums = self._sums()
-        reduce(self)
-        self.sums = sums
-
-    monkeypatch.setattr(FlatBucket, "reduce", keep)
-    with pytest.raises(AssertionError, match=r"parallel.zero=[23].*gradient of|gradient of.*parallel.zero=[23]"):
-        run(gpu_plans, SEED, EACH * PARTS)
-
-
 def test_negative_control_a_number_that_the_host_makes(monkeypatch):
     """On the CPU it is where all tensors are."""
-    monkeypatch.setattr(gradients, "squares", lambda x: torch.as_tensor((x.double() ** 2).sum(), device="cpu"))
-    run(plans, SEED, 1)
+    monkeypatch.setattr(gradients, "squares", lambda x: x.double().square().sum() + torch.tensor(0.0))
     with pytest.raises(AssertionError, match="makes a tensor on"):
         run(gpu_plans, SEED, EACH)
