@@ -153,7 +153,14 @@ class StreamedTokens:
     def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
         """Return the stream of a block, which is made of its documents if it is not there."""
         place = self._place(block)
-        return self.cut(place, self._once("blocks", place, lambda folder: self.write(folder, documents()), self.read))
+        return self._once(
+            "blocks",
+            place,
+            lambda folder: self.write(folder, documents()),
+            lambda folder, meta: self.cut(
+                folder, self.read(folder, meta)
+            ),  # at once: others delete what they have read
+        )
 
     def _stream(self, block: int) -> Any:
         """Return the stream of a block."""
@@ -166,12 +173,18 @@ class StreamedTokens:
         made meanwhile."""
         if block not in self._opened:
             self._opened[block] = self._stream(block)
+            self._delete_old()
             following = 0 if self._end(block).last else block + 1
             Thread(target=self._prepare, args=(following,), daemon=True).start()
-            for old in list(self._opened)[:-KEPT]:
+        return self._opened[block]
+
+    def _delete_old(self) -> None:
+        """Delete the blocks that this process has opened long before; where another is made just now, which may be one of
+        them for another epoch, they stay until the next call."""
+        with _alone(self.folder, "blocks", waits=False) as alone:
+            for old in list(self._opened)[:-KEPT] if alone else ():
                 self._opened.pop(old, None)
                 shutil.rmtree(self._place(old).parent, ignore_errors=True)
-        return self._opened[block]
 
     def _prepare(self, block: int) -> None:
         """Make a block that will soon be asked for."""
@@ -197,16 +210,22 @@ def _read_end(folder: Path, meta: dict[str, Any]) -> _End:
 
 
 @contextmanager
-def _alone(folder: Path, kind: str) -> Iterator[None]:
-    """Hold the lock of the makers of one kind of entry in a folder; where the file system has no locks, nothing."""
+def _alone(folder: Path, kind: str, waits: bool = True) -> Iterator[bool]:
+    """Hold the lock of the makers of one kind of entry in a folder; where the file system has no locks, nothing. Yield
+    False where another holds it, unless this one `waits`."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         file = (folder / f"{kind}.lock").open("w")
     except OSError:
-        yield  # what is to be written there says why it can't be
+        yield True  # what is to be written there says why it can't be
         return
     with file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        taken = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            taken = True
+        except OSError:
+            pass
+        yield not taken
