@@ -179,8 +179,8 @@ class StreamedTokens:
         return self._opened[block]
 
     def _delete_old(self) -> None:
-        """Delete the blocks that this process has opened long before; where another is made just now, which may be one of
-        them for another epoch, they stay until the next call."""
+        """Delete the blocks that this process has opened long before; while another makes one, which may be one of them
+        for its next epoch, they stay until the next call."""
         with _alone(self.folder, "blocks", waits=False) as alone:
             for old in list(self._opened)[:-KEPT] if alone else ():
                 self._opened.pop(old, None)
