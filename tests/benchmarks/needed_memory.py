@@ -3,8 +3,8 @@
     python tests/benchmarks/needed_memory.py [--device cuda] [--steps 3] [--experiment one_gpu]
 
 Prints one line per plan; where a plan does not fit, what it needs alone. A peak is of the steps after the first.
-`needed`: tensors, and what is reserved for CUDA, its libraries and rounding; `on the device`: what the driver says is in
-use by all processes, so that no other may run.
+`needed`: tensors, and what is reserved for CUDA, its libraries and rounding; `on the device`: what the driver says is
+in use by all processes, so that no other may run.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 
@@ -148,6 +149,16 @@ def test_a_block_is_tokenised_once_by_many(source, written):
         thread.join()
     assert len(found) == 4 and all(rows == found[0] for rows in found.values())
     assert len(written) == len(set(written))
+
+
+def test_a_block_that_one_process_is_done_with_is_there_for_the_others(source, monkeypatch):
+    """One deletes what the others open, or make again for the next epoch."""
+    monkeypatch.setattr(streamed, "KEPT", 1)
+    wanted = samples(open_corpus(source, **SHAPE), 0, 1500)
+    corpora = [open_corpus(source, **SHAPE) for _ in range(4)]
+    with ThreadPoolExecutor(len(corpora)) as threads:
+        found = threads.map(lambda c: [row for i in range(0, 1500, 20) for row in samples(c, i, i + 20)], corpora)
+        assert all(rows == wanted for rows in found)
 
 
 def test_a_long_document_is_cut(tmp_path, no_thread):

@@ -6,6 +6,13 @@ it is received, and the first one between two ranks of a group holds its host un
 every rank waits and nothing can run, all of them raise `Stuck`. To make a group is a collective of the whole world,
 in which all call alike; the ranks of a split that give one colour are in one group; the abort of a group waits while
 another group of the rank hangs that is not aborted. Groups of gloo are as lenient as gloo.
+
+A rank's thread is its host and the stream in which it computes. With one connection to the device, what cannot start
+yet, as an operation of its group still runs, holds all that the rank launches after it. An operation reads its memory
+when it runs, and it runs as late as it may: when all ranks wait, and before its members all wait for it only if nothing
+else can run. So an input that is written between issue and wait is read with what was written there; what is freed, or
+allocated again, is not a number. In an `early` world it is the other way round: operations read at once, and what they
+write is not a number until they have run.
 """
 
 from __future__ import annotations
@@ -14,12 +21,14 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import nan
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed
+from torch import Tensor
 
 from platform.parallel.communicator import torch_distributed
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join
@@ -27,6 +36,7 @@ from platform.plan.language.mesh import Mesh
 from tests.harness.threads import summed
 
 GPU = torch.device("cuda", 0)
+CONNECTIONS = 8  # more than a rank has streams
 ABORT_SECONDS = 1.0  # for the other threads of a rank to abort what its abort waits for
 
 
@@ -35,12 +45,35 @@ class Stuck(RuntimeError):
 
 
 class Operation:
-    """What one rank has issued in a group: a collective of the kind `what`, or a message to or from `peer`. `work`:
-    what the collective does, given the tensors of all members, by rank."""
+    """What one rank has issued in a group: a collective of the kind `what`, or a message to or from `peer`. `given`:
+    what it reads; `out`: what it writes, which is the `result` of what all members have read and of its index among
+    them."""
 
-    def __init__(self, rank: int, what: Any, tensors: Any, work: Callable[..., None] | None = None, peer: int = -1):
-        self.rank, self.what, self.tensors, self.work, self.peer = rank, what, tensors, work, peer
+    def __init__(
+        self, rank: int, what: Any, queues: Queues, given: Memory, out: Memory, result: Result, peer: int = -1
+    ):
+        self.rank, self.what, self.queues, self.peer = rank, what, queues, peer
+        self.given, self.out, self.result = given, out, result
         self.done = False
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Read at once, and leave no number in what is to be written."""
+        before, self.given = self.given, content(self.given)
+        for out in [self.out] if isinstance(self.out, Tensor) else self.out:
+            out.data.copy_(no_number(out))  # unseen by autograd, as is all that happens in the background
+        if self.what[0] == "all_gather":  # which reads where it writes, perhaps, and leaves there what it reads
+            before.data.copy_(self.given)
+
+    @property
+    def started(self) -> bool:
+        """Whether nothing that this rank has issued before it in its group still runs."""
+        return self.done or self.queues[self.rank][0] is self
+
+
+Memory = Tensor | Sequence[Tensor]
+Result = Callable[[list[Any], int], Memory]
+Queues = dict[int, deque[Operation]]  # of each member of a group
 
 
 class Group:
@@ -48,7 +81,7 @@ class Group:
 
     def __init__(self, world: World, members: tuple[int, ...], strict: bool, connected: bool):
         self.world, self.members, self.strict, self.connected = world, members, strict, connected
-        self.queues: dict[Any, dict[int, deque[Operation]]] = defaultdict(lambda: {m: deque() for m in members})
+        self.queues: dict[Any, Queues] = defaultdict(lambda: {m: deque() for m in members})
         self.called: set[int] = set()
         self.opened: set[tuple[int, int]] = set()  # (sender, receiver) that have exchanged a message
         self.options = SimpleNamespace(global_ranks_in_group=[])
@@ -67,15 +100,27 @@ class Work:
 
     def wait(self, timeout: Any = None) -> None:
         assert timeout is None or not self._group.strict, "NCCL polls on the host if a timeout is given"
-        self._world.until(lambda: self._operation.done, f"{self._operation.what} in {self._group.members}")
+        o = self._operation
+        self._world.until(lambda: o.done, f"{o.what} in {self._group.members}", o.queues)
+
+
+class Wait(NamedTuple):
+    """What a rank waits for, and the queues of the group that have to move for it, if any."""
+
+    true: Callable[[], bool]
+    what: str
+    queues: Queues | None
 
 
 class World:
-    """Where the threads meet; `dist` stands for the module torch.distributed."""
+    """Where the threads meet; `dist` stands for the module torch.distributed. `connections`: hardware queues between a
+    host and its device, one (CUDA_DEVICE_MAX_CONNECTIONS=1) or enough for all streams; `early`: operations begin as
+    early as they may, instead of as late."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, connections: int = CONNECTIONS, early: bool = False):
+        self.connections, self.early = connections, early
         self.changed, self.here = threading.Condition(), threading.local()
-        self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self.waiting: dict[int, Wait] = {}
         self.live, self.size, self.failure = set(range(size)), size, None
         self.groups: dict[Any, Group] = {}
         self.aborted: dict[int, set[Group]] = defaultdict(set)  # of each rank
@@ -112,20 +157,51 @@ class World:
 
     # the engine
 
-    def until(self, true: Callable[[], bool], what: str) -> None:
-        """Hold this rank until `true()`. Raises Stuck if that can never be."""
+    def until(self, true: Callable[[], bool], what: str, queues: Queues | None = None) -> None:
+        """Hold this rank until `true()`, for which operations in `queues` may have to run. Raises Stuck if that can
+        never be."""
         with self.changed:
-            self.waiting[self.here.rank] = true, what
+            self.waiting[self.here.rank] = Wait(true, what, queues)
+            self._look()
             while not true():
-                self._look()
                 if self.failure:
                     raise Stuck(str(self.failure)) from self.failure
                 self.changed.wait(30.0)
             del self.waiting[self.here.rank]
 
     def _look(self) -> None:
-        if self.live and self.live <= self.waiting.keys() and not any(t() for t, _ in self.waiting.values()):
-            self.fail(Stuck("; ".join(f"rank {r}: {what}" for r, (_, what) in sorted(self.waiting.items()))))
+        """Run what has to run for one of the ranks to go on, if all of them wait; fail if nothing can."""
+        if not self.live or not self.live <= self.waiting.keys():
+            return
+        while not self.failure and not any(wait.true() for wait in self.waiting.values()):
+            if latest := self._latest():
+                self._run(latest)
+            else:
+                self.fail(Stuck("; ".join(f"rank {r}: {w.what}" for r, w in sorted(self.waiting.items()))))
+        self.changed.notify_all()
+
+    def _latest(self) -> list[Operation]:
+        """Return operations that can run together and that a rank waits for; if possible, those that all their ranks
+        wait for."""
+        ready = []
+        for rank in sorted(self.waiting):
+            if (queues := self.waiting[rank].queues) and (found := ready_in(queues)):
+                if all(o.rank in self.waiting and self.waiting[o.rank].queues is queues for o in found):
+                    return found
+                ready.append(found)
+        return ready[0] if ready else []
+
+    @torch.no_grad()
+    def _run(self, operations: Sequence[Operation]) -> None:
+        kinds = {o.what for o in operations if o.peer < 0}
+        if len(kinds) > 1:
+            return self.fail(RuntimeError(f"{[o.rank for o in operations]} call {kinds}"))
+        read = [content(o.given) for o in operations]
+        for i, o in enumerate(operations):
+            write(o.out, o.result(read, i))
+        for o in operations:
+            o.done = True
+            o.queues[o.rank].popleft()
 
     def fail(self, cause: BaseException) -> None:
         self.failure = self.failure or cause
@@ -138,20 +214,24 @@ class World:
                 self.fail(cause)
             self._look()
 
-    def _issue(self, group: Group | None, what: Any, tensors: Any, work: Any = None, peer: int = -1) -> Work:
+    def _issue(
+        self, group: Group | None, what: Any, given: Memory, out: Memory, result: Result, peer: int = -1
+    ) -> Work:
         group, rank = group or self.here.default, self.here.rank
-        operation = Operation(rank, what, tensors, work, peer)
         if not group.connected and not self._connect(group, rank, peer):
             group = self._pair(group, rank, peer)
+        key = ("messages", min(rank, peer), max(rank, peer)) if peer >= 0 and not group.strict else "all"
         with self.changed:
-            key = ("messages", min(rank, peer), max(rank, peer)) if peer >= 0 and not group.strict else "all"
-            group.queues[key][rank].append(operation)
-            self._run(group, group.queues[key])
-            self.changed.notify_all()
+            queues = group.queues[key]
+            queues[rank].append(operation := Operation(rank, what, queues, given, out, result, peer))
+            if self.early:
+                operation.begin()
         pair = (rank, peer) if what == "send" else (peer, rank)
         if peer >= 0 and group.strict and pair not in group.opened:
-            self.until(lambda: operation.done, f"the first {what} of {pair}")
+            self.until(lambda: operation.done, f"the first {what} of {pair}", queues)
             group.opened.add(pair)
+        if group.strict and self.connections == 1:
+            self.until(lambda: operation.started, f"{what} in {group.members} to start, and so its queue", queues)
         return Work(self, group, operation)
 
     def _connect(self, group: Group, rank: int, peer: int) -> bool:
@@ -166,36 +246,6 @@ class World:
         with self.changed:
             members = min(rank, peer), max(rank, peer)
             return self.groups.setdefault(("pair", id(group), members), Group(self, members, group.strict, True))
-
-    def _run(self, group: Group, queues: dict[int, deque[Operation]]) -> None:
-        """Run whatever is at the head of the queues of all whom it concerns."""
-        moved = True
-        while moved:
-            moved = False
-            heads = {m: queues[m][0] for m in group.members if queues[m]}
-            if len(heads) == len(group.members) and all(head.peer < 0 for head in heads.values()):
-                kinds = {head.what for head in heads.values()}
-                if len(kinds) > 1:
-                    return self.fail(RuntimeError(f"{group.members} call {kinds}"))
-                given = [heads[m].tensors for m in group.members]
-                for head in heads.values():
-                    head.work(given, group.members.index(head.rank))
-                moved = self._end(queues, *heads.values())
-                continue
-            for send in heads.values():
-                receive = heads.get(send.peer)
-                if send.what == "send" and receive and receive.what == "receive" and receive.peer == send.rank:
-                    assert receive.tensors.shape == send.tensors.shape and receive.tensors.dtype == send.tensors.dtype
-                    receive.tensors.copy_(send.tensors)
-                    moved = self._end(queues, send, receive)
-                    break
-
-    @staticmethod
-    def _end(queues: dict[int, deque[Operation]], *operations: Operation) -> bool:
-        for operation in operations:
-            operation.done = True
-            queues[operation.rank].popleft()
-        return True
 
     # torch.distributed
 
@@ -260,7 +310,8 @@ class World:
         others = [g for g in {*self.groups.values()} if g.strict and g is not group and rank in g.members]
 
         def free() -> bool:
-            return not any(queue[rank] for g in others if g not in self.aborted[rank] for queue in g.queues.values())
+            left = (queues for g in others if g not in self.aborted[rank] for queues in g.queues.values())
+            return all(ready_in(queues) or not queues[rank] for queues in left)
 
         with self.changed:
             self.aborted[rank].add(group)
@@ -275,61 +326,101 @@ class World:
         self.here.default = None
 
     def isend(self, x, peer, group=None):
-        return self._issue(group, "send", x.detach().clone(), peer=peer)
+        return self._issue(group, "send", x.detach(), [], lambda read, me: [], peer)
 
     def irecv(self, out, peer, group=None):
-        return self._issue(group, "receive", out, peer=peer)
+        return self._issue(group, "receive", [], out, lambda read, me: read[0], peer)  # the send stands first
 
-    def _collective(self, group, what, tensors, work, async_op):
-        handle = self._issue(group, what, tensors, work)
+    def _collective(self, group, what, given, out, result, async_op):
+        handle = self._issue(group, what, given, out, result)
         return handle if async_op else handle.wait()
 
     def all_gather(self, out, given, group=None, async_op=False):
-        work = lambda all_, me: all_[me][1].copy_(torch.cat([x for x, _ in all_]))  # noqa: E731
-        return self._collective(group, ("all_gather", given.numel()), (given.clone(), out), work, async_op)
+        what = "all_gather", given.numel()
+        return self._collective(group, what, given, out, lambda read, me: torch.cat(read), async_op)
 
     def reduce_scatter(self, out, given, group=None, async_op=False):
         n = out.numel()
-        work = lambda all_, me: all_[me][1].copy_(summed([x[me * n :][:n] for x, _ in all_]))  # noqa: E731
-        return self._collective(group, ("reduce_scatter", n), (given.clone(), out), work, async_op)
+        result = lambda read, me: summed([x[me * n :][:n] for x in read])  # noqa: E731
+        return self._collective(group, ("reduce_scatter", n), given, out, result, async_op)
 
     def all_to_all_single(self, out, given, outs=None, ins=None, group=None, async_op=False):
-        def work(all_, me):
-            parts = [x.split(ins_ or x.numel() // len(all_))[me] for x, _, ins_ in all_]
-            all_[me][1].copy_(torch.cat(parts))
-
-        return self._collective(group, "all_to_all", (given.clone(), out, ins), work, async_op)
+        parts = given.split(ins or given.numel() // len((group or self.here.default).members))
+        result = lambda read, me: torch.cat([x[me] for x in read])  # noqa: E731
+        return self._collective(group, "all_to_all", parts, out, result, async_op)
 
     def broadcast(self, out, root, group=None, async_op=False):
         at = (group or self.here.default).members.index(root)
-        work = lambda all_, me: me == at or all_[me][1].copy_(all_[at][0])  # noqa: E731
-        return self._collective(group, ("broadcast", root), (out.clone(), out), work, async_op)
+        given, written = (out, []) if self.here.rank == root else ([], out)
+        result = lambda read, me: read[at] if me != at else []  # noqa: E731
+        return self._collective(group, ("broadcast", root), given, written, result, async_op)
 
     def scatter(self, out, parts, root, group=None, async_op=False):
         at = (group or self.here.default).members.index(root)
-        work = lambda all_, me: all_[me][1].copy_(all_[at][0][me])  # noqa: E731
-        return self._collective(group, ("scatter", root), (parts and [p.clone() for p in parts], out), work, async_op)
+        what = "scatter", root
+        return self._collective(group, what, parts or [], out, lambda read, me: read[at][me], async_op)
 
     def gather(self, given, parts, root=0, group=None, async_op=False):
-        def work(all_, me):
-            for part, (x, _) in zip(all_[me][1] or (), all_, strict=False):
-                part.copy_(x)
-
-        return self._collective(group, ("gather", root), (given.clone(), parts), work, async_op)
+        return self._collective(group, ("gather", root), given, parts or [], lambda read, me: read, async_op)
 
     def reduce(self, out, root, group=None, async_op=False):
-        at = (group or self.here.default).members.index(root)
-        work = lambda all_, me: me == at and all_[me][1].copy_(summed([x for x, _ in all_]))  # noqa: E731
-        return self._collective(group, ("reduce", root), (out.clone(), out), work, async_op)
+        written = out if self.here.rank == root else []
+        return self._collective(group, ("reduce", root), out, written, lambda read, me: summed(read), async_op)
 
     def all_reduce(self, out, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
         largest = op == torch.distributed.ReduceOp.MAX
+        result = lambda read, me: torch.stack(read).amax(0) if largest else summed(read)  # noqa: E731
+        return self._collective(group, ("all_reduce", str(op), out.numel()), out, out, result, async_op)
 
-        def work(all_, me):
-            parts = [x for x, _ in all_]
-            all_[me][1].copy_(torch.stack(parts).amax(0) if largest else summed(parts))
 
-        return self._collective(group, ("all_reduce", str(op), out.numel()), (out.clone(), out), work, async_op)
+def ready_in(queues: Queues) -> list[Operation]:
+    """Return the operations at the heads of a group's queues that can run together: a collective of all members, or a
+    message; [] if there are none."""
+    heads = {member: queue[0] for member, queue in queues.items() if queue}
+    if len(heads) == len(queues) and all(head.peer < 0 for head in heads.values()):
+        return [*heads.values()]
+    for send in heads.values():
+        receive = heads.get(send.peer)
+        if send.what == "send" and receive and receive.what == "receive" and receive.peer == send.rank:
+            return [send, receive]
+    return []
+
+
+def is_freed(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize
+
+
+def content(given: Memory) -> Any:
+    """Return what is in memory now, which is not a number where it was freed."""
+    if not isinstance(given, Tensor):
+        return [content(x) for x in given]
+    return no_number(given) if is_freed(given) else given.clone()
+
+
+def no_number(x: Memory) -> Any:
+    """Return new memory of these shapes without a number, or with the least one where numbers are whole."""
+    if not isinstance(x, Tensor):
+        return [no_number(y) for y in x]
+    return torch.full_like(x, nan if x.is_floating_point() else torch.iinfo(x.dtype).min)
+
+
+def write(out: Memory, x: Memory) -> None:
+    """Fill `out`, one tensor or several. Raises AssertionError where there is no memory any more, or of other sizes."""
+    if not isinstance(out, Tensor):
+        for part, y in zip(out, x, strict=False):
+            write(part, y)
+        return
+    assert not is_freed(out), "what an operation writes to was freed before it ran"
+    assert isinstance(x, Tensor) and (x.shape, x.dtype) == (out.shape, out.dtype)
+    out.copy_(x)
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def resize_to_no_number(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    """Resize a storage like torch, whose new memory has any content: here bytes that are not a number."""
+    return _resize(storage, nbytes).fill_(255)
 
 
 def run_strictly(
@@ -339,10 +430,13 @@ def run_strictly(
     axes: Sequence[Sequence[str]] = (),
     neighbours: Sequence[tuple[int, int]] = (),
     device: torch.device = GPU,
+    connections: int = CONNECTIONS,
+    early: bool = False,
 ) -> tuple[World, list[Any]]:
     """Run `work` on every rank of `mesh`, each a thread, on groups that were joined as on `device`: of NCCL, but with
     tensors on the CPU. Return the world and the results by rank. Raises the first failure of any rank."""
-    world = World(mesh.size)
+    world = World(mesh.size, connections, early)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_to_no_number)
     monkeypatch.setattr(torch_distributed, "dist", world.dist)
     monkeypatch.setattr(torch_distributed, "_all_gather", world.all_gather)
     monkeypatch.setattr(torch_distributed, "_reduce_scatter", world.reduce_scatter)

@@ -50,10 +50,45 @@ TRIES = 20  # draws until one is legal
 ENDS = {1: ((1,), (2,)), 2: ((1, 2), (1, 3), (2, 3))}  # plans of a run -> the last steps of each
 
 Phases = Sequence[range]  # the steps under each of a run's plans
+Ranks = Callable[[Config, Plan, Callable[[Communicator], Any]], list[Any]]  # of a plan, each doing some work
+Check = Callable[[Random, Sequence[Config], Sequence[Plan]], None]
+
+
+def on_threads(c: Config, plan: Plan, work: Callable[[Communicator], Any]) -> list[Any]:
+    """Do some work on every rank of a plan, each a thread; return the results by rank."""
+    return run_threads(plan.mesh, work)
+
+
+def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan], ranks: Ranks = on_threads) -> None:
+    """Run the plans one after the other and compare each with the same steps of one process.
+
+    Raises AssertionError naming what differs.
+    """
+    ends = r.choice(ENDS[len(plans)])
+    phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
+    expected = alone(configs[0], phases)
+    storage, directory = open_storage("memory://plans"), ""
+    before = expected[0].initial
+    try:
+        for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
+            check_stages(plan)
+            wanted, last = replace(expected[number], initial=before), steps is phases[-1]
+            results, directory = run_phase(c, plan, ranks, steps, storage, directory, save=not last)
+            try:
+                compare(c, plan, results, wanted)
+            except AssertionError:
+                nudged = alone(configs[0], phases, nudge=2.0**-52)[number]
+                compare(c, plan, without_shaky(results, wanted, nudged), wanted)
+            assert counted(results) == communication(of_batch(c, batch_of(c.train, steps[0]))), "bytes moved"
+            assert replay([found.log for found in results]) is None, "order of launches"
+            before = assemble(plan, results, lambda found: found.final)
+    finally:
+        for name in storage.list(""):
+            storage.delete(name)
 
 
 @contextmanager
-def opened() -> Iterator[Callable[[int], str]]:
+def opened(check: Check = check) -> Iterator[Callable[[int], str]]:
     """Yield `attempt`, which keeps its tables in a folder of its own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,12 +97,12 @@ def opened() -> Iterator[Callable[[int], str]]:
         for name, loss in OWN_LOSSES.items():
             register_loss(name, loss)
         register_objective(WEIGHED, weighed, KINDS, weighted=True)
-        yield lambda seed: attempt(seed, Path(folder))
+        yield lambda seed: attempt(seed, Path(folder), check)
     torch.set_num_threads(threads)
 
 
-def attempt(seed: int, folder: Path) -> str:
-    """Check the case of a seed. Raises AssertionError with the plans where it fails."""
+def attempt(seed: int, folder: Path, check: Check) -> str:
+    """Draw the case of a seed and check it. Raises AssertionError with the plans where it fails."""
     r = Random(seed)
     wanted = r.choice((*CLASSES[:-1], *OFTEN))
     configs = []
@@ -135,34 +170,6 @@ def of_rounding(c: Config) -> bool:
     return any(float((w - nudged.final[name]).abs().max()) > 1e-9 for name, w in found[-1].final.items())
 
 
-def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
-    """Run the plans one after the other and compare each with the same steps of one process.
-
-    Raises AssertionError naming what differs.
-    """
-    ends = r.choice(ENDS[len(plans)])
-    phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
-    expected = alone(configs[0], phases)
-    storage, directory = open_storage("memory://plans"), ""
-    before = expected[0].initial
-    try:
-        for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
-            check_stages(plan)
-            wanted, last = replace(expected[number], initial=before), steps is phases[-1]
-            results, directory = run_phase(c, plan, steps, storage, directory, save=not last)
-            try:
-                compare(c, plan, results, wanted)
-            except AssertionError:
-                nudged = alone(configs[0], phases, nudge=2.0**-52)[number]
-                compare(c, plan, without_shaky(results, wanted, nudged), wanted)
-            assert counted(results) == communication(of_batch(c, batch_of(c.train, steps[0]))), "bytes moved"
-            assert replay([found.log for found in results]) is None, "order of launches"
-            before = assemble(plan, results, lambda found: found.final)
-    finally:
-        for name in storage.list(""):
-            storage.delete(name)
-
-
 def without_shaky(results: Sequence[Result], wanted: Result, nudged: Result) -> list[Result]:
     """Return the results without the gradient norms and losses that have too few digits to be compared: those in which
     one process differs from itself by a tenth of the oracle's bound once its initial weights differ in their last bit
@@ -197,7 +204,7 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0) -> list[Result]:
 
 
 def run_phase(
-    c: Config, plan: Plan, steps: range, storage: Storage, start: str, save: bool
+    c: Config, plan: Plan, ranks: Ranks, steps: range, storage: Storage, start: str, save: bool
 ) -> tuple[list[Result], str]:
     """Compute steps on all ranks of a plan, from a checkpoint if `start` names one; return the results and the name of
     the checkpoint written at the end, "" where none is wanted."""
@@ -216,13 +223,13 @@ def run_phase(
         report = state.image.write(storage, end)
         return found, (report, {held.name: held.shape for held in state.held}, state.values())
 
-    ranks = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    done = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else ranks(c, plan, work)
     if end:
-        reports = [written[0] for _, written in ranks]
-        values = next((written[2] for _, written in ranks if written[2]), {})
+        reports = [written[0] for _, written in done]
+        values = next((written[2] for _, written in done if written[2]), {})
         meta = Meta(steps[-1], samples_of(c.train, steps[-1])[1], c.seed, "", {}, "", {}, values)
-        commit(storage, end, ranks[0][1][1], reports, meta)
-    return [found for found, _ in ranks], end
+        commit(storage, end, done[0][1][1], reports, meta)
+    return [found for found, _ in done], end
 
 
 def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Result:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
@@ -103,10 +105,11 @@ class OneAttention(TorchFunctionMode):
 
 @dataclass
 class Counted:
-    """Kernels by name, bytes that they read and write, clones."""
+    """Kernels by name, bytes that they read and write, clones, and the threads of the host that launched them."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
+    threads: set[str] = field(default_factory=set)
 
     @property
     def launched(self) -> int:
@@ -146,17 +149,22 @@ class KernelCounter(TorchDispatchMode):
         section = next((s for s in ("forward", "backward") if s in opened), "other")
         counted = self.sections[section]
         counted.kernels[function.overloadpacket.__name__] += 1
+        counted.threads.add(current_thread().name)
         counted.nbytes += nbytes
         return out
 
 
 @contextmanager
 def alone(
-    c: Config, rank: int, reads: list[int], communicator: Callable[[Plan, int], Communicator] | None = None
+    c: Config,
+    rank: int,
+    reads: list[int],
+    communicator: Callable[[Plan, int], Communicator] | None = None,
+    corpus: Any = None,
 ) -> Iterator[Trainer]:
     """The trainer of one rank on the card, in a world of torch's `fake` transport. `reads`: collects how many numbers
     each synchronisation with the device reads; all are 1. `communicator`: makes the rank's, by default that of
-    `communicator_of`."""
+    `communicator_of`; `corpus`: by default one whose samples are all alike."""
     plan = make_plan(c)
 
     def read(self: Communicator, x: Tensor) -> list[float]:
@@ -166,13 +174,15 @@ def alone(
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(MODULE, "there", True)
+        patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
         patch.setitem(SQUARED_AT_ONCE, "card", SQUARED_AT_ONCE["cuda"])
         if plan.mesh.size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
         try:
-            yield trainer_of(c, plan, (communicator or communicator_of)(plan, rank), Cached(c), fresh=False)
+            made = (communicator or communicator_of)(plan, rank)
+            yield trainer_of(c, plan, made, corpus or Cached(c), fresh=False)
         finally:
             if plan.mesh.size > 1:
                 dist.destroy_process_group()

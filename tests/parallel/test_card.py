@@ -9,7 +9,6 @@ from threading import current_thread
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.config.fields import Config
 from platform.launch import CONF, compose
@@ -76,17 +75,12 @@ def test_negative_control_what_waits_for_the_card_or_is_elsewhere(name):
 
 def test_the_backward_pass_runs_in_the_thread_of_the_card():
     """As on CUDA, and not in the one that called it; fused AdamW updates there."""
-    threads, kernels = set(), set()
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            threads.add(current_thread().name)
-            kernels.add(function.overloadpacket.__name__)
-            return function(*args, **(kwargs or {}))
-
-    with alone(small("one_gpu"), 0, []) as trainer, Seen():
+    with alone(small("one_gpu"), 0, []) as trainer, KernelCounter(trainer.communicator) as counter:
         trainer.step(1)
-    assert len(threads) == 2 and "_fused_adamw_" in kernels
+    forward, backward, other = (counter.sections[name] for name in ("forward", "backward", "other"))
+    assert forward.threads == other.threads == {current_thread().name}
+    assert len(backward.threads - forward.threads) == 1
+    assert "_fused_adamw_" in other.kernels
 
 
 DROPS = ["+experiment=one_gpu", "model.dropout=0.1"]

@@ -59,11 +59,11 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[
     Malformed for an entry that `build` cannot have made. Of several processes that build at once, the first to finish
     wins. Raises ConfigError if the cache cannot be written.
     """
-    if found := verified(entry, read):
+    if (found := verified(entry, read)) is not None:
         return found
     with _published("data.cache", entry) as private:
         _seal(private, build(private))
-    if not (found := verified(entry, read)):
+    if (found := verified(entry, read)) is None:
         raise OSError(f"{entry} does not hold what was just written into it")
     return found
 

@@ -156,7 +156,13 @@ class StreamedTokens:
     def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
         """Return the token stream of a block, tokenised from `documents()` if the cache does not have it."""
         place = self._place(block)
-        return self.cut(place, self._once("blocks", place, lambda folder: self.write(folder, documents()), self.read))
+        return self._once(
+            "blocks",
+            place,
+            lambda folder: self.write(folder, documents()),
+            # at once: others delete what they have read
+            lambda folder, meta: self.cut(folder, self.read(folder, meta)),
+        )
 
     def _stream(self, block: int) -> Any:
         """Return the token stream of block number `block`, which is tokenised first if need be."""
@@ -169,12 +175,18 @@ class StreamedTokens:
         deleted; the next one is made meanwhile."""
         if block not in self._opened:
             self._opened[block] = self._stream(block)
+            self._delete_old()
             following = 0 if self._end(block).last else block + 1
             Thread(target=self._prepare, args=(following,), daemon=True).start()
-            for old in list(self._opened)[:-KEPT]:
+        return self._opened[block]
+
+    def _delete_old(self) -> None:
+        """Delete the blocks that this process has opened long before; while another makes one, which may be one of them
+        for its next epoch, they stay until the next call."""
+        with _alone(self.folder, "blocks", waits=False) as alone:
+            for old in list(self._opened)[:-KEPT] if alone else ():
                 self._opened.pop(old, None)
                 shutil.rmtree(self._place(old).parent, ignore_errors=True)
-        return self._opened[block]
 
     def _prepare(self, block: int) -> None:
         """Prepare a block of this streamed source, ahead of the training steps that will read it."""
@@ -201,17 +213,22 @@ def _read_end(folder: Path, meta: dict[str, Any]) -> _End:
 
 
 @contextmanager
-def _alone(folder: Path, kind: str) -> Iterator[None]:
+def _alone(folder: Path, kind: str, waits: bool = True) -> Iterator[bool]:
     """Hold, within the context, the lock by which one process alone makes a kind of cache entry in a folder; where the
-    file system has no locks, nothing."""
+    file system has no locks, nothing. Yield False where another process holds it, unless this one `waits`."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         file = (folder / f"{kind}.lock").open("w")
     except OSError:
-        yield  # what is to be written there says why it can't be
+        yield True  # what is to be written there says why it can't be
         return
     with file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        taken = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            taken = True
+        except OSError:
+            pass
+        yield not taken

@@ -3,17 +3,21 @@ of one process."""
 
 from __future__ import annotations
 
+from math import nan
+
 import pytest
 import torch
 
 from platform.parallel.communicator import torch_distributed
 from platform.parallel.communicator.base import Aborted, Communicator
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join
+from platform.parallel.sharding.flat import FlatBucket
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
+from platform.train.step.rank_parameters import Weights
 from tests.doubles.strict_nccl import GPU, Stuck, World, run_strictly
-from tests.harness.oracle import compute, configure, examine
+from tests.harness.oracle import compute, configure, examine, prove
 
 STAGES = Mesh.of({"stage": 3, "t": 2})
 PLANS = {
@@ -27,12 +31,14 @@ PLANS = {
 }
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("name", PLANS)
-def test_a_step_on_strict_groups_equals_one_process(name, monkeypatch):
+def test_a_step_on_strict_groups_equals_one_process(name, early, monkeypatch):
     c = configure(**{"microbatch": 1, **PLANS[name]})
     plan = make_plan(c)
     axes, neighbours = process_groups(plan), plan.neighbours
-    _, results = run_strictly(monkeypatch, plan.mesh, lambda groups: compute(c, plan, groups), axes, neighbours)
+    work = lambda groups: compute(c, plan, groups)  # noqa: E731
+    _, results = run_strictly(monkeypatch, plan.mesh, work, axes, neighbours, early=early)
     examine(c, plan, results)
 
 
@@ -84,6 +90,97 @@ def _one_queue_per_pair(self, parent_pg=None, split_ranks=None, timeout=None):
     if key not in known:
         known[key] = _split(self, split_ranks=split_ranks)
     return known[key]
+
+
+@pytest.mark.parametrize("messages", [1, 2])
+def test_with_one_hardware_queue_a_message_that_cannot_start_holds_all_that_follows(messages, monkeypatch):
+    """The second one waits for the first to be received, after a sum of which its sender is a part."""
+
+    def work(groups):
+        here = groups.coordinates["stage"]
+        sent = [groups.send(torch.full((1,), 1.0 + i), 1) for i in range(messages)] if here == 0 else []
+        total = groups.launch("all_reduce", torch.ones(1), ("stage",)).wait().item()
+        received = [groups.receive((1,), torch.float32, 0) for _ in range(messages)] if here == 1 else []
+        return total, [handle.wait().item() for handle in (*sent, *received)]
+
+    def run(connections):
+        return run_strictly(monkeypatch, STAGES, work, [("stage",)], [(0, 1)], connections=connections)[1]
+
+    expected = [(3.0, [1.0, 2.0][:messages])] * 4 + [(3.0, [])] * 2
+    assert run(8) == expected
+    if messages == 1:  # it has started: the queue goes on
+        assert run(1) == expected
+    else:
+        with pytest.raises(Stuck, match=r"rank 0: send in \(0, 2\) to start.*rank 2: \('all_reduce"):
+            run(1)
+
+
+def resize(*sizes):
+    """What gives a tensor's storage one size after the other, in numbers of fp32."""
+    return lambda x: [x.untyped_storage().resize_(4 * size) for size in sizes]
+
+
+MEANWHILE = {  # what a rank does to the memory that it has given, and what is then read there
+    "nothing": (lambda x: None, 1.0),
+    "written": (lambda x: x.fill_(7.0), 7.0),
+    "freed": (resize(0), nan),
+    "allocated again": (resize(0, 3), nan),
+}
+
+
+@pytest.mark.parametrize("op", ["all_gather", "broadcast", "send"])
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_what_is_given_is_read_when_it_is_sent(op, meanwhile, monkeypatch):
+    """Although the others wait for it already, and the giver has waited for something else."""
+    along, across = ("stage", "t") if op == "send" else ("t", "stage")
+    change, read = MEANWHILE[meanwhile]
+
+    def start(groups, x):
+        if op != "send":
+            return groups.launch(op, x, (along,))
+        return groups.receive(x.shape, x.dtype, 0) if groups.coordinates[along] else groups.send(x, 1)
+
+    def work(groups):
+        here, x = groups.coordinates[along], torch.ones(3)
+        handle = start(groups, x) if here < 2 else None
+        if here == 0:
+            groups.launch("all_reduce", torch.ones(1), (across,)).wait()
+            change(x)
+        out = handle and handle.wait()
+        return out.flatten()[:3].tolist() if here == 1 else None
+
+    results = run_strictly(monkeypatch, STAGES, work, [("t",), ("stage",)], [(0, 1)])[1]
+    assert {str(found) for found in results if found is not None} == {str([read] * 3)}
+
+
+def test_negative_control_memory_of_gradients_that_is_used_again_before_they_are_reduced(monkeypatch):
+    """What copies at once does not see it."""
+    c = configure(data=2, zero=2, microbatch=1)
+    plan = make_plan(c)
+    reduce = FlatBucket.reduce
+
+    def keep(self):
+        sums = self._sums()
+        reduce(self)
+        self.sums = sums
+
+    monkeypatch.setattr(FlatBucket, "reduce", keep)
+    monkeypatch.setattr(Weights, "_reduce", lambda self, flat: flat.reduce())  # and goes on without a wait
+    prove(c)
+    axes, work = process_groups(plan), lambda groups: compute(c, plan, groups)
+    examine(c, plan, run_strictly(monkeypatch, plan.mesh, work, axes, early=True)[1])
+    with pytest.raises(AssertionError, match="gradient of"):
+        examine(c, plan, run_strictly(monkeypatch, plan.mesh, work, axes)[1])
+
+
+def test_what_a_collective_writes_is_no_number_before_it_has_run(monkeypatch):
+    def work(groups):
+        x = torch.ones(1)
+        handle = groups.launch("all_reduce", x, ("t",), owned=True)
+        return [x.item(), handle.wait().item()]
+
+    assert str(run_strictly(monkeypatch, STAGES, work, [("t",)], early=True)[1]) == str([[nan, 2.0]] * 6)
+    assert run_strictly(monkeypatch, STAGES, work, [("t",)])[1] == [[1.0, 2.0]] * 6
 
 
 def test_what_is_in_host_memory_needs_no_group_of_the_device(monkeypatch):

@@ -19,10 +19,10 @@ CUDA_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the driver's heartbeats find what hangs
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the error, and reports it
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # 4 of these the watchdog sleeps after an error; who leaves waits for it
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # the watchdog sleeps 4 of these after an error, and a leave with it
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # a direction between stages has its own group
     "NCCL_RUNTIME_CONNECT": "0",  # connect for all sizes while forming: a first large call would block the host
-    "NCCL_RAS_ENABLE": "0",  # its thread connects processes for their whole life, and crashes when peers die (nccl#1996)
+    "NCCL_RAS_ENABLE": "0",  # its thread connects processes for their lives, and crashes when peers die (nccl#1996)
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
 }
 # The same where a tensor scheme splits layers: one hardware queue, so that kernels start in the order of their launch,

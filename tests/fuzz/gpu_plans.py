@@ -1,0 +1,64 @@
+"""Random plans as GPUs run them: on groups that are as strict as NCCL may be, against one process in fp64, and on a
+card that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from random import Random
+from threading import current_thread
+from typing import Any
+
+import pytest
+
+from platform.cluster.crew.base.job import worker_environment
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Communicator
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import process_groups
+from tests.doubles.strict_nccl import CONNECTIONS, run_strictly
+from tests.fuzz import plans
+from tests.fuzz.draw_data import open_data
+from tests.fuzz.plans import CLASSES
+from tests.harness.card import KernelCounter, alone
+
+__all__ = ["CLASSES", "opened"]
+
+PRECISIONS = ("bf16", "bf16", "fp16", "fp32", "fp64")
+
+
+def opened() -> AbstractContextManager[Callable[[int], str]]:
+    """Yield `attempt`."""
+    return plans.opened(check)
+
+
+def on_strict_nccl(c: Config, plan: Plan, work: Callable[[Communicator], Any], early: bool = False) -> list[Any]:
+    """Do some work on every rank of a plan, each a thread with as many connections to its device as its worker has.
+    `early`: collectives begin as early as they may, else as late."""
+    connections = int(worker_environment(c, "cuda").get("CUDA_DEVICE_MAX_CONNECTIONS", CONNECTIONS))
+    axes, neighbours = process_groups(plan), plan.neighbours
+    with pytest.MonkeyPatch.context() as patch:
+        return run_strictly(patch, plan.mesh, work, axes, neighbours, connections=connections, early=early)[1]
+
+
+def check(r: Random, configs: Sequence[Config], planned: Sequence[Plan]) -> None:
+    """Run the plans under the rules of GPUs, then a whole step of one rank of each on the card. Raises AssertionError
+    naming what differs."""
+    plans.check(r, configs, planned, partial(on_strict_nccl, early=r.random() < 0.5))
+    for c, plan in zip(configs, planned, strict=True):
+        step_on_card(replace(c, precision=r.choice(PRECISIONS)), r.randrange(plan.mesh.size))
+
+
+def step_on_card(c: Config, rank: int) -> None:
+    """Take a whole step of one rank on a card that is not there. Raises AssertionError where it waits for the card more
+    than once, or works elsewhere; any error where its tensors are on two devices."""
+    reads: list[int] = []
+    with alone(c, rank, reads, open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
+        report = trainer.step(1)
+    assert reads == [2] and not report.skipped, f"rank {rank} on the card reads {reads}"
+    threads, here = counter.sections["backward"].threads, current_thread().name
+    assert threads - {here} or not trainer.weights.trained, f"rank {rank} on the card: backward in {threads}"
+    updates = c.optimizer.kind == "adamw" and any(x.numel() for x in trainer.weights.trained.values())
+    assert not updates or "_fused_adamw_" in counter.sections["other"].kernels, f"rank {rank} on the card: no AdamW"
