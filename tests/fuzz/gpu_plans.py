@@ -55,7 +55,7 @@ def step_on_card(c: Config, rank: int) -> None:
     """Take a whole step of one rank on a card that is not there. Raises AssertionError where it waits for the card more
     than once, or works elsewhere; any error where its tensors are on two devices."""
     reads: list[int] = []
-    with alone(c, rank, reads, open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
+    with alone(c, rank, reads, corpus=open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
         report = trainer.step(1)
     assert reads == [2] and not report.skipped, f"rank {rank} on the card reads {reads}"
     threads, here = counter.sections["backward"].threads, current_thread().name

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -192,6 +193,7 @@ def nccl_is_first() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
         patch.setattr(dist, "init_process_group", lambda *_, pg_options, **__: asked.append(pg_options))
+        patch.setattr(dist, "group", MagicMock())
         join(dist.HashStore(), 0, 1, "cuda")
     return asked[0].is_high_priority_stream
 

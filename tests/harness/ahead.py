@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from shutil import which
 from types import SimpleNamespace
@@ -74,6 +74,24 @@ class Block:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function by the code of its traced graph, as tensors of the card went through it."""
+
+    source: str
+    __name__ = "block"
+
+    def on_gpu(self) -> Callable[..., Tensor]:
+        """The function, with a GPU in place of the card."""
+        scope: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": inf}
+        exec(self.source.replace("type='card'", "type='cuda'"), scope)
+
+        def block(*tensors: Tensor) -> Tensor:
+            return scope["forward"](None, *tensors)
+
+        return block
 
 
 @dataclass(frozen=True)
@@ -269,6 +287,9 @@ def _believe(target: int) -> None:
     torch._C._dynamo.guards._empty_strided_cuda = lambda shape, strides, dtype: torch.empty_strided(
         shape, strides, dtype=dtype, device="cuda"
     )
+    torch._C._dynamo.guards._reinterpret_tensor = lambda x, shape, strides, offset=0: torch.as_strided(
+        x, shape, strides, x.storage_offset() + offset
+    )
     patterns.lazy_init = lambda device=None: None  # replace products, attention and permutations; made of real tensors
 
     fold = patterns.UniformValueConstantFolder._deduce_value
@@ -343,12 +364,14 @@ def _compile(call: Call, launched: list[Any]) -> Compiled:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from platform.parallel.compiled import region
+    from tests.harness import one_attention  # noqa: F401  which traced blocks call
 
     torch._dynamo.reset()
     launched.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(call.gradient):
         arguments = tuple(map(_made, call.arguments))
-        found = region(call.function)(*arguments)
+        function = call.function.on_gpu() if isinstance(call.function, Traced) else call.function
+        found = region(function)(*arguments)
         if call.differentiated:
             leaves = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
             torch.autograd.grad(found, leaves, torch.empty_like(found))

@@ -19,11 +19,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,6 +36,7 @@ from platform.plan.core.step_collectives import process_groups
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from tests.harness.launches import moved
+from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import Tokens, trainer_of
 
 LOADING = "data"  # the section in which tensors may be on the CPU: a batch on its way to the device
@@ -66,41 +65,6 @@ dist.Backend.register_backend(
     "card_fake", lambda options, _: FakeProcessGroup._create_internal(options.group_rank, options.group_size),
     extended_api=True, devices=["cpu", "card"],
 )  # fmt: skip
-
-
-@torch.library.custom_op("budget::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    raise AssertionError("only on meta")
-
-
-@torch.library.custom_op("budget::attention_backward", mutates_args=())
-def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    raise AssertionError("only on meta")
-
-
-@attention.register_fake
-def _(q, k, v):
-    return torch.empty_like(q)
-
-
-@attention_backward.register_fake
-def _(g, q, k, v, out):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-attention.register_autograd(
-    lambda ctx, g: tuple(attention_backward(g, *ctx.saved_tensors)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
-)
-
-
-class OneAttention(TorchFunctionMode):
-    """Attention as one kernel, as flash attention is, whatever torch would choose for fake tensors."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            return attention(*args[:3])
-        return function(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -4,19 +4,23 @@ is not there."""
 from __future__ import annotations
 
 from functools import cache
+from inspect import getclosurevars
 
 import pytest
 
 from platform.launch import CONF, compose
-from platform.parallel import parallel_ops
-from tests.harness.ahead import Call, call_of
+from platform.parallel import parallel_ops, whole
+from tests.harness.ahead import Call, Traced, call_of
 from tests.harness.card import alone, ranks, shrunk
+from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import validation_loss
 
 T5 = ["+experiment=one_gpu", "model=t5_tiny"]
+LLAMA = ["+experiment=one_gpu", "model=llama_8b", "model.query_key_norm=true", "train.microbatch=1"]
 # name -> command line: all shipped experiments, and models whose regions are in none of these
 RUNS = {path.stem: [f"+experiment={path.stem}"] for path in sorted((CONF / "experiment").glob("*.yaml"))} | {
-    "llama_8b": ["+experiment=one_gpu", "model=llama_8b", "model.query_key_norm=true", "train.microbatch=1"],
+    "llama_8b": LLAMA,
+    "llama_8b_split": [*LLAMA, "tensor=1d", "tensor.axes={t: 2}"],
     "t5_geglu": T5,
     "t5_geglu_tanh": [*T5, "model.activation=geglu_tanh"],
     "t5_reglu": [*T5, "model.activation=reglu"],
@@ -29,8 +33,10 @@ def calls_of(run: str) -> tuple[Call, ...]:
     found: dict[Call, None] = {}
 
     def region(function):
+        as_on_gpus = traced(function) if function.__name__ == "block" else function
+
         def called(*arguments):
-            found[call_of(function, arguments)] = None
+            found.setdefault(call_of(as_on_gpus, arguments))
             return function(*arguments)
 
         return called
@@ -38,9 +44,17 @@ def calls_of(run: str) -> tuple[Call, ...]:
     c = shrunk(compose(RUNS[run]))
     c.train.compile = "on"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_ops, "region", region)
+        for module in (parallel_ops, whole):
+            patch.setattr(module, "region", region)
+        whole._compiled.cache_clear()
         for rank in ranks(c):
-            with alone(c, rank, []) as trainer:
+            with alone(c, rank, []) as trainer, OneAttention():
                 trainer.step(1)
                 validation_loss(trainer)
+        whole._compiled.cache_clear()
     return tuple(found)
+
+
+def traced(block) -> Traced:
+    """What a whole block computes."""
+    return Traced(getclosurevars(block).nonlocals["graph"].graph.python_code("self").src)

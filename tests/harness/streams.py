@@ -513,13 +513,13 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
     buffer._stream_of_copies.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         recorder.stand_in(patch)
-        with alone(c, rank, [], communicator) as trainer, recorder:
+        with alone(c, rank, [], communicator) as trainer, recorder, pytest.MonkeyPatch.context() as within:
             read = Communicator.read
 
             def noted(self: Communicator, x: Tensor) -> list[float]:
                 recorder.to_host(x)
                 return read(self, x)
 
-            patch.setattr(Communicator, "read", noted)
+            within.setattr(Communicator, "read", noted)
             yield trainer
     buffer._stream_of_copies.cache_clear()

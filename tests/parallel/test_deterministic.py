@@ -23,7 +23,8 @@ from platform.parallel.deterministic import deterministic
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
 from platform.train.worker import Worker
-from tests.harness.card import OneAttention, alone
+from tests.harness.card import alone
+from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import MODELS, Result, compute, configure, run, validation_loss
 
 COMMON: dict[str, Any] = {"precision": "fp32", "dropout": 0.1, "layers": 3, "global_batch": 8, "microbatch": 1}
