@@ -1,0 +1,43 @@
+"""Attention as one kernel, of which nothing but the shapes is known."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@torch.library.custom_op("budget::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise AssertionError("only on meta")
+
+
+@torch.library.custom_op("budget::attention_backward", mutates_args=())
+def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    raise AssertionError("only on meta")
+
+
+@attention.register_fake
+def _(q, k, v):
+    return torch.empty_like(q)
+
+
+@attention_backward.register_fake
+def _(g, q, k, v, out):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+attention.register_autograd(
+    lambda ctx, g: tuple(attention_backward(g, *ctx.saved_tensors)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+)
+
+
+class OneAttention(TorchFunctionMode):
+    """Attention as one kernel, as flash attention is, whatever torch would choose for fake tensors."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            return attention(*args[:3])
+        return function(*args, **(kwargs or {}))
