@@ -23,6 +23,7 @@ from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
+from platform.checkpoint.in_memory.copies import peers_of
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.report import FileReport
@@ -154,6 +155,7 @@ class Worker(Candidate):
             nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
             how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
             memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **how)
+            self.communicator.connect(peers_of(memory.held.copies, self.rank))
             self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
@@ -242,20 +244,21 @@ class Worker(Candidate):
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _begin_snapshot(self) -> None:
-        """Begin the snapshot of the state after the last training step, if one is due, while the next step runs: its
-        update waits until `_settle` has finished it. It overwrites the one before the newest only now, when the driver
-        knows that all ranks have the newest."""
+        """Begin the snapshot of the state after the last training step, if one is due, which is copied and passed on to
+        peers while the next step runs: its update waits until `_settle` has finished it. It overwrites the one before
+        the newest only now, when the driver knows that all ranks have the newest."""
+        assert self.communicator
         self.trainer.settle = self._settle
         if self._unheld is not None:
             step, self._unheld = self._unheld, None
-            self.memories[self.generation].begin(step, self.state.blocks(), self.state.values)
+            transfer = self.communicator.transfer
+            self.memories[self.generation].begin(step, self.state.blocks(), self.state.values, transfer)
 
     def _settle(self) -> None:
         """Finish a snapshot that runs beside this training step, on all ranks before any updates its weights."""
-        assert self.communicator
         if (memory := self.memories.get(self.generation)) and memory.begun:
             with self.trainer.clock.section("checkpoint"), self.trainer.clock.waiting_for_device():
-                memory.finish(self.communicator.transfer)
+                memory.finish()
 
     def hold(self, step: int) -> None:
         """Take the snapshot of the state after the last step now: the driver is about to form a generation from it."""
@@ -282,7 +285,9 @@ class Worker(Candidate):
             meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
         self.communicator = communicator = ProcessGroups(mesh, rank, ())
         memory = self.memories[source.generation]
-        memory.take_over(source.gathering(memory.held)[1], source.step, rank, communicator.transfer, source.distrusted)
+        passed = source.gathering(memory.held)[1]
+        communicator.connect(peers_of(passed, rank))
+        memory.take_over(passed, source.step, rank, communicator.transfer, source.distrusted)
 
     def recover(self, source: Source) -> None:
         """Recover the training state from the snapshots that survivors of an earlier generation hold in memory,
@@ -378,11 +383,12 @@ class Worker(Candidate):
         state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
         process useless."""
         communicator, self.communicator = self.communicator, None
+        if communicator:
+            communicator.abort()  # after a failure, closing would wait for collectives and transfers in progress
         for memory in self.memories.values():
             memory.abandon()
         self.trainer = self.state = self.combiner = self._generator = None
         if communicator:
-            communicator.abort()  # after a failure, closing would wait for collectives in progress
             communicator.close()
         elif dist.is_initialized():  # joining failed
             dist.destroy_process_group()

@@ -66,6 +66,22 @@ class Work:
         self._world.until(lambda: self._operation.done, f"{self._operation.what} in {self._group.members}")
 
 
+class Beside:
+    """A group of gloo of messages alone, which connects the ranks that send to each other, and those only."""
+
+    world: World
+    _Options, create_default_device = SimpleNamespace, staticmethod(lambda lazy_init: None)
+
+    def __init__(self, name: str, rank: int, size: int, options: Any):
+        self._group = self.world.groups.setdefault(name, Group(self.world, tuple(range(size)), False, True))
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
+        return self.world.isend(*tensors, peer, self._group)
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
+        return self.world.irecv(*tensors, peer, self._group)
+
+
 class World:
     """Where the threads meet; `dist` stands for the module torch.distributed."""
 
@@ -88,9 +104,13 @@ class World:
             group=self,
             get_backend=lambda: "nccl" if self.here.default.strict else "gloo",
             ProcessGroupNCCL=SimpleNamespace(Options=SimpleNamespace),
+            ProcessGroupGloo=type("", (Beside,), {"world": self}),
+            PrefixStore=lambda prefix, store: prefix,
             is_initialized=lambda: self.here.default is not None,
             destroy_process_group=lambda: setattr(self.here, "default", None),
-            distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda *_: None, _abort_process_group=self.abort_all),
+            distributed_c10d=SimpleNamespace(
+                _set_pg_timeout=lambda *_: None, _abort_process_group=self.abort_all, _get_default_store=lambda: None
+            ),
         )
 
     @property
@@ -139,12 +159,12 @@ class World:
         operation = Operation(rank, what, tensors, work, peer)
         if not group.connected and not self._connect(group, rank, peer):
             group = self._pair(group, rank, peer)
+        pair = (rank, peer) if what == "send" else (peer, rank)
         with self.changed:
-            key = ("messages", min(rank, peer), max(rank, peer)) if peer >= 0 and not group.strict else "all"
+            key = ("messages", *pair) if peer >= 0 and not group.strict else "all"
             group.queues[key][rank].append(operation)
             self._run(group, group.queues[key])
             self.changed.notify_all()
-        pair = (rank, peer) if what == "send" else (peer, rank)
         if peer >= 0 and group.strict and pair not in group.opened:
             self.until(lambda: operation.done, f"the first {what} of {pair}")
             group.opened.add(pair)

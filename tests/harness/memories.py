@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from platform.checkpoint.in_memory.copies import peers_of
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.train.step.training_state import all_gather_values
 
@@ -17,4 +18,5 @@ def opened(state, nodes, communicator, shared: bool = True, divided: bool = True
         found, all_gather = all_gather, lambda value: found(value is not True and value)
     memory = RankSnapshots.open(state, nodes, communicator.rank, all_gather, divided)
     assert memory.held.shared == shared
+    communicator.connect(peers_of(memory.held.copies, communicator.rank))
     return memory

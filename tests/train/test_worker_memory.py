@@ -123,8 +123,8 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
         def wait_stream(self, other):
             log.append(f"wait for {other}")
 
-        def record_event(self):
-            log.append("record")
+        def record_event(self, event):
+            log.append(f"record {event}")
             return SimpleNamespace(synchronize=lambda: log.append("synchronize"))
 
         def __enter__(self):
@@ -133,7 +133,8 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
         def __exit__(self, *_):
             log.append("exit")
 
-    for name, value in {"Stream": Stream, "stream": lambda s: s, "current_stream": lambda: "the update"}.items():
+    doubles = {"Stream": Stream, "stream": lambda s: s, "current_stream": lambda: "the update", "Event": dict}
+    for name, value in doubles.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(buffer, "pinned_bytes", lambda n: torch.zeros(n, dtype=torch.uint8))
     copy = torch._foreach_copy_
@@ -141,7 +142,7 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
     whole = Box((0,), (4,))
     part = Share(HeldTensor("model.w", "float32", (4,), {whole: (0,)}), whole)
     wait = buffer.Buffer([part], pinned=True).start([Block("model.w", whole, torch.ones(4))])
-    before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record"]
+    before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record {'blocking': True}"]
     assert log == before
     wait()
     assert log == [*before, "synchronize"]

@@ -10,6 +10,7 @@ make a group is a collective of the whole world, of which all groups that share 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.point_to_point import Messages
 from platform.parallel.communicator.progress import PROGRESS
-from platform.parallel.communicator.sockets import Sockets, shut_down
+from platform.parallel.communicator.sockets import Sockets, open_sockets, shut_down
 from platform.plan.language.mesh import Mesh
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -61,7 +62,7 @@ class ProcessGroups(Communicator):
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
     the same order on every rank, unless one with the same members is there. `neighbours`: the pairs of pipeline stages
     that send to each other. `connections`: the sockets of gloo's groups, which `abort` shuts down; set by the caller
-    that forms the groups.
+    that forms the groups, and by `connect`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ProcessGroups(Communicator):
     ):
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
+        self._beside: dist.ProcessGroupGloo | None = None  # of what is transferred, beside the collectives of a step
         self._stuck = False  # an aborted collective of gloo has no end
         self._nccl = dist.get_backend() == "nccl"
         self.posts_early = not self._nccl
@@ -205,13 +207,29 @@ class ProcessGroups(Communicator):
             dist.all_to_all_single(out, given, sizes, sent.tolist(), group=self._control)
             return list(out.split(sizes))
 
+    def connect(self, peers):
+        """Open the connections in a group of gloo's own, in which only ranks that send to each other are connected, and
+        count them among `connections`."""
+        if not peers:
+            return
+        before, gloo = open_sockets(), dist.ProcessGroupGloo
+        interface, options = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], gloo._Options()
+        how = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
+        options._devices = [how(lazy_init=True)]
+        options._timeout = connect_timeout(self.mesh.size)
+        store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
+        with PROGRESS.waiting("connect"):
+            self._beside = gloo(store, self.rank, self.mesh.size, options)
+            one = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
+            self.transfer(one, [(peer, torch.empty_like(x)) for peer, x in one])
+        self.connections |= dict(open_sockets().items() - before.items())
+
     def transfer(self, sent, received):
-        group = self._control
-        works = [dist.isend(x, peer, group=group) for peer, x in sent]
-        works += [dist.irecv(out, peer, group=group) for peer, out in received]
-        with PROGRESS.waiting("transfer"):
-            for work in filter(None, works):
-                work.wait(TIMEOUT)
+        group = self._beside
+        works = [group.recv([out], peer, 0) for peer, out in received]
+        works += [group.send([x], peer, 0) for peer, x in sent]
+        for work in works:
+            work.wait(TIMEOUT)
 
     def collect(self, numbers):
         rows = [torch.empty_like(numbers) for _ in range(self.mesh.size)] if self.rank == 0 else None
@@ -251,6 +269,7 @@ class ProcessGroups(Communicator):
         if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
             for group in self._own():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._beside = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
