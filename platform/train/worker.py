@@ -151,7 +151,7 @@ class Worker(Candidate):
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers)
         shared = False
-        if c.elastic.snapshot_every:
+        if c.elastic.interval:
             nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
             how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
             memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **how)
@@ -192,7 +192,7 @@ class Worker(Candidate):
         report = self.trainer.step(step, limit, next(iter(mine), None), verify)
         skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
         done = skips or not report.skipped
-        if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
+        if (every := self.config.elastic.interval) and step % every == 0 and done:
             if self.late:
                 self._unheld = step
             else:
@@ -339,7 +339,7 @@ class Worker(Candidate):
         storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         failed = tried(lambda: self.state.restore(storage, directory, manifest))
-        if self.config.elastic.snapshot_every and not failed:
+        if self.config.elastic.interval and not failed:
             self._hold(manifest.meta.step)
         return failed
 
