@@ -29,14 +29,12 @@ class SnapshotPrice(NamedTuple):
 
     @property
     def interval(self) -> int:
-        """Return the fewest steps between snapshots in which a transfer takes no longer than the steps; 1 if it is not
-        known how long these are."""
+        """Return the fewest steps between snapshots that last as long as a transfer; 1 if it is not known how long."""
         return max(1, ceil(self.seconds / self.step)) if self.step else 1
 
 
 def snapshot_price(config: Config, plan: Plan, per_node: int) -> SnapshotPrice:
-    """Compute the price of a snapshot of the run of `config` under `plan`, of whose consecutive ranks `per_node` are on
-    a node."""
+    """Compute the price of a snapshot of a run under `plan`, of whose consecutive ranks `per_node` are on a node."""
     count = leaving_bytes(config, plan, per_node)
     peak = dense_bf16_peak(config.cluster.gpu) if device_kind(config) == "cuda" else None
     step = peak and plan.flops_per_token * plan.tokens_per_step / (plan.mesh.size * peak * USED)
@@ -54,10 +52,9 @@ def leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
         name = held.name.removeprefix("model.")
         less = name in plan.matrices or name in plan.factored
         numbers = 1 if name in plan.frozen else 1 + kept - less
-        parts = [(box.size * numbers, ranks) for box, ranks in held.holders.items()]
-        parts += [(rows[name], [rank for _, ranks in parts for rank in ranks])] if name in rows else []
-        for elements, ranks in parts:
-            nodes = {rank // per_node for rank in ranks}
+        parts = [(box.size * numbers, {rank // per_node for rank in ranks}) for box, ranks in held.holders.items()]
+        parts += [(rows[name], set().union(*(nodes for _, nodes in parts)))] if name in rows else []
+        for elements, nodes in parts:
             if len(nodes) == 1:
                 lonely[nodes.pop()] += elements * plan.itemsize["master"]
     return max(lonely.values(), default=0)

@@ -255,24 +255,21 @@ class Worker(Candidate):
             self.memories[self.generation].begin(step, self.state.blocks(), self.state.values, transfer)
 
     def _settle(self) -> None:
-        """Finish a snapshot that runs beside this training step, on all ranks before any updates its weights."""
+        """Finish the snapshot that has begun, beside a step all ranks before any of them updates its weights."""
         if (memory := self.memories.get(self.generation)) and memory.begun:
             with self.trainer.clock.section("checkpoint"), self.trainer.clock.waiting_for_device():
                 memory.finish()
 
     def hold(self, step: int) -> None:
         """Take the snapshot of the state after the last step now: the driver is about to form a generation from it."""
-        self._unheld = None
         self._hold(step)
 
     def _hold(self, step: int) -> float:
-        """Take a snapshot of this rank's state after training step `step` to host memory, and pass copies of parts to
-        peers, see `RankSnapshots.hold`; all ranks call it together. Return the seconds taken."""
-        assert self.communicator
-        begin = time.perf_counter()
-        with self.trainer.clock.section("checkpoint"):
-            transfer = self.communicator.transfer
-            self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
+        """Take a snapshot of this rank's state after training step `step` to host memory, and wait until peers have
+        its copies; all ranks call it together. Return the seconds taken."""
+        self._unheld, begin = step, time.perf_counter()
+        self._begin_snapshot()
+        self._settle()
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
@@ -382,9 +379,8 @@ class Worker(Candidate):
         """Leave the generation: close its process groups and free its model; in-memory snapshots stay. Works in any
         state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
         process useless."""
+        self.abort()  # after a failure, closing would wait for collectives and transfers in progress
         communicator, self.communicator = self.communicator, None
-        if communicator:
-            communicator.abort()  # after a failure, closing would wait for collectives and transfers in progress
         for memory in self.memories.values():
             memory.abandon()
         self.trainer = self.state = self.combiner = self._generator = None

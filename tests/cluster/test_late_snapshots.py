@@ -1,4 +1,4 @@
-"""Snapshots beside the next step, as on GPUs, of real processes that share no memory: copies travel while a step runs."""
+"""Snapshots beside the next step, as on GPUs, of processes that share no memory: copies travel while a step runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of ranks that share memory, or cannot."""
+"""Snapshots of ranks that share memory, or cannot, taken at once."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def opened(state, nodes, communicator, shared: bool = True, divided: bool = True
     assert memory.held.shared == shared
     communicator.connect(peers_of(memory.held.copies, communicator.rank))
     return memory
+
+
+def take(memory: RankSnapshots, step: int, blocks, values: dict[str, Any], transfer) -> None:
+    """As a worker on a CPU does."""
+    memory.begin(step, blocks, lambda: values, transfer)
+    memory.finish()

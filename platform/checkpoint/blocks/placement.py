@@ -44,7 +44,9 @@ class HeldTensor:
     holders: dict[Box, tuple[int, ...]]
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype | str, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> HeldTensor:
+    def of(
+        cls, name: str, dtype: torch.dtype | str, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]
+    ) -> HeldTensor:
         """Describe a global tensor by the (rank, block) pairs of all ranks, in rank order: ranks of the same block
         become its replicas. `shape`: without padding; blocks are cut down to it, and a block wholly in the padding is
         left out."""

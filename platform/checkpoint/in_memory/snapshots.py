@@ -148,7 +148,7 @@ class RankSnapshots:
     """Snapshots of one rank in one generation; they outlive its process groups and its model, and the process too, in
     the ranks that share its memory.
 
-    Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory.
+    Once two have been taken, they take 2 x its own parts of the state and 2 x its copies of host memory.
     `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
     for state on a GPU.
     """
@@ -235,19 +235,13 @@ class RankSnapshots:
             _transfer(outgoing, kept, handed, transfer)
         self._handed = handed
 
-    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:
-        """Take a snapshot of the training state after `step`: copy this rank's parts of its `blocks` and `values` into
-        host memory, and exchange with peers the parts that they keep for each other; all ranks call it together. The
-        previous snapshot stays intact even if this fails."""
-        self.begin(step, blocks, lambda: values, transfer)
-        self.finish()
-
     def begin(
         self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, Any]], transfer: Transfer
     ) -> None:
-        """Begin to take a snapshot of the training state after `step`, as `hold` does, without waiting for the copies,
-        which a thread passes on to peers once they are there: neither `blocks` nor what `values` returns may change
-        before `finish`."""
+        """Begin to take a snapshot of the training state after `step`: start copying this rank's parts of its `blocks`
+        into host memory, and let a thread exchange with peers, once they are there, the parts that they keep for each
+        other; all ranks call it together. Neither `blocks` nor what `values` returns may change before `finish`. The
+        previous snapshot stays intact even if this one fails."""
         self.abandon()  # one that failed
         place, snapshot = self._next()
         snapshot.begin()
@@ -263,8 +257,7 @@ class RankSnapshots:
         self._begun = _Begun(copied, passed, lambda: snapshot.complete(step, values()))
 
     def finish(self) -> None:
-        """Finish the snapshot of the training state that `begin` has begun, if any; all ranks call it together. Raises
-        what the transfer in the thread raised."""
+        """Finish the snapshot of the state that `begin` has begun, on all ranks; raise what its thread raised."""
         if self._begun:
             self._begun.copied()  # first the device, which is what the caller says that it waits for
             with PROGRESS.waiting("transfer"):
@@ -278,14 +271,13 @@ class RankSnapshots:
         return self._begun is not None
 
     def abandon(self) -> None:
-        """Give up the snapshot of the training state that `begin` has begun, if any, and release its tensors. Its
-        transfer has been interrupted; it is waited for, but not for ever, as gloo may have forgotten a message."""
+        """Give up the snapshot that `begin` has begun, whose transfer was interrupted, and release its tensors."""
         begun, self._begun = self._begun, None
         if begun:
-            futures.wait([begun.passed_on], ABANDONED)
+            futures.wait([begun.passed_on], ABANDONED)  # not for ever: gloo may have forgotten a message
 
     def _next(self) -> tuple[int, Snapshot]:
-        """Return the place (0 or 1) of the snapshot that `hold` may overwrite, and the snapshot, now the last in order:
+        """Return the place (0 or 1) of the snapshot that `begin` may overwrite, and that snapshot, now last in order:
         an incomplete one, a new one if there are fewer than two, or the older of the two."""
         torn = [place for place in self._order if self._places[place].step is None]
         new = [place for place in (0, 1) if place not in self._places]

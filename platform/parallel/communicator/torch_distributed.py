@@ -75,7 +75,7 @@ class ProcessGroups(Communicator):
     ):
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
-        self._beside: dist.ProcessGroupGloo | None = None  # of what is transferred, beside the collectives of a step
+        self._beside: Any = None  # group of what is transferred, beside the collectives of a step
         self._stuck = False  # an aborted collective of gloo has no end
         self._nccl = dist.get_backend() == "nccl"
         self.posts_early = not self._nccl
@@ -212,11 +212,11 @@ class ProcessGroups(Communicator):
         count them among `connections`."""
         if not peers:
             return
-        before, gloo = open_sockets(), dist.ProcessGroupGloo
-        interface, options = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], gloo._Options()
-        how = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
-        options._devices = [how(lazy_init=True)]
-        options._timeout = connect_timeout(self.mesh.size)
+        gloo: Any = dist.ProcessGroupGloo
+        before, options = open_sockets(), gloo._Options()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        device = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
+        options._devices, options._timeout = [device(lazy_init=True)], connect_timeout(self.mesh.size)
         store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
         with PROGRESS.waiting("connect"):
             self._beside = gloo(store, self.rank, self.mesh.size, options)

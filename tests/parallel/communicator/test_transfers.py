@@ -17,8 +17,8 @@ PEERS = {0: {1}, 1: {0, 2}, 2: {1, 3}, 3: {2}}  # a chain
 
 
 def passed_on(config, plan, communicator) -> tuple[int, list[list[int]], list[list[int]]]:
-    """Connect to both neighbours; send and receive in a thread while this one is in collectives. Returns the connections
-    opened, what came from each neighbour, and the sums of the collectives."""
+    """Connect to both neighbours; send and receive in a thread while this one is in collectives. Returns the
+    connections, what came from each neighbour, and the sums of the collectives."""
     rank, before = communicator.rank, open_sockets()
     communicator.connect(PEERS[rank])
     connections = len(communicator.connections)
@@ -47,8 +47,9 @@ def interrupted(config, plan, communicator) -> tuple[bool, str, float, float]:
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     time.sleep(0.3)
+    waited = thread.is_alive()
     communicator.barrier()
-    waited, start = thread.is_alive(), time.perf_counter()
+    start = time.perf_counter()
     communicator.abort()
     thread.join(10)
     seconds = time.perf_counter() - start
