@@ -263,9 +263,12 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
-    mistakes, one line each. Settles parallel.data=-1 in `config`, so that workers make the same plan."""
+    mistakes, one line each. Settles parallel.data=-1 and elastic.snapshot_every=auto in `config`, so that workers make
+    the same plan and take the same snapshots."""
+    from platform.cluster.run.resources import spans_machines
     from platform.data.data_checks import violations_of_sources
     from platform.planning.make_plan import make_plan
+    from platform.planning.snapshot_price import NODE, settle_interval
 
     lines = [*wrong] or [
         *violations_of_surroundings(config),
@@ -282,6 +285,8 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
             raise
         return None, lines
     config.parallel.data = plan.replicas
+    if not lines:
+        settle_interval(config, plan, NODE if spans_machines(config.cluster) else plan.mesh.size)
     return plan, [*lines, *absent_ranks(config, plan.mesh.size)]
 
 

@@ -14,6 +14,7 @@ from platform.boundary.terminal import printable
 from platform.config.bounds import KEYS, flat_values
 from platform.config.durations import nearest_rhythms
 from platform.config.fields import Config
+from platform.config.groups.execution_group import AUTO
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -210,7 +211,8 @@ def translate_error(argument: str, error: Exception) -> str:
     if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return violation(key, value, f"{within}unknown key", _similar_keys(where))
     if "incompatible with type hint 'Union[int, str]'" in text:
-        return violation(key, value, within + KEYS["checkpoint.every"].constraint, nearest_rhythms(value))
+        legal = nearest_rhythms(value) if where == "checkpoint.every" else [*_default(where), AUTO]
+        return violation(key, value, within + KEYS[where].constraint, legal)
     if "is not a valid bool" in text:
         return violation(key, value, f"{within}must be true or false", ["true", "false"])
     if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):

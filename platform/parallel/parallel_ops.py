@@ -14,6 +14,7 @@ from torch import Tensor
 from platform.parallel import kernels
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.compiled import region
+from platform.parallel.compiled_block import CompiledBlock, compiled_block
 from platform.parallel.kernels import random
 from platform.parallel.kernels.dropout import Drawing
 from platform.parallel.kernels.einsum import Deferred
@@ -25,7 +26,6 @@ from platform.parallel.sharding.convert import Pending, convert
 from platform.parallel.sharding.operands import Operands
 from platform.parallel.sharding.residency import Residency
 from platform.parallel.watched import Watched
-from platform.parallel.whole import WholeBlock, whole_block
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.ahead import Ahead
@@ -86,7 +86,7 @@ class ParallelOps(Ops):
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
-        self._blocks: dict[tuple, WholeBlock | None] = {}  # compiled, by name and arguments
+        self._blocks: dict[tuple, CompiledBlock | None] = {}  # compiled, by name and arguments
         lonely = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
         self._wholly = compiles and lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
@@ -129,7 +129,7 @@ class ParallelOps(Ops):
         key = name, *(x if x is None else (x.shape, x.dtype) for x in arguments)
         if key not in self._blocks:
             self.compiles = False
-            self._blocks[key] = whole_block(function, arguments, self._alike)
+            self._blocks[key] = compiled_block(function, arguments, self._alike)
             self.compiles = True
         return self._blocks[key] or function
 

@@ -10,15 +10,18 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from math import inf
+from typing import Any
 
 from platform.boundary.command_line import command_line, run_command
 from platform.boundary.redaction import redact
 from platform.boundary.terminal import visible
 from platform.config.extending.own_settings import shown_settings
 from platform.config.fields import Config
+from platform.config.groups.execution_group import AUTO
 from platform.launch import compose
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
+from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
@@ -26,6 +29,7 @@ from platform.plan.reports.explain import explain, render
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints
 from platform.planning.replan import shrinking
+from platform.planning.snapshot_price import snapshot_price
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -72,10 +76,17 @@ def _answer(arguments: argparse.Namespace) -> int:
         tiers=arguments.tiers,
         dropout=config.model.dropout,
         footprints=footprints(config, plan),
+        snapshots=_snapshots(config, plan, min(arguments.tiers.values())),
         settings=redact(shown_settings(config)),
     )
     print(json.dumps(found) if arguments.json else visible(render(plan, found)))
     return 0
+
+
+def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
+    """Return what `explain` says of the run's snapshots in memory, with `per_node` workers on a node."""
+    price, every = snapshot_price(config, plan, per_node), config.elastic.snapshot_every
+    return {**price._asdict(), "every": price.interval if every == AUTO else every, "network": config.cluster.network}
 
 
 def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:

@@ -23,6 +23,7 @@ from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
+from platform.checkpoint.in_memory.copies import peers_of
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.report import FileReport
@@ -150,10 +151,11 @@ class Worker(Candidate):
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers)
         shared = False
-        if c.elastic.snapshot_every:
+        if c.elastic.interval:
             nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
             how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
             memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **how)
+            self.communicator.connect(peers_of(memory.held.copies, self.rank))
             self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
@@ -190,7 +192,7 @@ class Worker(Candidate):
         report = self.trainer.step(step, limit, next(iter(mine), None), verify)
         skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
         done = skips or not report.skipped
-        if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
+        if (every := self.config.elastic.interval) and step % every == 0 and done:
             if self.late:
                 self._unheld = step
             else:
@@ -242,20 +244,21 @@ class Worker(Candidate):
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _begin_snapshot(self) -> None:
-        """Begin the snapshot of the state after the last training step, if one is due, while the next step runs: its
-        update waits until `_settle` has finished it. It overwrites the one before the newest only now, when the driver
-        knows that all ranks have the newest."""
+        """Begin the snapshot of the state after the last training step, if one is due, which is copied and passed on to
+        peers while the next step runs: its update waits until `_settle` has finished it. It overwrites the one before
+        the newest only now, when the driver knows that all ranks have the newest."""
+        assert self.communicator
         self.trainer.settle = self._settle
         if self._unheld is not None:
             step, self._unheld = self._unheld, None
-            self.memories[self.generation].begin(step, self.state.blocks(), self.state.values)
+            transfer = self.communicator.transfer
+            self.memories[self.generation].begin(step, self.state.blocks(), self.state.values, transfer)
 
     def _settle(self) -> None:
-        """Finish a snapshot that runs beside this training step, on all ranks before any updates its weights."""
-        assert self.communicator
+        """Finish the snapshot that has begun, if any: beside a step, on all ranks before any updates its weights."""
         if (memory := self.memories.get(self.generation)) and memory.begun:
             with self.trainer.clock.section("checkpoint"), self.trainer.clock.waiting_for_device():
-                memory.finish(self.communicator.transfer)
+                memory.finish()
 
     def hold(self, step: int) -> None:
         """Take the in-memory snapshot after the last step now, as the driver is about to re-form the mesh from it."""
@@ -263,13 +266,11 @@ class Worker(Candidate):
         self._hold(step)
 
     def _hold(self, step: int) -> float:
-        """Take a snapshot of this rank's state after training step `step` to host memory, and pass copies of parts to
-        peers, see `RankSnapshots.hold`; all ranks call it together. Return the seconds taken."""
-        assert self.communicator
-        begin = time.perf_counter()
-        with self.trainer.clock.section("checkpoint"):
-            transfer = self.communicator.transfer
-            self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
+        """Take a snapshot of this rank's state after training step `step` to host memory, and wait until peers have
+        its copies; all ranks call it together. Return the seconds taken."""
+        self._unheld, begin = step, time.perf_counter()
+        self._begin_snapshot()
+        self._settle()
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
@@ -282,7 +283,9 @@ class Worker(Candidate):
             meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
         self.communicator = communicator = ProcessGroups(mesh, rank, ())
         memory = self.memories[source.generation]
-        memory.take_over(source.gathering(memory.held)[1], source.step, rank, communicator.transfer, source.distrusted)
+        passed = source.gathering(memory.held)[1]
+        communicator.connect(peers_of(passed, rank))
+        memory.take_over(passed, source.step, rank, communicator.transfer, source.distrusted)
 
     def recover(self, source: Source) -> None:
         """Recover the training state from the snapshots that survivors of an earlier generation hold in memory,
@@ -334,7 +337,7 @@ class Worker(Candidate):
         storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         failed = tried(lambda: self.state.restore(storage, directory, manifest))
-        if self.config.elastic.snapshot_every and not failed:
+        if self.config.elastic.interval and not failed:
             self._hold(manifest.meta.step)
         return failed
 
@@ -377,12 +380,12 @@ class Worker(Candidate):
         """Leave the mesh: close its process groups and free its model; in-memory snapshots stay. Works in any
         state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
         process useless."""
+        self.abort()  # after a failure, closing would wait for collectives and transfers in progress
         communicator, self.communicator = self.communicator, None
         for memory in self.memories.values():
             memory.abandon()
         self.trainer = self.state = self.combiner = self._generator = None
         if communicator:
-            communicator.abort()  # after a failure, closing would wait for collectives in progress
             communicator.close()
         elif dist.is_initialized():  # joining failed
             dist.destroy_process_group()

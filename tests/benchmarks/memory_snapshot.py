@@ -28,7 +28,7 @@ from platform.config.fields import Config  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.training_state import State, held_of  # noqa: E402
 from tests.benchmarks.step_time import SIZES  # noqa: E402
-from tests.harness.memories import opened  # noqa: E402
+from tests.harness.memories import opened, take  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
 
@@ -66,7 +66,7 @@ def measure(given: tuple[Config, list[int], int, bool], plan, communicator) -> l
         trainer.step(step)
         communicator.barrier()
         stepped = time.perf_counter(), time.process_time()
-        memory.hold(step, state.blocks(), state.values(), communicator.transfer)
+        take(memory, step, state.blocks(), state.values(), communicator.transfer)
         held = time.perf_counter(), time.process_time()
         there.copy_(flat)
         copied = time.process_time() - held[1]

@@ -41,7 +41,7 @@ def _rows():
         yield [f"{key}=inf"], f"{key}=inf: must be ", ""
         yield [f"{key}=fast"], f"{key}=fast: must be a number", "nearest legal: "
     for key, value in flat_values(Config()).items():
-        if type(value) is int and key != "checkpoint.every":  # which takes durations too
+        if type(value) is int and key not in ("checkpoint.every", "elastic.snapshot_every"):  # texts too
             yield [f"{key}=many"], f"{key}=many: must be an integer", f"nearest legal: {value}"
         if type(value) is str and key not in TABLES:
             odd = "a\x1bb"  # as an escape sequence of a terminal begins

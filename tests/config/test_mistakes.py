@@ -69,6 +69,10 @@ WRONG = [
     ("checkpoint.every=30min", "checkpoint.every=30min: must be a number of steps, or a duration like 45s, 30m or "
      "1h30m; nearest legal: 30, 30m"),
     ("checkpoint.every=-30m", "checkpoint.every=-30m: must be a number of steps, or a duration"),
+    ("elastic.snapshot_every=often", "elastic.snapshot_every=often: must be a number of steps >= 0, or auto; nearest "
+     "legal: 1, auto"),
+    ("elastic.snapshot_every=2.5", "elastic.snapshot_every=2.5: must be a number of steps >= 0, or auto; nearest "
+     "legal: 1, auto"),
     ("checkpoint.every=0m", "checkpoint.every=0m: must be a number of steps, or a duration"),
     ("checkpoint.every=2.5", "checkpoint.every=2.5: must be a number of steps, or a duration"),
     ("checkpoint.every=1h30", "checkpoint.every=1h30: must be a number of steps, or a duration"),

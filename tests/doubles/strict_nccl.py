@@ -112,6 +112,22 @@ class Wait(NamedTuple):
     queues: Queues | None
 
 
+class Beside:
+    """A group of gloo of messages alone, which connects the ranks that send to each other, and those only."""
+
+    world: World
+    _Options, create_default_device = SimpleNamespace, staticmethod(lambda lazy_init: None)
+
+    def __init__(self, name: str, rank: int, size: int, options: Any):
+        self._group = self.world.groups.setdefault(name, Group(self.world, tuple(range(size)), False, True))
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
+        return self.world.isend(*tensors, peer, self._group)
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
+        return self.world.irecv(*tensors, peer, self._group)
+
+
 class World:
     """Where the threads meet; `dist` stands for the module torch.distributed. `connections`: hardware queues between a
     host and its device, one (CUDA_DEVICE_MAX_CONNECTIONS=1) or enough for all streams; `early`: operations begin as
@@ -137,9 +153,13 @@ class World:
             group=self,
             get_backend=lambda: "nccl" if self.here.default.strict else "gloo",
             ProcessGroupNCCL=SimpleNamespace(Options=SimpleNamespace),
+            ProcessGroupGloo=type("", (Beside,), {"world": self}),
+            PrefixStore=lambda prefix, store: prefix,
             is_initialized=lambda: self.here.default is not None,
             destroy_process_group=lambda: setattr(self.here, "default", None),
-            distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda *_: None, _abort_process_group=self.abort_all),
+            distributed_c10d=SimpleNamespace(
+                _set_pg_timeout=lambda *_: None, _abort_process_group=self.abort_all, _get_default_store=lambda: None
+            ),
         )
 
     @property
@@ -220,13 +240,13 @@ class World:
         group, rank = group or self.here.default, self.here.rank
         if not group.connected and not self._connect(group, rank, peer):
             group = self._pair(group, rank, peer)
-        key = ("messages", min(rank, peer), max(rank, peer)) if peer >= 0 and not group.strict else "all"
+        pair = (rank, peer) if what == "send" else (peer, rank)
+        key = ("messages", *pair) if peer >= 0 and not group.strict else "all"
         with self.changed:
             queues = group.queues[key]
             queues[rank].append(operation := Operation(rank, what, queues, given, out, result, peer))
             if self.early:
                 operation.begin()
-        pair = (rank, peer) if what == "send" else (peer, rank)
         if peer >= 0 and group.strict and pair not in group.opened:
             self.until(lambda: operation.done, f"the first {what} of {pair}", queues)
             group.opened.add(pair)

@@ -9,7 +9,7 @@ from inspect import getclosurevars
 import pytest
 
 from platform.launch import CONF, compose
-from platform.parallel import parallel_ops, whole
+from platform.parallel import compiled_block, parallel_ops
 from tests.harness.ahead import Call, Traced, call_of
 from tests.harness.card import alone, ranks, shrunk
 from tests.harness.one_attention import OneAttention
@@ -44,14 +44,14 @@ def calls_of(run: str) -> tuple[Call, ...]:
     c = shrunk(compose(RUNS[run]))
     c.train.compile = "on"
     with pytest.MonkeyPatch.context() as patch:
-        for module in (parallel_ops, whole):
+        for module in (parallel_ops, compiled_block):
             patch.setattr(module, "region", region)
-        whole._compiled.cache_clear()
+        compiled_block._compiled.cache_clear()
         for rank in ranks(c):
             with alone(c, rank, []) as trainer, OneAttention():
                 trainer.step(1)
                 validation_loss(trainer)
-        whole._compiled.cache_clear()
+        compiled_block._compiled.cache_clear()
     return tuple(found)
 
 

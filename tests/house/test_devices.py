@@ -39,6 +39,7 @@ MAY_WAIT = {
 MAY_MAKE = {
     "parallel/communicator/base.py:<module>": "the processor's vector mathematics, before threads exist",
     "parallel/communicator/torch_distributed.py:announce": "host memory",
+    "parallel/communicator/torch_distributed.py:connect": "host memory",
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
     "train/generation/batch.py:__init__": "rows of tokens, placed later",
     "train/generation/batch.py:_source": "rows of tokens, placed later",

@@ -69,7 +69,7 @@ def test_all_snapshots_are_copied_in_one_stream(monkeypatch):
         def wait_stream(self, other):
             pass
 
-        def record_event(self):
+        def record_event(self, event):
             return SimpleNamespace(synchronize=lambda: None)
 
         def __enter__(self):
@@ -79,6 +79,7 @@ def test_all_snapshots_are_copied_in_one_stream(monkeypatch):
             pass
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     buffer._stream_of_copies.cache_clear()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,10 @@ import torch
 from platform.checkpoint.blocks import buffer
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
+from platform.checkpoint.in_memory import snapshots
+from platform.cluster.crew.base.watch import Watch
 from platform.config.fields import Config
+from platform.parallel.communicator.progress import PROGRESS
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedules_of
 from platform.train.recovery.source import Formation, find_source
@@ -115,6 +121,95 @@ def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
     assert [disturbed.step(step).loss for step in (3, 4)] == expected[2:]
 
 
+SECONDS = 0.5  # of a transfer, and of the passes of a step
+
+
+def slow(w: Worker, transfer) -> Worker:
+    """A worker whose passes last SECONDS, as on a device, and whose copies are passed on by `transfer`."""
+    passes, w.communicator.transfer = w.trainer._forward_backward, transfer
+
+    def slowly(step):
+        with w.trainer.clock.section("backward"):
+            time.sleep(SECONDS)
+        return passes(step)
+
+    w.trainer._forward_backward = slowly
+    return w
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_transfer_beside_a_step_does_not_lengthen_it(worker, late):
+    """Unless the step waits for it at once, which is the control."""
+    w = slow(worker(), lambda sent, received: time.sleep(SECONDS))
+    w.late = late
+    w.step(1)
+    start = time.perf_counter()
+    report = w.step(2)
+    seconds = time.perf_counter() - start
+    assert report.held == 2 - late
+    assert (report.seconds["checkpoint"] < 0.3 * SECONDS) == late == (seconds < 1.5 * SECONDS)
+
+
+def test_a_step_updates_nothing_before_the_transfer_is_over(worker):
+    over, w = threading.Event(), worker()
+    w = slow(w, lambda sent, received: over.wait(10))
+    w.late, update, ended = True, w.trainer._update, []
+    w.trainer._update = lambda *given: ended.append(over.is_set()) or update(*given)
+    w.step(1)
+    threading.Timer(2 * SECONDS, over.set).start()
+    assert w.step(2).held == 1 and ended == [False, True]  # the first step has nothing to wait for
+
+
+def test_a_transfer_that_fails_fails_the_step_that_it_runs_beside(worker):
+    """As a collective of that step does; the snapshot before is whole, and the worker leaves in no time."""
+    w, transfers = worker(), []
+
+    def transfer(sent, received):
+        transfers.append(threading.current_thread())
+        if len(transfers) == 2:
+            raise ConnectionResetError("by peer")
+
+    w = slow(w, transfer)
+    w.late = True
+    assert [w.step(step).held for step in (1, 2)] == [None, 1]
+    with pytest.raises(ConnectionResetError, match="by peer"):
+        w.step(3)
+    assert held_by(w) == [(1, [1])] and threading.current_thread() not in transfers
+    trainer, start = weakref.ref(w.trainer), time.perf_counter()
+    w.leave()
+    assert trainer() is None and time.perf_counter() - start < 0.5 * snapshots.ABANDONED
+
+
+def test_who_transfers_is_where_its_main_thread_is(worker):
+    """Blamed if that hangs in work of its own; not if it waits for the transfer, as who waits for another rank."""
+    w, beats = worker(), {}
+
+    def transfer(sent, received):
+        time.sleep(0.5 * SECONDS)
+        beats["beside"] = PROGRESS.beat()
+        time.sleep(SECONDS)
+        beats["settling"] = PROGRESS.beat()
+
+    w = slow(w, transfer)
+    w.late = True
+    w.step(1)
+    PROGRESS.begin("step(2)")
+    w.step(2)
+    PROGRESS.begin("")
+    beside, settling = beats["beside"], beats["settling"]
+    assert (beside.section, beside.waiting) == ("backward", False)
+    assert (settling.section, settling.waiting, settling.device) == ("transfer", True, "")
+
+    def blamed(*beats):
+        watch = Watch(2.0, 0.0)
+        watch.ask(range(len(beats)), 5.0)
+        for number, beat in enumerate(beats):
+            watch.heard(number, replace(beat, seconds=4.0, busy=0.0), 5.0)
+        return watch.hung(range(len(beats)), 5.0)[1]
+
+    assert blamed(settling, beside) == {1} and blamed(beside, beside) == {0, 1} and blamed(settling, settling) == set()
+
+
 def test_copies_run_in_a_stream_of_their_own(monkeypatch):
     """On doubles of CUDA's streams: after what is queued, beside what follows, and waited for in the end alone."""
     log = []
@@ -123,8 +218,8 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
         def wait_stream(self, other):
             log.append(f"wait for {other}")
 
-        def record_event(self):
-            log.append("record")
+        def record_event(self, event):
+            log.append(f"record {event}")
             return SimpleNamespace(synchronize=lambda: log.append("synchronize"))
 
         def __enter__(self):
@@ -133,7 +228,8 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
         def __exit__(self, *_):
             log.append("exit")
 
-    for name, value in {"Stream": Stream, "stream": lambda s: s, "current_stream": lambda: "the update"}.items():
+    doubles = {"Stream": Stream, "stream": lambda s: s, "current_stream": lambda: "the update", "Event": dict}
+    for name, value in doubles.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(buffer, "pinned_bytes", lambda n: torch.zeros(n, dtype=torch.uint8))
     copy = torch._foreach_copy_
@@ -141,7 +237,7 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
     whole = Box((0,), (4,))
     part = Share(HeldTensor("model.w", "float32", (4,), {whole: (0,)}), whole)
     wait = buffer.Buffer([part], pinned=True).start([Block("model.w", whole, torch.ones(4))])
-    before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record"]
+    before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record {'blocking': True}"]
     assert log == before
     wait()
     assert log == [*before, "synchronize"]

@@ -74,7 +74,7 @@ class Buffer:
     def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
         """Start copying every part of this buffer out of `blocks`, which must not change before the returned function
         has been called: it waits until all is copied. Out of tensors on a GPU the copies run in a stream of their own,
-        after all work queued by now and beside later work."""
+        after all work queued by now and beside later work; several threads may wait for them."""
         if not self._pinned:
             self._copy(blocks)
             return lambda: None
@@ -82,7 +82,7 @@ class Buffer:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._copy(blocks)
-        return stream.record_event().synchronize
+        return stream.record_event(torch.cuda.Event(blocking=True)).synchronize  # who waits leaves the core to others
 
     @torch.no_grad()
     def _copy(self, blocks: Sequence[Block]) -> None:

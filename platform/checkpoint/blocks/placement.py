@@ -44,7 +44,9 @@ class HeldTensor:
     holders: dict[Box, tuple[int, ...]]
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> HeldTensor:
+    def of(
+        cls, name: str, dtype: torch.dtype | str, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]
+    ) -> HeldTensor:
         """Describe a global tensor by the (rank, block) pairs of all ranks, in rank order: ranks of the same block
         become its replicas. `shape`: without padding; blocks are cut down to it, and a block wholly in the padding is
         left out."""
@@ -61,7 +63,7 @@ class HeldTensor:
         return ITEMSIZE[self.dtype]
 
 
-def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTensor]:
+def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:
     """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
     copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them. Tensors are
     named KIND.PARAMETER."""

@@ -71,6 +71,11 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
     return out
 
 
+def peers_of(copies: Iterable[Copy], rank: int) -> set[int]:
+    """Return the ranks that keep copies of the state in memory for `rank`, or for which it does; `copies`: all."""
+    return {end for copy in copies if rank in (pair := (copy.sender, copy.receiver)) for end in pair} - {rank}
+
+
 def exchanged(copies: Iterable[Copy], rank: int) -> tuple[dict[int, list[Share]], dict[int, list[Share]]]:
     """Map the peers of `rank` to the parts of the state that they keep in memory for it, and to the parts that it keeps
     for them; `copies`: all copies in peers' memory."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from concurrent import futures
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.copies import Copy, exchanged
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_node
+from platform.parallel.communicator.progress import PROGRESS
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""
 
+ABANDONED = 1.0  # seconds for a transfer to end once it is interrupted
 HEADER = 16 * PAGE  # bytes of a snapshot before its tensors: 1 + the step, or 0; then the values, as JSON
 
 
@@ -132,11 +135,20 @@ class NodeSnapshot:
         return out
 
 
+class _Begun(NamedTuple):
+    """Snapshot in memory that has begun: `copied` waits until this rank's own parts are in host memory, `passed_on` is
+    the thread that then passes copies on to peers, `complete` marks the snapshot as whole."""
+
+    copied: Callable[[], None]
+    passed_on: futures.Future[None]
+    complete: Callable[[], None]
+
+
 class RankSnapshots:
     """Snapshots of one rank in one generation; they outlive its process groups and its model, and the process too, in
     the ranks that share its memory.
 
-    Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory.
+    Once two have been taken, they take 2 x its own parts of the state and 2 x its copies of host memory.
     `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
     for state on a GPU.
     """
@@ -151,7 +163,7 @@ class RankSnapshots:
         self._places: dict[int, Snapshot] = {}  # the snapshots at the two places in memory
         self._order: list[int] = []  # places, that written last at the end
         self._handed = Buffer([])
-        self._finish: Callable[[Transfer], None] | None = None  # the rest of what `begin` has begun
+        self._begun: _Begun | None = None
 
     @classmethod
     def open(
@@ -218,49 +230,55 @@ class RankSnapshots:
         node = self.of_node(step, distrusted)
         sent, kept = exchanged(passed, rank)
         handed = Buffer(_all(kept))
-        _transfer([(peer, node.bytes_of(parts)) for peer, parts in sent.items()], kept, handed, transfer)
+        outgoing = [(peer, node.bytes_of(parts)) for peer, parts in sent.items()]
+        with PROGRESS.waiting("transfer"):
+            _transfer(outgoing, kept, handed, transfer)
         self._handed = handed
 
-    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:
-        """Take a snapshot of the training state after `step`: copy this rank's parts of its `blocks` and `values` into
-        host memory, and exchange with peers the parts that they keep for each other; all ranks call it together. The
-        previous snapshot stays intact even if this fails."""
-        self.begin(step, blocks, lambda: values)
-        self.finish(transfer)
-
-    def begin(self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, Any]]) -> None:
-        """Begin to take a snapshot of the training state after `step`, as `hold` does, without waiting for the copies:
-        neither `blocks` nor what `values` returns may change before `finish`."""
+    def begin(
+        self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, Any]], transfer: Transfer
+    ) -> None:
+        """Begin to take a snapshot of the training state after `step`: start copying this rank's parts of its `blocks`
+        into host memory, and let a thread exchange with peers, once they are there, the parts that they keep for each
+        other; all ranks call it together. Neither `blocks` nor what `values` returns may change before `finish`. The
+        previous snapshot stays intact even if this one fails."""
+        self.abandon()  # one that failed
         place, snapshot = self._next()
         snapshot.begin()
-        copied = snapshot.own.start(blocks)
+        copied, kept, outgoing = snapshot.own.start(blocks), snapshot.copies, self._outgoing[place]
 
-        def finish(transfer: Transfer) -> None:
-            """Wait for the copies of this rank's parts, exchange peers' parts, and mark the snapshot complete."""
+        def pass_on() -> None:
+            """Wait for the copies of this rank's parts, then exchange peers' parts."""
             copied()
-            outgoing = [(peer, _together(parts)) for peer, parts in self._outgoing[place]]
-            _transfer(outgoing, self._kept, snapshot.copies, transfer)
-            snapshot.complete(step, values())
+            _transfer([(peer, _together(parts)) for peer, parts in outgoing], self._kept, kept, transfer)
 
-        self._finish = finish
+        thread = futures.ThreadPoolExecutor(1, "snapshot")
+        passed = thread.submit(pass_on)
+        thread.shutdown(wait=False)  # it ends with the transfer
+        self._begun = _Begun(copied, passed, lambda: snapshot.complete(step, values()))
 
-    def finish(self, transfer: Transfer) -> None:
-        """Finish the snapshot of the training state that `begin` has begun, if any; all ranks call it together."""
-        finish, self._finish = self._finish, None
-        if finish:
-            finish(transfer)
+    def finish(self) -> None:
+        """Finish the snapshot of the state that `begin` has begun, on all ranks; raise what its thread raised."""
+        if self._begun:
+            self._begun.copied()  # first the device, which is what the caller says that it waits for
+            with PROGRESS.waiting("transfer"):
+                self._begun.passed_on.result()
+            self._begun.complete()
+        self._begun = None
 
     @property
     def begun(self) -> bool:
         """Return True if `begin` has begun a snapshot of the training state that is not finished."""
-        return self._finish is not None
+        return self._begun is not None
 
     def abandon(self) -> None:
-        """Give up the snapshot of the training state that `begin` has begun, if any, and release its tensors."""
-        self._finish = None
+        """Give up the snapshot that `begin` has begun, whose transfer was interrupted, and release its tensors."""
+        begun, self._begun = self._begun, None
+        if begun:
+            futures.wait([begun.passed_on], ABANDONED)  # not for ever: gloo may have forgotten a message
 
     def _next(self) -> tuple[int, Snapshot]:
-        """Return the place (0 or 1) of the snapshot that `hold` may overwrite, and the snapshot, now the last in order:
+        """Return the place (0 or 1) of the snapshot that `begin` may overwrite, and that snapshot, now last in order:
         an incomplete one, a new one if there are fewer than two, or the older of the two."""
         torn = [place for place in self._order if self._places[place].step is None]
         new = [place for place in (0, 1) if place not in self._places]

@@ -281,7 +281,7 @@ class Controller:
     def _hold(self, crew: Crew, generation: Generation) -> bool:
         """Let the workers' memory hold the state after the last committed step, if `Worker.step` takes a snapshot of it
         (every elastic.snapshot_every steps): on GPUs it would do so beside the next step. Return True if it is held."""
-        if not (every := self._config.elastic.snapshot_every) or self.done % every:
+        if not (every := self._config.elastic.interval) or self.done % every:
             return False
         if self._held != self.done:
             crew.call("hold", self.done)
@@ -341,7 +341,7 @@ class Controller:
 
     def _loses_nothing(self, crew: Crew, generation: Generation) -> bool:
         """Return True if re-forming now loses no step: the state is in memory or, without snapshots, saved now."""
-        if self._config.elastic.snapshot_every:
+        if self._config.elastic.interval:
             return self._hold(crew, generation)
         return bool(self._config.checkpoint.every) and self._save_now(crew)
 

@@ -10,6 +10,8 @@ from platform.config.key import SECONDS, WORKERS, key
 
 RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
 
+AUTO = "auto"  # elastic.snapshot_every, until the plan settles it
+
 ON_RAY = ("placement", "labels", "runtime_env", "autoscale")  # keys of Cluster that only cluster=ray reads
 
 
@@ -65,11 +67,22 @@ class Elastic:
     hang_seconds: float = key(
         3.0, "a worker hangs that is silent or blocked so long in a step, and for 3 usual ones", "> 0", most=SECONDS
     )
-    snapshot_every: int = key(1, "steps between snapshots of the state in host memory; 0 = none", ">= 0")
+    snapshot_every: int | str = key(
+        1,
+        "steps between snapshots of the state in host memory; 0 = none; auto = as few as cluster.network has time for",
+        ">= 0",
+        constraint="must be a number of steps >= 0, or auto",
+    )
     slow: float = key(1.5, "report a worker that takes this factor times its stage's median; 0 = never", ">= 0")
     replace_slow: bool = key(False, "replace a slow worker if a spare is ready")
     attempts: int = key(3, "failures of the same step after which the run ends", ">= 1", most=10**6)
     faults: list[str] = key([], "faults to inject, once each: STEP:KIND:RANK[:SECTION]")
+
+    @property
+    def interval(self) -> int:
+        """Return the steps between snapshots, 0 for none; `auto` is settled before a run starts."""
+        assert isinstance(self.snapshot_every, int), "auto is settled"
+        return self.snapshot_every
 
 
 @dataclass
@@ -103,6 +116,9 @@ class Cluster:
     gpu: str = key("", "GPU type to plan for, such as A100-80GB: its memory counts where no GPU is seen")
     device_memory: float = key(
         0.0, "GB of memory per device; 0 = as seen, else as cluster.gpu says", ">= 0", most=10**6
+    )
+    network: float = key(
+        25.0, "Gbit/s at which a node sends to others by TCP: prices snapshots, for elastic.snapshot_every=auto", "> 0"
     )
     threads: int = key(0, "CPU threads per worker; 0 = cores divided among a machine's workers", ">= 0", most=4096)
     bind: bool = key(True, "a worker on a GPU keeps to the CPU cores next to it, of its NUMA node")

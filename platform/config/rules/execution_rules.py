@@ -9,7 +9,7 @@ from platform.boundary.refusals import closest, violation
 from platform.config.bounds import KEYS
 from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.fields import Config
-from platform.config.groups.execution_group import ON_RAY, Cluster
+from platform.config.groups.execution_group import AUTO, ON_RAY, Cluster
 from platform.config.key import SECONDS, refused
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
 
@@ -34,6 +34,13 @@ def _rhythm(config: Config) -> Iterator[str]:
             yield refused(config, key, "must be >= 0", [0])
         else:
             yield refused(config, key, KEYS[key].constraint, nearest_rhythms(every))
+
+
+def _snapshots(config: Config) -> Iterator[str]:
+    """Yield a refusal line if `elastic.snapshot_every` is a text other than `auto`."""
+    key, every = "elastic.snapshot_every", config.elastic.snapshot_every
+    if isinstance(every, str) and every != AUTO:
+        yield refused(config, key, KEYS[key].constraint, [1, AUTO])
 
 
 def _workers(config: Config) -> Iterator[str]:
@@ -131,4 +138,4 @@ def _sample(config: Config) -> Iterator[str]:
         yield refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
 
 
-RULES = (_faults, _sample, _time_limit, _rhythm, _workers, _deterministic, _gpu, _ray)
+RULES = (_faults, _sample, _time_limit, _rhythm, _snapshots, _workers, _deterministic, _gpu, _ray)

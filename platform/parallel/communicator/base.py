@@ -10,7 +10,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -285,11 +285,15 @@ class Communicator(ABC):
     def _abort(self) -> None:  # noqa: B027  (a default that does nothing)
         """Interrupt the collectives in progress in the transport; called by one thread at a time."""
 
+    def connect(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
+        """Open the connections of `transfer` between this rank and the global ranks `peers`, which all do the same."""
+
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
         """Send and receive bytes whose sizes both sides know, such as snapshots kept at peers: `sent` and `received`
-        are pairs (global rank of the peer, uint8 tensor [bytes] on the CPU), at most one per peer and direction, none
-        to itself. Returns when the tensors in `received` are filled. Not counted."""
+        are pairs (global rank of a peer to which there is a connection, uint8 tensor [bytes] on the CPU), at most one
+        per peer and direction, none to itself. Returns when the tensors in `received` are filled. Callable from any
+        thread, one at a time, beside collectives of another. Not counted."""
 
     def close(self) -> None:  # noqa: B027  (a default that does nothing)
         """Leave the process groups along mesh axes, when this rank's mesh is given up; no collective may follow."""

@@ -10,6 +10,7 @@ make a group is a collective of the whole world, of which all groups that share 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -48,7 +49,8 @@ def join(store: dist.Store, rank: int, size: int, device: torch.device | str) ->
         )
         # torch's split_group reads the ranks of the world here, and leaves them out in all but a process's first world:
         # it would crash (pytorch#192109).
-        dist.group.WORLD._get_backend(device).options.global_ranks_in_group = list(range(size))
+        world: Any = dist.group.WORLD
+        world._get_backend(device).options.global_ranks_in_group = list(range(size))
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
@@ -65,7 +67,7 @@ class ProcessGroups(Communicator):
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
     the same order on every rank, unless one with the same members is there. `neighbours`: the pairs of pipeline stages
     that send to each other. `connections`: the sockets of gloo's groups, which `abort` shuts down, and no others: with
-    gloo alone set by the caller, who has formed the world.
+    gloo alone set by the caller, who has formed the world; `connect` adds to them.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ProcessGroups(Communicator):
         so."""
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
+        self._beside: Any = None  # group of what is transferred, beside the collectives of a step
         self._stuck = False  # an aborted collective of gloo has no end
         self._nccl = dist.get_backend() == "nccl"
         self.posts_early = not self._nccl
@@ -218,14 +221,30 @@ class ProcessGroups(Communicator):
             dist.all_to_all_single(out, given, sizes, sent.tolist(), group=self._control)
             return list(out.split(sizes))
 
+    def connect(self, peers):
+        """Open the connections in a group of gloo's own, in which only ranks that send to each other are connected, and
+        count them among `connections`."""
+        if not peers:
+            return
+        gloo: Any = dist.ProcessGroupGloo
+        before, options = open_sockets(), gloo._Options()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        device = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
+        options._devices, options._timeout = [device(lazy_init=True)], connect_timeout(self.mesh.size)
+        store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
+        with PROGRESS.waiting("connect"):
+            self._beside = gloo(store, self.rank, self.mesh.size, options)
+            one = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
+            self.transfer(one, [(peer, torch.empty_like(x)) for peer, x in one])
+        self.connections |= dict(open_sockets().items() - before.items())
+
     def transfer(self, sent, received):
-        """Send and receive bytes of known sizes between ranks, in the group in host memory."""
-        group = self._control
-        works = [dist.isend(x, peer, group=group) for peer, x in sent]
-        works += [dist.irecv(out, peer, group=group) for peer, out in received]
-        with PROGRESS.waiting("transfer"):
-            for work in filter(None, works):
-                work.wait(TIMEOUT)
+        """Send and receive bytes of known sizes between ranks, in the group that `connect` has made."""
+        group = self._beside
+        works = [group.recv([out], peer, 0) for peer, out in received]
+        works += [group.send([x], peer, 0) for peer, x in sent]
+        for work in works:
+            work.wait(TIMEOUT)
 
     def collect(self, numbers):
         """Gather every rank's numbers on rank 0, in the group in host memory; return None elsewhere."""
@@ -267,6 +286,7 @@ class ProcessGroups(Communicator):
         if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
             for group in self._own():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._beside = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -57,7 +57,7 @@ class Ops:
     def recomputed(self, kind: str, name: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
         """Return function(x, *more), one activation, computed with activation checkpointing if `self.recompute` is of
         this `kind`, "selective" or "full": then only the arguments are kept, and the backward pass calls `function`
-        again. `name`: that of the attention, or of the first block, that `function` computes. x is of type `spec`; n
+        again. `name`: the attention's, or the first block's, that `function` computes. x is of type `spec`; n
         ranks that replicate it keep 1/n of it each."""
         return function(x, *more)
 

@@ -34,12 +34,14 @@ def explain(
     tiers: Mapping[str, int],
     dropout: float = 0.0,
     footprints: Sequence[Footprint] = (),
+    snapshots: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
-    by stage; `settings`: settings of the user's own code, by key. Raises ValueError for tiers that do not nest."""
+    by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `settings`: settings of the user's
+    own code, by key. Raises ValueError for tiers that do not nest."""
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
@@ -61,6 +63,7 @@ def explain(
         "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places)]},
         **holds(plan.mesh.coordinates(0)),
         "warnings": list(plan.warnings),
+        **({"snapshots": dict(snapshots)} if snapshots else {}),
         **({"settings": dict(settings)} if settings else {}),
     }
     if footprints:
@@ -137,6 +140,8 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
     if memory := found.get("memory"):
         where = f", of stage {memory['stage']}" if plan.stages > 1 else ""
         blocks.append([f"memory of the worker that needs most{where}", *_table(_memory(memory))])
+    if (price := found.get("snapshots")) and price["every"] and price["bytes"]:
+        blocks.append(["snapshots, of the node that sends most to the memory of others", *_table(_sent(price))])
     if elsewhere := found.get("elsewhere"):
         blocks.append(["per worker of another sub-grid", *_table(_holdings(elsewhere))])
     if m := found.get("branch_messages"):
@@ -206,6 +211,16 @@ def _memory(found: Mapping[str, int]) -> list[list[str]]:
         "total": "at once",
     }
     return [[name, f"{human(found[name])}B", what] for name, what in more.items()]
+
+
+def _sent(price: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows (what, bytes, seconds) of the explanation's table of what snapshots send to other nodes."""
+    every, speed = price["every"], f"{price['seconds']:.3g} s at cluster.network={price['network']:g} Gbit/s"
+    beside = f", beside {count_of(every, 'step')} of {price['step']:.3g} s" if price["step"] else ""
+    return [
+        ["a snapshot", f"{human(price['bytes'])}B", speed + beside],
+        ["a step", f"{human(price['bytes'] / every)}B", f"with elastic.snapshot_every={every}"],
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

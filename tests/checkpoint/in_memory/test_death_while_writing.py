@@ -17,6 +17,7 @@ from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.shared_memory import SharedMemory
 from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
 from tests.harness import warm
+from tests.harness.memories import take
 
 SHAPE, TENSORS = (1 << 10, 1 << 10), 4
 STATE = [HeldTensor(f"w{i}", "float32", SHAPE, {Box.whole(SHAPE): (0,)}) for i in range(TENSORS)]
@@ -38,7 +39,7 @@ def write(pipe: Connection, says: bool) -> None:
     mine = RankSnapshots(held(), 0, {0: memory})
     pipe.send(memory.address)
     for step in count(1):
-        mine.hold(step, blocks(step), {"step": step}, lambda sent, received: None)
+        take(mine, step, blocks(step), {"step": step}, lambda sent, received: None)
         if step == 2:
             pipe.send("both are there")
 
@@ -88,8 +89,8 @@ def test_who_lacks_the_step_is_not_read():
     """A rank that has died before it completed a step, and one that nobody distrusts though it has none."""
     one, other = SharedMemory.create(), SharedMemory.create()
     mine, mate = (RankSnapshots(held(), rank, {0: one, 1: other}) for rank in (0, 1))
-    mine.hold(1, blocks(1), {}, lambda sent, received: None)
+    take(mine, 1, blocks(1), {}, lambda sent, received: None)
     with pytest.raises(RuntimeError, match="rank 1 holds no snapshot of step 1"):
         mine.of_node(1)
-    mate.hold(1, blocks(1), {}, lambda sent, received: None)
+    take(mate, 1, blocks(1), {}, lambda sent, received: None)
     mine.of_node(1)

@@ -18,7 +18,7 @@ from platform.checkpoint.moves import World
 from platform.parallel.communicator.base import SingleRank
 from platform.plan.language.mesh import Mesh
 from tests.checkpoint.in_memory.test_peers import SHAPES
-from tests.harness.memories import opened
+from tests.harness.memories import opened, take
 from tests.harness.storage_job import Job, values
 from tests.harness.threads import run_threads
 
@@ -44,7 +44,7 @@ def hold(jobs: list[Job], nodes: list[int], shared: bool = False, divided: bool 
         memory = opened(jobs[0].state, nodes, communicator, shared, divided)
         for step, job in enumerate(jobs):
             blocks = job.blocks(communicator.rank)
-            memory.hold(step, blocks, {"step": step}, communicator.transfer)
+            take(memory, step, blocks, {"step": step}, communicator.transfer)
             for block in blocks:
                 block.tensor.zero_()  # what is held does not change with it
         return memory
@@ -135,11 +135,11 @@ def test_what_fails_while_it_is_held_leaves_the_step_before():
 
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            memory.hold(2, jobs[2].blocks(0), {}, fail)
+            take(memory, 2, jobs[2].blocks(0), {}, fail)
         assert memory.steps == [1]
     jobs[1].check(pass_to(jobs[1], chains_of(jobs[1].state), {0: memory.of_node(1)}, 1 << 20))
     memory.keep_only(1)
-    memory.hold(2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
+    take(memory, 2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
     assert memory.steps == [1, 2]
 
 

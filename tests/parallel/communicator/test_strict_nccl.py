@@ -190,6 +190,7 @@ def test_what_is_in_host_memory_needs_no_group_of_the_device(monkeypatch):
         mine = torch.arange(3, dtype=torch.uint8) + groups.rank
         messages = groups.exchange([torch.full((peer,), groups.rank, dtype=torch.uint8) for peer in range(6)])
         out = torch.empty(3, dtype=torch.uint8)
+        groups.connect({1: {4}, 4: {1}}.get(groups.rank, set()))
         groups.transfer([(4, mine)] if groups.rank == 1 else [], [(1, out)] if groups.rank == 4 else [])
         rows = groups.collect(torch.tensor([groups.rank, 1.0], dtype=torch.float64))
         return [m.tolist() for m in messages], out.tolist() if groups.rank == 4 else None, rows

@@ -17,7 +17,7 @@ from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import Formation, Source, find_source
 from platform.train.step import rank_parameters as weights
 from platform.train.step.training_state import State
-from tests.harness.memories import opened
+from tests.harness.memories import opened, take
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
 from tests.harness.seats import seated
@@ -98,7 +98,7 @@ def undisturbed(name: str) -> list[Undisturbed]:
             found.append(numbers(trainer, step))
             if step < 3:
                 for memory in memories.values():
-                    memory.hold(step, state.blocks(), state.values(), communicator.transfer)
+                    take(memory, step, state.blocks(), state.values(), communicator.transfer)
             if step % 2 == 0:
                 after.append(live_copies(state))
         return Undisturbed(found, after, memories)

@@ -10,7 +10,7 @@ from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import Formation, Source, find_source
 from platform.train.step.training_state import State
-from tests.harness.memories import opened
+from tests.harness.memories import opened, take
 from tests.harness.oracle import trainer_of
 from tests.harness.seats import seated
 from tests.train.recovery.test_resume import config
@@ -30,7 +30,7 @@ def first(given: tuple[Config, list[str], bool], plan, communicator) -> tuple[li
         numbers.append(trainer.step(step).loss)
         moved = dict(communicator.moved)
         if step < 3:
-            memory.hold(step, state.blocks(), state.values(), communicator.transfer)
+            take(memory, step, state.blocks(), state.values(), communicator.transfer)
         assert dict(communicator.moved) == moved, "copies at peers are no part of the step's communication"
     return numbers, memory.steps, sum(len(parts) for parts in memory._sent.values())
 

@@ -13,7 +13,7 @@ from platform.train.protocol.replies import Damage, Differences, Dispute
 from platform.train.recovery.verify import checksum, differing
 from platform.train.step.faults import Fault
 from platform.train.step.training_state import State
-from tests.harness.memories import opened
+from tests.harness.memories import opened, take
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -39,7 +39,7 @@ def steps(c: Config, flipped: int | None = None, hold: bool = True, spoil=None) 
             if step < FLIPPED:
                 assert not report.skipped, report
             if hold:
-                memory.hold(step, state.blocks(), state.values(), communicator.transfer)
+                take(memory, step, state.blocks(), state.values(), communicator.transfer)
         changed = {n for n, w in trainer.weights.master.items() if not torch.equal(w, old[n])}
         return report, changed
 

@@ -20,7 +20,7 @@ from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.loss_scale import LARGEST, LossScale
 from platform.train.step.training_state import State
-from tests.harness.memories import opened
+from tests.harness.memories import opened, take
 from tests.harness.oracle import assemble, configure, run, serial, trainer_of
 from tests.harness.threads import run_threads
 
@@ -219,7 +219,7 @@ def test_memory_keeps_the_scale():
         state, communicator = State(trainer), trainer.communicator
         memory = opened(state.held, ["a", "b"], communicator)
         trainer.step(1)
-        memory.hold(1, state.blocks(), state.values(), communicator.transfer)
+        take(memory, 1, state.blocks(), state.values(), communicator.transfer)
         fresh = trainer_of(c, trainer.plan, communicator)
         State(fresh).recover(chains_of(state.held), memory.of_node(1))
         assert fresh.loss_scale == LossScale(2.0**26)

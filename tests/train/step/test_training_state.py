@@ -7,7 +7,7 @@ import torch
 from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
-from tests.harness.memories import opened
+from tests.harness.memories import opened, take
 from tests.harness.oracle import configure, trainer_of
 
 
@@ -24,7 +24,7 @@ def test_snapshots_follow_what_an_optimizer_puts_in_a_moment_s_place():
             for kept in trainer.optimizer.state.values():
                 kept["exp_avg"] = kept["exp_avg"] * 2
         assert (state.blocks() is first) == (step < 4)
-        memory.hold(step, state.blocks(), state.values(), trainer.communicator.transfer)
+        take(memory, step, state.blocks(), state.values(), trainer.communicator.transfer)
     for name, w in trainer.weights.owned.items():
         wanted = {"model": w.detach(), **trainer.optimizer.state[w]}
         for kind in ("model", "exp_avg", "exp_avg_sq"):

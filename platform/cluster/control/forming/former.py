@@ -103,7 +103,7 @@ class Former:
         formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
         tiers = tiers_of(seats, places(members))
         generation = Generation(number, plan, formed, tiers, step, peak, timeline, job)
-        if source or (step and self._config.elastic.snapshot_every):
+        if source or (step and self._config.elastic.interval):
             self.ledger.add(generation, step)
         return generation
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel import compiled, whole
+from platform.parallel import compiled, compiled_block
 from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, compare, configure, run, serial, trainer_of
@@ -32,16 +32,16 @@ def made(monkeypatch):
     found = []
 
     def keep(*arguments):
-        found.append(_whole_block(*arguments))
+        found.append(_compiled_block(*arguments))
         return found[-1]
 
     from platform.parallel import parallel_ops
 
-    monkeypatch.setattr(parallel_ops, "whole_block", keep)
+    monkeypatch.setattr(parallel_ops, "compiled_block", keep)
     return found
 
 
-_whole_block = whole.whole_block
+_compiled_block = compiled_block.compiled_block
 PLANS = {
     "gpt": {},
     "llama": MODELS["llama"],
@@ -90,22 +90,22 @@ def trainer(**how):
 
 
 def test_the_layers_of_a_stack_share_a_graph():
-    before = whole._compiled.cache_info().currsize
+    before = compiled_block._compiled.cache_info().currsize
     trainer(layers=5, d_model=40).step(1)
-    assert whole._compiled.cache_info().currsize == before + 1
+    assert compiled_block._compiled.cache_info().currsize == before + 1
 
 
 def test_layers_that_differ_do_not():
-    before = whole._compiled.cache_info().currsize
+    before = compiled_block._compiled.cache_info().currsize
     windowed = {"window": 5, "window_layers": [1], "layers": 3, "d_model": 24}
     trainer(**windowed).step(1)
-    assert whole._compiled.cache_info().currsize == before + 2
+    assert compiled_block._compiled.cache_info().currsize == before + 2
 
 
 def test_a_block_that_reads_what_passes_do_not_share_stays_as_it_is():
     x, mine = torch.ones(2), torch.ones(2)
-    assert _whole_block(lambda x: x + mine, [x], set) is None
-    assert _whole_block(lambda x: x + mine, [x], lambda: {id(mine)}) is not None
+    assert _compiled_block(lambda x: x + mine, [x], set) is None
+    assert _compiled_block(lambda x: x + mine, [x], lambda: {id(mine)}) is not None
 
 
 def calls_of(step) -> int:

@@ -18,9 +18,9 @@ from platform.parallel.sharding.flat import FlatBucket, home_of
 
 
 @dataclass(frozen=True)
-class WholeBlock:
-    """Compiled block: `made(*arguments, *tensors)` computes its activation. `tensors`: what it reads beside its
-    arguments, each a leaf of its own; `homes`: the bucket and parameters of each, None if it is no parameter."""
+class CompiledBlock:
+    """Compiled block: `made(*arguments, *tensors)` computes its activation. `tensors`: leaves of autograd that it
+    reads beside its arguments; `homes`: the bucket and parameters of each, None if it is no parameter."""
 
     made: Callable[..., Tensor]
     tensors: Sequence[Tensor]
@@ -44,10 +44,10 @@ class WholeBlock:
 
 
 class _Block(torch.autograd.Function):
-    """Autograd function of a `WholeBlock`, whose graph is one of its own."""
+    """Autograd function of a `CompiledBlock`, whose graph is one of its own."""
 
     @staticmethod
-    def forward(ctx, block: WholeBlock, *arguments: Tensor | None):
+    def forward(ctx, block: CompiledBlock, *arguments: Tensor | None):
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad():
             inside = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(arguments, needed, strict=True)]
@@ -68,12 +68,12 @@ class _Block(torch.autograd.Function):
         return None, *(next(left) if x is not None and x.requires_grad else None for x in inside)
 
 
-def whole_block(
+def compiled_block(
     function: Callable[..., Tensor], arguments: Sequence[Tensor | None], alike: Callable[[], Container[int]]
-) -> WholeBlock | None:
+) -> CompiledBlock | None:
     """Return `function` of activations, a block of a model without collectives, compiled for `arguments` like these.
     None if it reads tensors that are neither parameters nor among `alike`, the ids of those alike in all passes."""
-    present = [i for i, x in enumerate(arguments) if x is not None]
+    present = {i: x for i, x in enumerate(arguments) if x is not None}
 
     def given(*activations: Tensor) -> Tensor:
         every: list[Any] = [None] * len(arguments)
@@ -82,7 +82,7 @@ def whole_block(
         return function(*every)
 
     # as in training: attention keeps what its backward pass needs only where there is one
-    activations = [arguments[i].detach().requires_grad_() for i in present]
+    activations = [x.detach().requires_grad_() for x in present.values()]
     with torch.enable_grad():
         given(*activations)  # makes what is alike in all passes
         graph = _differentiable(make_fx(given)(*activations))
@@ -92,7 +92,7 @@ def whole_block(
     if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
         return None
     leaves = [t.detach().requires_grad_(home is not None) for t, home in zip(tensors, homes, strict=True)]
-    return WholeBlock(_compiled(graph.code, _Graph(graph)), leaves, homes)
+    return CompiledBlock(_compiled(graph.code, _Graph(graph)), leaves, homes)
 
 
 class _Graph:
