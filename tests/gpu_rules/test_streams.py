@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -73,7 +74,11 @@ def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
     """A worker of two nodes that copies its snapshots beside the next step. What marks them as whole in host memory,
-    whose numbers are not there either, is left out."""
+    whose numbers are not there either, is left out. What passes them on is noted as a thread's (`Recorder.beside`), but
+    is none: fake tensors allow no second one."""
+    beside = trainer.communicator._recorder.beside
+    executor = SimpleNamespace(submit=lambda do: SimpleNamespace(result=beside(do)), shutdown=lambda wait: None)
+    patch.setattr(futures, "ThreadPoolExecutor", lambda *_: executor)
     pinned = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     patch.setattr(torch.cuda, "cudart", lambda: pinned)
     patch.setattr(Snapshot, "begin", lambda self: self.__dict__.update(whole=None))
@@ -173,6 +178,7 @@ IDLE = {
     "PipelineExecutor._send: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
     "Communicator._send_rank: self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()": HELD,
     "Clock.launched: wait()": "a time of a timeline alone is taken behind it",
+    "RankSnapshots.finish: self._begun.copied()": "for the clock: the thread that is waited for next has waited for it",
 }
 
 

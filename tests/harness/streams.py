@@ -46,7 +46,7 @@ from platform.train.step.trainer import Trainer
 from tests.harness.card import CARD, MODULE, AsOnNccl, alone
 from tests.harness.launches import FREE, is_view
 
-HOST, DEFAULT = "host", "default stream"
+HOST, THREAD, DEFAULT = "host", "thread of the host", "default stream"
 POOL = 32  # streams of one priority that torch hands out in turn
 PLACES = 2  # innermost functions of the runtime that a report names
 ROOT = Path(platform.__path__[0])
@@ -249,7 +249,7 @@ class Stream:
 class Event:
     """torch.cuda.Event."""
 
-    def __init__(self, recorder: Recorder, enable_timing: bool = False):
+    def __init__(self, recorder: Recorder, enable_timing: bool = False, blocking: bool = False):
         self._recorder, self._timing, self.number = recorder, enable_timing, -1
 
     def record(self, stream: Stream | None = None) -> None:
@@ -259,7 +259,7 @@ class Event:
         (stream or self._recorder.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        self._recorder.wait(HOST, self.number)
+        self._recorder.wait(self._recorder.host, self.number)
 
     def query(self) -> bool:
         return False
@@ -281,6 +281,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.notes: list[Note] = []
         self.high = high
+        self.host = HOST  # or its thread, whose work is noted now
         self.groups: dict[Any, str] = {}  # process group -> its stream
         self._made = {priority: count() for priority in (0, -1)}
         self._events = count()
@@ -360,7 +361,14 @@ class Recorder(TorchDispatchMode):
 
     def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """The host reads and writes its own memory."""
-        self._note(Work(HOST, self._all(reads), self._all(writes), what, _places()))
+        self._note(Work(self.host, self._all(reads), self._all(writes), what, _places()))
+
+    def beside(self, do: Callable[[], object]) -> Callable[[], None]:
+        """Let a thread of the host `do` something, as early as it can; return the function that waits for it."""
+        self.host = THREAD
+        do()
+        self.host, done = HOST, self.record(THREAD)
+        return lambda: self._note(Waited(HOST, done, None))
 
     def _synchronised(self) -> None:
         """The host waits for the current stream."""
@@ -442,7 +450,7 @@ class Recorder(TorchDispatchMode):
         inputs = self._all(x for found in given.values() for x in found)
         writes = self._all(x for n in written for x in given.get(n, ())) | (self._all(made, stream) - inputs)
         reads = frozenset() if ASKS_ONLY.fullmatch(name) else inputs - writes
-        self._note(Work(stream if on_card else HOST, reads, writes, name, _places()))
+        self._note(Work(stream if on_card else self.host, reads, writes, name, _places()))
         if on_card and any(x.device != CARD for x in touched) and not asked.get("non_blocking"):
             self._synchronised()
 
