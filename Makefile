@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # (tests/conftest.py).
 PARALLEL := --numprocesses 5 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all test-slurm test-image image lint
+.PHONY: train test test-all gpu-rules test-slurm test-image image lint
 # buildah and docker read the same file; IMAGE_OPTIONS="--build-arg DEVICE=cpu", say
 BUILDER ?= $(firstword $(foreach tool,docker buildah,$(if $(shell command -v $(tool)),$(tool))))
 IMAGE ?= elastic-platform:0.1.0
@@ -22,6 +22,10 @@ test: $(READY)  ## a pairwise cover of every matrix
 
 test-all: $(READY)  ## the whole product of every matrix
 	$(PY) -m pytest $(PARALLEL)
+
+gpu-rules: $(READY)  ## all that GPUs demand and a machine without one can show; Triton is installed under build/
+	test -d build/triton || $(PY) -m pip install --quiet --no-deps --target build/triton "$$(sed -n 's/^gpu-rules = \["\([^"]*\)"\].*/\1/p' pyproject.toml)"
+	PYTHONPATH=build/triton $(PY) -m pytest $(PARALLEL) -rs tests/gpu_rules
 
 test-slurm: $(READY)  ## jobs in a real Slurm in namespaces; installs nothing, and says what is missing
 	$(PY) -m pytest -n0 -rs tests/testbed/test_slurm_nodes.py tests/testbed/test_slurm_runs.py

@@ -277,6 +277,20 @@ def names_files(typed: Typed, arguments: str, bench: Bench) -> None:
     assert found and all((ROOT / path).exists() for path in found)
 
 
+def names_a_module(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Accept a module of tests that runs a command of ours, which is composed."""
+    module, _, rest = arguments.partition(" ")
+    assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+    launches(typed, rest, bench)
+
+
+def has_options(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Accept a benchmark that is there and has the options."""
+    name, *options = shlex.split(arguments)
+    text = (ROOT / (name if "/" in name else f"{name.replace('.', '/')}.py")).read_text()
+    assert all(f'"{option}"' in text for option in options if option.startswith("--"))
+
+
 def is_generated(typed: Typed, arguments: str, bench: Bench) -> None:
     """Accept a command whose output `tests.docs.one_rule` writes into its page and compares with it."""
     assert typed.file == "one-rule.md"
@@ -288,6 +302,8 @@ def is_trusted(typed: Typed, arguments: str, bench: Bench) -> None:
 
 KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the check of it and of its arguments
     r"python -m platform\.launch (.*)": launches,
+    r"(?:[A-Z_]+=\w+|nsys profile --output step) python -m platform\.launch (.*)": launches,
+    r"python -m (tests\.harness\..*)": names_a_module,
     r"python -m platform\.plan ([^|]*)": plans,
     r"python -m platform\.plan ([^|]* \| grep .*)": is_generated,
     r"python -m platform\.checkpoint (.*)": inspects,
@@ -310,7 +326,8 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"(kind create cluster|kind load docker-image elastic-platform:0\.1\.0)": is_trusted,
     r"(helm install kuberay-operator kuberay-operator --repo \S+ --version 1\.6\.2)": is_trusted,
     r"python -m pytest (.*)": names_files,
-    r"python ((?:docs|dashboards|tests|examples)/.*)": names_files,
+    r"python (?:-m )?(tests[/.]benchmarks[/.].*)": has_options,
+    r"python ((?:docs|dashboards|tests/(?!benchmarks)|examples)/.*)": names_files,
     r"(source \.venv/bin/activate|pip install -e \.|pip install torch==2\.13\.0|git clone .*|cd .*)": is_trusted,
 }
 
@@ -320,6 +337,8 @@ def test_a_command_does_what_is_shown(typed: Typed, bench: Bench):
     known = [(check, match[1]) for form, check in KINDS.items() if (match := re.fullmatch(form, typed.command))]
     assert len(known) == 1, f"{typed.command}: say in KINDS how to test it"
     [(check, arguments)] = known
+    if typed.file == "first-gpu-day.md":
+        bench.monkeypatch.setattr(resources, "gpu_count", lambda: 8)
     check(typed, arguments, bench)
 
 

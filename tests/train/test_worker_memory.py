@@ -160,7 +160,7 @@ def test_a_step_updates_nothing_before_the_transfer_is_over(worker):
     assert w.step(2).held == 1 and ended == [False, True]  # the first step has nothing to wait for
 
 
-def test_a_transfer_that_fails_fails_the_step_that_it_runs_beside(worker):
+def test_a_transfer_that_fails_fails_the_step_that_it_runs_beside(worker, monkeypatch):
     """As a collective of that step does; the snapshot before is whole, and the worker leaves in no time."""
     w, transfers = worker(), []
 
@@ -176,6 +176,7 @@ def test_a_transfer_that_fails_fails_the_step_that_it_runs_beside(worker):
         w.step(3)
     assert held_by(w) == [(1, [1])] and threading.current_thread() not in transfers
     trainer, start = weakref.ref(w.trainer), time.perf_counter()
+    monkeypatch.setattr(snapshots, "ABANDONED", 60)
     w.leave()
     assert trainer() is None and time.perf_counter() - start < 0.5 * snapshots.ABANDONED
 
