@@ -364,6 +364,7 @@ OF_THE_HOST = {
 COMPILED = "in a graph that torch compiles, which runs on no card"
 NEVER = "of the shipped schemes none moves the operands of panels"
 ELSEWHERE = {
+    "checkpoint/in_memory/snapshots.py: futures.wait([begun.passed_on], ABANDONED)": "a thread whose transfer failed",
     'parallel/communicator/traced.py: launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()': COMPILED,
     "parallel/kernels/loss.py: leaving.wait()": COMPILED,
     "parallel/kernels/loss.py: arriving.wait()": COMPILED,
