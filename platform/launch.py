@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusing
+from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refused
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
@@ -70,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             sys.argv[1:] = redact(given)  # libraries such as W&B record sys.argv
         phases = Phases(command_start() if argv is None else None)
-        return refusing(lambda: _answer(given, parser, phases), "config")
+        try:
+            return _answer(given, parser, phases)
+        except ConfigError as error:
+            return refused(error, "config")
 
 
 def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
@@ -304,7 +307,9 @@ def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
     from platform.cluster import driver
 
     try:
-        return refusing(lambda: driver.run(config, plan, command=command, phases=phases), "config")
+        return driver.run(config, plan, command=command, phases=phases)
+    except ConfigError as error:
+        return refused(error, "config")
     except BaseException as error:  # a bug of ours, or of the user's code; the next job of a sweep may still succeed
         if passes(error):
             raise

@@ -54,13 +54,10 @@ def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
         yield given
 
 
-def refusing(run: Callable[[], int], subject: str) -> int:
-    """Run a part of a command and return its exit status: 2 for a ConfigError, printed as "SUBJECT: violation"."""
-    try:
-        return run()
-    except ConfigError as error:
-        print_refusals(subject, error.violations)
-        return REFUSED
+def refused(error: ConfigError, subject: str) -> int:
+    """Print a command's mistakes on stderr, each as "SUBJECT: violation", and return its exit status, 2."""
+    print_refusals(subject, error.violations)
+    return REFUSED
 
 
 def run_command(
@@ -80,7 +77,9 @@ def run_command(
         """Parse the arguments and run the command; return its exit status."""
         try:
             parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-            return refusing(lambda: run(parse(given)), subject or parser.command)
+            return run(parse(given))
+        except ConfigError as error:
+            return refused(error, subject or parser.command)
         except failures as error:
             if isinstance(error, BrokenPipeError) and reader_left():
                 raise

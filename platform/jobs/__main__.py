@@ -15,7 +15,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import DONE, command_line, refusing, run_command
+from platform.boundary.command_line import DONE, command_line, refused, run_command
 from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
@@ -117,7 +117,10 @@ def _supervise(given: argparse.Namespace) -> int:
     """Supervise the drivers of a run, and stop its Ray job, if it is in one; return the exit status."""
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
-    status = refusing(Supervisor(_options(Supervision, given)).run, "config")
+    try:
+        status = Supervisor(_options(Supervision, given)).run()
+    except ConfigError as error:
+        status = refused(error, "config")
     end_ray_job(status)
     return status
 

@@ -26,7 +26,7 @@ LONGER: dict[str, int] = {}  # walks that are longer still, and may only become 
 # made the plan, a rank reads it; it has made the same one by the same function, or `Worker.form` fails on its digest.
 FROM_DATA = {
     "A layout, from YAML to the collective": [
-        "platform/parallel/parallel_ops.py:ParallelOps.planned",
+        "platform/plan/operations/tables/lookup.py:LookupOp.run",
         "platform/parallel/communicator/torch_distributed.py:ProcessGroups._start",
     ]
 }
