@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refused
+from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusal_status
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _answer(given, parser, phases)
         except ConfigError as error:
-            return refused(error, "config")
+            return refusal_status(error, "config")
 
 
 def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
@@ -309,7 +309,7 @@ def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
     try:
         return driver.run(config, plan, command=command, phases=phases)
     except ConfigError as error:
-        return refused(error, "config")
+        return refusal_status(error, "config")
     except BaseException as error:  # a bug of ours, or of the user's code; the next job of a sweep may still succeed
         if passes(error):
             raise

@@ -54,7 +54,7 @@ def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
         yield given
 
 
-def refused(error: ConfigError, subject: str) -> int:
+def refusal_status(error: ConfigError, subject: str) -> int:
     """Print a command's mistakes on stderr, each as "SUBJECT: violation", and return its exit status, 2."""
     print_refusals(subject, error.violations)
     return REFUSED
@@ -79,7 +79,7 @@ def run_command(
             parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
             return run(parse(given))
         except ConfigError as error:
-            return refused(error, subject or parser.command)
+            return refusal_status(error, subject or parser.command)
         except failures as error:
             if isinstance(error, BrokenPipeError) and reader_left():
                 raise

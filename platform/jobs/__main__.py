@@ -15,7 +15,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import DONE, command_line, refused, run_command
+from platform.boundary.command_line import DONE, command_line, refusal_status, run_command
 from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
@@ -120,7 +120,7 @@ def _supervise(given: argparse.Namespace) -> int:
     try:
         status = Supervisor(_options(Supervision, given)).run()
     except ConfigError as error:
-        status = refused(error, "config")
+        status = refusal_status(error, "config")
     end_ray_job(status)
     return status
 
