@@ -16,7 +16,7 @@ from platform.parallel.communicator.meeting import connected
 from platform.parallel.compiled import uncompiled
 from platform.parallel.sdpa import lacking
 from platform.plan.language.mesh import Mesh
-from platform.train.health.link import PAIR, measure_link
+from platform.train.health.link import CONNECTIONS, TOGETHER
 from platform.train.health.measure import FULL, QUICK, findings
 from platform.train.protocol.replies import Findings, Proof
 from platform.train.recovery.proof import proof
@@ -59,18 +59,19 @@ class Candidate:
         self._local_device()
         return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
 
-    def pass_to_partner(self, index: int, pair: str, store: tuple[str, int], thorough: bool) -> Findings:
-        """Return the doctor's measurements of the connection between this worker and its partner. `index`: 0 or 1, this
-        worker's place in the pair; -1: it has no partner, and nothing is found; `pair`: name by which both meet in
-        `store`, the driver's TCPStore (host, port); `thorough`: True for larger transfers. `leave` must follow."""
-        if index < 0:
-            return Findings()
-        mesh, device = Mesh.of({"stage": 1, PAIR: 2}), self._local_device()
+    def examine_connection(
+        self, check: str, index: int, size: int, name: str, store: tuple[str, int], thorough: bool
+    ) -> Findings:
+        """Return the doctor's measurement of the connection of this worker with the others of its group, all of which
+        call this. `check`: the measurement, link | node; `index`: this worker's place among the `size` of its group;
+        `name`: the group's name in `store`, the driver's TCPStore (host, port); `thorough`: True for larger
+        transfers. `leave` must follow."""
+        mesh, device = Mesh.of({"stage": 1, TOGETHER: size}), self._local_device()
         try:
-            self.communicator = connected(mesh, index, store, f"doctor/{pair}", [(PAIR,)], device)
-            return measure_link(self.communicator, FULL if thorough else QUICK)
+            self.communicator = connected(mesh, index, store, f"doctor/{name}", [(TOGETHER,)], device)
+            return CONNECTIONS[check](self.communicator, FULL if thorough else QUICK)
         except Exception as error:
-            return Findings(errors={"link": error_line(error)})
+            return Findings(errors={check: error_line(error)})
 
     def _local_device(self) -> str:
         """Return the torch device of this worker, "cpu" or "cuda:0", and make it current."""

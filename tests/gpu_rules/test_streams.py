@@ -370,7 +370,7 @@ ELSEWHERE = {
     "parallel/kernels/loss.py: arriving.wait()": COMPILED,
     "parallel/kernels/summa.py: c.wait()": NEVER,
     "parallel/parallel_ops.py: left.wait()": "no pass of these leaves out an operation",
-    'train/health/link.py: communicator.launch("all_gather", block, (PAIR,)).wait()': "before a run: reads numbers",
+    "train/health/link.py: communicator.launch(op, block, (TOGETHER,)).wait()": "before a run: reads numbers",
     "train/health/link.py: torch.cuda.synchronize()": "before a run",
     "train/health/measure.py: last.synchronize()": "before a run",
     "train/worker.py: futures.wait([self._written], seconds)": "a thread that writes",

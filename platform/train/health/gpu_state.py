@@ -10,15 +10,21 @@ import torch
 
 from platform.train.protocol.replies import Findings
 
-FIELDS = (
+_OF_GPU = (
     "driver_version",
     "ecc.errors.uncorrected.volatile.total",
     "clocks_event_reasons.hw_slowdown",
     "pcie.link.width.current",
     "pcie.link.width.max",
+    "gpu_recovery_action",
 )
-# The same by the names of drivers before 535: where one is unknown, `nvidia-smi` says nothing at all.
-OLDER = tuple(name.replace("clocks_event_reasons", "clocks_throttle_reasons") for name in FIELDS)
+_OLDER = tuple(name.replace("clocks_event_reasons", "clocks_throttle_reasons") for name in _OF_GPU[:-1])
+# Query -> the fields that are asked for, of which the first is tried first: drivers before 565 know no recovery action,
+# those before 535 slowdowns by another name; where one name is unknown, `nvidia-smi` says nothing at all.
+FIELDS = {
+    "gpu": (_OF_GPU, _OF_GPU[:-1], _OLDER),
+    "remapped-rows": (("remapped_rows.pending", "remapped_rows.failure"),),
+}
 _SECONDS = 10.0  # for nvidia-smi to answer; without it nothing is known, which is not bad
 
 
@@ -28,53 +34,63 @@ class GpuQuery:
 
     def __init__(self) -> None:
         """Start `nvidia-smi` for this worker's GPU, without waiting for its answer."""
-        self._process = _asked(FIELDS)
+        self._processes = {query: _asked(query, fields[0]) for query, fields in FIELDS.items()}
 
     def answer(self, found: Findings) -> None:
         """Wait for `nvidia-smi`, and add its report on this worker's GPU to the doctor's findings."""
-        line = _line(self._process)
-        if line is not None and line.count(",") + 1 != len(FIELDS):
-            line = _line(_asked(OLDER))
-        readings, facts = parsed(line or "")
+        values: dict[str, str] = {}
+        for query, (newest, *older) in FIELDS.items():
+            answers = _values(newest, self._processes[query])
+            for fields in older:
+                answers = answers or _values(fields, _asked(query, fields))
+            values |= answers
+        readings, facts = state(values)
         found.readings.update(readings)
         found.facts.update(facts)
 
 
-def _asked(fields: Sequence[str]) -> subprocess.Popen[str] | None:
+def _asked(query: str, fields: Sequence[str]) -> subprocess.Popen[str] | None:
     """Start `nvidia-smi` to show these fields of this worker's GPU; None if there is no such command."""
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
     command += [f"--id=GPU-{uuid}"] if uuid else ["--id=0"]
     with suppress(OSError):
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return None
 
 
-def _line(process: subprocess.Popen[str] | None) -> str | None:
-    """Return the line that `nvidia-smi` prints; None if it does not run, or not in time."""
+def _values(fields: Sequence[str], process: subprocess.Popen[str] | None) -> dict[str, str]:
+    """Return the values of a GPU that `nvidia-smi` prints, by field, without unknown ones ("[N/A]"); {} if it does not
+    run, answers something else, or not in time."""
     if process is None:
-        return None
+        return {}
     try:
-        return process.communicate(timeout=_SECONDS)[0]
+        words = [word.strip() for word in process.communicate(timeout=_SECONDS)[0].strip().split(",")]
     except subprocess.TimeoutExpired:
         process.kill()  # and no waiting for the end of its output, which a child of it may hold open
         process.wait()
-        return None
+        return {}
+    known = zip(fields, words, strict=True) if len(words) == len(fields) else ()
+    return {field.replace("throttle", "event"): word for field, word in known if word and not word.startswith("[")}
 
 
-def parsed(line: str) -> tuple[Mapping[str, float], Mapping[str, str]]:
-    """Parse the line that `nvidia-smi` prints for FIELDS into readings and facts, without unknown ones ("[N/A]").
+def state(values: Mapping[str, str]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return what `nvidia-smi` says of a GPU, `values` by field, as the doctor's readings and facts.
 
-    >>> parsed("550.54.15, 0, Not Active, 16, 16")
-    ({'ecc': 0.0}, {'gpu driver': '550.54.15', 'gpu slowdown': 'Not Active', 'gpu link': '16 of 16 PCIe lanes'})
-    >>> parsed("550.54.15, [N/A], [N/A], [N/A], [N/A]")
-    ({}, {'gpu driver': '550.54.15'})
+    >>> state({"driver_version": "550.54.15", "ecc.errors.uncorrected.volatile.total": "0"})
+    ({'ecc': 0.0}, {'gpu driver': '550.54.15'})
+    >>> state({"remapped_rows.pending": "1", "pcie.link.width.current": "8", "pcie.link.width.max": "16"})
+    ({'rows': 1.0}, {'gpu link': '8 of 16 PCIe lanes'})
     """
-    values = [value.strip() for value in line.strip().split(",")]
-    if len(values) != len(FIELDS):
-        return {}, {}
-    driver, errors, slowdown, width, most = values
-    link = f"{width} of {most} PCIe lanes" if width.isdigit() and most.isdigit() else ""
-    facts = {"gpu driver": driver, "gpu slowdown": slowdown, "gpu link": link}
-    known = {name: fact for name, fact in facts.items() if fact and not fact.startswith("[")}
-    return ({"ecc": float(errors)} if errors.isdigit() else {}), known
+    numbers = {field: float(word) for field, word in values.items() if word.isdigit()}
+    rows = [numbers[field] for field in FIELDS["remapped-rows"][0] if field in numbers]
+    width, most = (values.get(f"pcie.link.width.{which}", "") for which in ("current", "max"))
+    facts = {
+        "gpu driver": values.get("driver_version", ""),
+        "gpu slowdown": values.get("clocks_event_reasons.hw_slowdown", ""),
+        "gpu link": f"{width} of {most} PCIe lanes" if width and most else "",
+        "gpu recovery": values.get("gpu_recovery_action", ""),
+    }
+    ecc = numbers.get("ecc.errors.uncorrected.volatile.total")
+    readings = ({} if ecc is None else {"ecc": ecc}) | ({"rows": sum(rows)} if rows else {})
+    return readings, {name: fact for name, fact in facts.items() if fact}

@@ -1,8 +1,9 @@
-"""Speed of the connection between two workers."""
+"""Speed of a worker's connections: with one other worker, and with all of its node at once."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -10,20 +11,49 @@ from platform.parallel.communicator.base import Communicator
 from platform.train.health.measure import REPEATS, Sizes
 from platform.train.protocol.replies import Findings
 
-PAIR = "data"  # axis along which the two lie
+TOGETHER = "data"  # axis along which those lie who measure together
+_VALUES = 1 << 10  # whose sums over all GPUs of a node are exact in fp32
 
 
 def measure_link(communicator: Communicator, sizes: Sizes) -> Findings:
-    """Measure the bytes per second that this worker receives in an all-gather with one other, at best; both call it.
-    Received bytes are compared with those sent."""
+    """Measure the bytes per second that a worker receives in an all-gather with one other, and compare the bytes."""
     device, rank = communicator.device, communicator.rank
     block = torch.arange(sizes.passed[device.type], device=device).add(rank).to(torch.uint8)
+    right = torch.cat([block - rank + i for i in range(communicator.mesh.size)])
+    seconds, wrong = _best_of(communicator, "all_gather", lambda: block, right)
+    return Findings({"link": block.nbytes / seconds, "wrong": wrong})
+
+
+def measure_node(communicator: Communicator, sizes: Sizes) -> Findings:
+    """Measure the bytes per second that a worker of n on a node sends in an all-reduce by a ring, and compare sums."""
+    device, n = communicator.device, communicator.mesh.size
+    block = torch.arange(sizes.passed[device.type] // 4, device=device).remainder(_VALUES).float()
+    right = block * n + n * (n - 1) / 2
+    seconds, wrong = _best_of(communicator, "all_reduce", lambda: block + communicator.rank, right)
+    return Findings({"node": 2 * (n - 1) / n * block.nbytes / seconds, "wrong": wrong})
+
+
+def _best_of(
+    communicator: Communicator, op: str, given: Callable[[], torch.Tensor], right: torch.Tensor
+) -> tuple[float, float]:
+    """Return the seconds that the collective `op` of the `given` block takes at best, and how many elements of all its
+    results are not as in `right`."""
     seconds, wrong = [], 0.0
-    for _ in range(REPEATS + 1):
+    for _ in range(REPEATS + 1):  # the first is not timed
+        block = given()
+        _settle(communicator)
         begin = time.perf_counter()
-        there = communicator.launch("all_gather", block, (PAIR,)).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        there = communicator.launch(op, block, (TOGETHER,)).wait()
+        _settle(communicator)
         seconds.append(max(1e-9, time.perf_counter() - begin))
-        wrong += (there.view(2, -1)[1 - rank] != block + 1 - 2 * rank).sum().item()
-    return Findings({"link": block.nbytes / min(seconds[1:]), "wrong": wrong})
+        wrong += (there.view(-1) != right).sum().item()
+    return min(seconds[1:]), wrong
+
+
+def _settle(communicator: Communicator) -> None:
+    """Wait until a GPU has done what was launched on it; do nothing on a CPU."""
+    if communicator.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+CONNECTIONS: Mapping[str, Callable[[Communicator, Sizes], Findings]] = {"link": measure_link, "node": measure_node}

@@ -100,9 +100,19 @@ CHECKS = (
         "a reset of the GPU, or its replacement",
     ),
     Check(
+        "rows", "rows of the GPU's memory that wait for their replacement, or have none", "kinds of rows", False,
+        {"cuda": EXACT},
+        "a reset of the GPU (nvidia-smi --gpu-reset); its replacement, if a remapping has failed",
+    ),
+    Check(
         "link", "all-gathers with one other worker at a time; the best of its partners", "B/s", True,
         {"cpu": Bound(10.0, 1e5, 5e7), "cuda": Bound(2.0, 1e8, inf)},
         "cable, switch port and network interface (NCCL_SOCKET_IFNAME, NCCL_IB_HCA)",
+    ),
+    Check(
+        "node", "all-reduces with all other GPUs of its node at once", "B/s", True,
+        {"cuda": Bound(2.0, 1e8, inf)},
+        "NVLink (nvidia-smi nvlink -s), the fabric manager, and PCIe",
     ),
     Check(
         "write", "a file written to the checkpoint storage, and flushed", "B/s", True,

@@ -211,7 +211,7 @@ _REPLIES: dict[str, Any] = {
     "prove": Proof,
     "read_clock": float,
     "examine": Findings,
-    "pass_to_partner": Findings,
+    "examine_connection": Findings,
     "form": Joined,
     "build": Built,
     "step": Taken,

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
+from platform.cluster.control.forming import examination
 from platform.cluster.control.forming.examination import examine
 from platform.cluster.crew.open import open_crew
+from platform.train.health.partners import groups_by_check
 
 pytestmark = pytest.mark.usefixtures("warm_server")
 SICK = "tests.doubles.sick_worker:SickWorker"
@@ -49,6 +51,14 @@ def test_a_slow_link_is_the_one_that_is_slow_with_every_partner(job, monkeypatch
     bad, outcome = found(job, 4, thorough=True)
     assert bad == {1: ["link"]} and not outcome.shared
     assert "where its peers have" in outcome.reason(1)
+
+
+def test_workers_of_a_node_are_measured_together(job, monkeypatch):
+    """As GPUs are, with one partner too, in a quick look."""
+    monkeypatch.setattr(examination, "groups_by_check", lambda nodes, *_: groups_by_check(nodes, False, True))
+    outcome = found(job, 3, thorough=True)[1]
+    assert not outcome.bad and all("node" in one.readings for one in outcome.findings.values())
+    assert ["link" in outcome.findings[number].readings for number in range(3)].count(True) == 2
 
 
 def test_a_busy_machine_makes_nobody_sick(job, busy):

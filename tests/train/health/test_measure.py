@@ -5,17 +5,21 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from platform.config.fields import Config
+from platform.plan.language.mesh import Mesh
 from platform.train.health import gpu_state
 from platform.train.health.gpu_state import GpuQuery
+from platform.train.health.link import CONNECTIONS, TOGETHER
 from platform.train.health.measure import FULL, MEASURES, QUICK, Bench, findings, look_at_gpu
 from platform.train.health.symptoms import BY_NAME, symptoms
 from platform.train.protocol.replies import Findings
 from tests.doubles import sick_worker
+from tests.harness.threads import run_threads
 
 
 @pytest.fixture
@@ -98,19 +102,26 @@ def test_a_run_without_checkpoints_is_measured_in_its_directory(config, tmp_path
     assert measured(config).errors.keys() == {"write"}
 
 
+ROWS, NO_ACTION = "case $1 in *rows*)", "*action*) exit 2;; *)"
 SICK = {"gpu driver": "550.54.15", "gpu slowdown": "Active", "gpu link": "8 of 16 PCIe lanes"}
+NEW = {**SICK, "gpu driver": "570.1", "gpu recovery": "Reset"}
 
 
 @pytest.mark.parametrize(
     ("script", "readings", "facts"),
     [
-        ("echo '550.54.15, 3, Active, 8, 16'", {"ecc": 3.0}, SICK),
+        (f"{ROWS} echo '1, 0';; *) echo '570.1, 3, Active, 8, 16, Reset';; esac", {"ecc": 3.0, "rows": 1.0}, NEW),
         (
-            "case $1 in *event*) exit 2;; esac; echo '525.1, 3, Active, 8, 16'",
+            f"{ROWS} echo '0, 0';; {NO_ACTION} echo '550.54.15, 3, Active, 8, 16';; esac",
+            {"ecc": 3.0, "rows": 0.0},
+            SICK,
+        ),
+        (
+            f"{ROWS} exit 2;; *event*) exit 2;; {NO_ACTION} echo '525.1, 3, Active, 8, 16';; esac",
             {"ecc": 3.0},
             {**SICK, "gpu driver": "525.1"},
         ),
-        ("echo '550.54.15, [N/A], [Not Supported], [N/A], 16'", {}, {"gpu driver": "550.54.15"}),
+        ("echo '550.54.15, [N/A], [Not Supported], [N/A], 16, [N/A]'", {}, {"gpu driver": "550.54.15"}),
         ("echo no devices were found; exit 6", {}, {}),
         ("sleep 60", {}, {}),
         (None, {}, {}),
@@ -130,6 +141,28 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
     assert (found.readings, found.facts) == (readings, facts)
     if script and script != "sleep 60":
         assert "--id=GPU-c0ffee" in (tmp_path / "asked").read_text()
+
+
+@pytest.mark.parametrize(("check", "measure"), CONNECTIONS.items())
+def test_connections_are_measured_and_their_numbers_checked(monkeypatch, check, measure):
+    size = 2 if check == "link" else 3
+    found = run_threads(Mesh.of({"stage": 1, TOGETHER: size}), lambda c: measure(c, QUICK))
+    assert all(one.readings[check] > 0 and one.readings["wrong"] == 0 for one in found)
+
+    def damaged(c):
+        launch = c.launch
+
+        def wrong(*args):
+            there = launch(*args).wait().clone()
+            there.view(-1)[5] += 1
+            return SimpleNamespace(wait=lambda: there)
+
+        if c.rank == 1:
+            c.launch = wrong
+        return measure(c, QUICK)
+
+    found = run_threads(Mesh.of({"stage": 1, TOGETHER: size}), damaged)
+    assert [one.readings["wrong"] for one in found] == [6.0 * (rank == 1) for rank in range(size)]
 
 
 def test_what_a_gpu_says_of_itself(config, monkeypatch):

@@ -4,7 +4,7 @@ from itertools import combinations
 import pytest
 
 from platform.train.health import gpu_state, partners
-from platform.train.health.partners import rounds
+from platform.train.health.partners import groups_by_check, rounds
 
 
 def test_examples():
@@ -32,3 +32,11 @@ def test_all_meet_all_in_the_end():
 def test_partners_are_on_other_nodes_where_there_are_any():
     nodes = "aaaabbbbcccc"
     assert all(nodes[a] != nodes[b] for pairs in rounds(nodes, 9) for a, b in pairs)
+
+
+def test_gpus_of_a_node_are_measured_together():
+    pair, node = ("link", [(0, 2), (1, 3)]), ("node", [(0, 1), (2, 3)])
+    assert groups_by_check("aabb", thorough=False, gpus=True) == [pair, node]
+    assert groups_by_check("aabb", thorough=False, gpus=False) == [pair]
+    assert groups_by_check("ab", thorough=True, gpus=True) == [("link", [(0, 1)])]
+    assert groups_by_check("a", thorough=True, gpus=True) == []

@@ -70,7 +70,7 @@ def test_facts_are_those_of_the_majority():
 def test_bounds_of_gpus_are_their_own():
     assert bad(found({"gemm": 6e12}, {"gemm": 9e12}, {"gemm": 9e12}, {"gemm": 9e12}), "cuda") == {0: ["gemm"]}
     assert bad(found({"gemm": 6e12}, {"gemm": 9e12}, {"gemm": 9e12}, {"gemm": 9e12}), "cpu") == {}
-    assert [check.name for check in CHECKS if "cpu" not in check.bounds] == ["peak", "free", "ecc"]
+    assert [check.name for check in CHECKS if "cpu" not in check.bounds] == ["peak", "free", "ecc", "rows", "node"]
 
 
 def test_again_keeps_the_better_measurement_but_a_wrong_number_stays():

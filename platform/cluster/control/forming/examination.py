@@ -11,12 +11,11 @@ from platform.cluster.crew.base.crew import ByRank, Crew
 from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.crew.base.job import Job
 from platform.monitor.records import events
-from platform.train.health.partners import rounds
+from platform.train.health.partners import groups_by_check
 from platform.train.health.symptoms import best_of, symptoms
 from platform.train.protocol.replies import Findings
 
 ATTEMPTS = 3  # at most: whoever looks bad is examined again, and is bad if it is every time
-PARTNERS = 3  # most partners of a member
 EXAMINE_SECONDS = 120.0  # without progress, after which a member hangs
 LINK_SECONDS = 60.0
 
@@ -37,17 +36,17 @@ class Examined:
 
 def examine(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> Examined:
     """Examine the members `numbers`, in the order of their ranks, before they are seated: with small sizes and alone, a
-    fraction of a second, or, if `thorough`, with large ones and with partners too. If any is unsound, all are examined
-    again, up to ATTEMPTS times, and the best findings count: other load on a machine passes. Raises WorkerFailed if one
-    dies or hangs."""
+    fraction of a second, on GPUs also with one partner and with all of the node; or, if `thorough`, with large sizes
+    and several partners. If any is unsound, all are examined again, up to ATTEMPTS times, and the best findings count:
+    other load on a machine passes. Raises WorkerFailed if one dies or hangs."""
     found: dict[int, Findings] = {}
     for _ in range(ATTEMPTS):
         crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
         alone = _alone(crew, numbers, thorough)
         crew.release()
-        pairs = _in_pairs(crew, job, numbers) if thorough else {}
+        together = _together(crew, job, numbers, thorough) if thorough or job.device == "cuda" else {}
         for number in numbers:
-            one = _joined(alone[number], *pairs.get(number, ()))
+            one = _joined(alone[number], together.get(number, {}))
             found[number] = best_of(found[number], one) if number in found else one
         bad, shared = symptoms(found, job.device)
         if not any(bad.values()) and not shared:
@@ -68,43 +67,43 @@ def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Find
     return dict(zip(numbers, found, strict=True))
 
 
-def _in_pairs(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[Findings]]:
-    """Return the doctor's findings on the connection of each worker with each of its partners, by member number, one
-    round of pairs after the other. A member that hangs in one shares the error with its partner. `numbers`: the
-    members."""
+def _together(crew: Crew, job: Job, numbers: Sequence[int], thorough: bool) -> dict[int, dict[str, Findings]]:
+    """Return the doctor's findings on the connections of each worker, by member number and check: with a partner, of
+    which the best counts, and with its node. One round of groups is measured after the other. Of a group that hangs all
+    members have the error. `numbers`: the members, by rank."""
     members = crew.members
     nodes = [members[number].node if number in members else "" for number in numbers]
-    found: dict[int, list[Findings]] = {number: [] for number in numbers}
-    for number_of_round, pairs in enumerate(rounds(nodes, PARTNERS)):
-        ranks = [rank for pair in pairs for rank in pair]
-        seats = [numbers[rank] for rank in ranks]
+    found: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
+    for number_of_round, (check, groups) in enumerate(groups_by_check(nodes, thorough, job.device == "cuda")):
+        seats = [numbers[rank] for group in groups for rank in group]
         crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
-        index = ByRank(i % 2 for i in range(len(seats)))
-        names = ByRank(f"{number_of_round}/{i // 2}" for i in range(len(seats)))
+        index = ByRank(i for group in groups for i in range(len(group)))
+        sizes = ByRank(len(group) for group in groups for _ in group)
+        names = ByRank(f"{number_of_round}/{i}" for i, group in enumerate(groups) for _ in group)
         try:
-            each = crew.call("pass_to_partner", index, names, crew.store, True, within=LINK_SECONDS)
+            each = crew.call(
+                "examine_connection", check, index, sizes, names, crew.store, thorough, within=LINK_SECONDS
+            )
         except WorkerFailed as failed:
             if any(failure.kind != "hung" for failure in failed.failures):
                 raise
-            why = {failure.member.number: Findings(errors={"link": failure.cause}) for failure in failed.failures}
+            why = {failure.member.number: Findings(errors={check: failure.cause}) for failure in failed.failures}
             each = [why.get(number, Findings()) for number in seats]
         crew.release()
         for number, one in zip(seats, each, strict=True):
-            found[number].append(one)
+            its = found[number]
+            its[check] = best_of(its[check], one) if check in its else one
     return found
 
 
-def _joined(alone: Findings, *in_pairs: Findings) -> Findings:
-    """Merge the doctor's findings on a worker by itself with the findings beside each partner, of which the best
-    count."""
-    if not in_pairs:
-        return alone
-    link = in_pairs[0]
-    for one in in_pairs[1:]:
-        link = best_of(link, one)
-    wrong = alone.readings.get("wrong", 0.0) + link.readings.get("wrong", 0.0)
-    readings = {**alone.readings, **link.readings, "wrong": wrong}
-    return Findings(readings, {**alone.errors, **link.errors}, alone.facts)
+def _joined(alone: Findings, together: Mapping[str, Findings]) -> Findings:
+    """Merge the doctor's findings on a worker by itself with those on its connections, by check."""
+    joined = Findings(dict(alone.readings), dict(alone.errors), alone.facts)
+    for one in together.values():
+        wrong = joined.readings.get("wrong", 0.0) + one.readings.get("wrong", 0.0)
+        joined.readings.update(one.readings, wrong=wrong)
+        joined.errors.update(one.errors)
+    return joined
 
 
 class Doctor:
