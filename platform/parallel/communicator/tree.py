@@ -1,0 +1,49 @@
+"""The tree along which all ranks tell each other something: none has more than BRANCHES + 1 connections in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BRANCHES = 16  # of a rank: 3 levels below rank 0 for 4,369 ranks
+
+
+class Place(NamedTuple):
+    """Place of a rank in the tree: its `parent`, None for rank 0, and the `branches` below it, each of consecutive
+    ranks that begin with a child. The rank and all below it are consecutive too, `count` in all."""
+
+    parent: int | None
+    branches: list[range]
+
+    @property
+    def count(self) -> int:
+        """Return the number of ranks in the part of the tree that begins with this place."""
+        return 1 + sum(map(len, self.branches))
+
+    @property
+    def children(self) -> list[int]:
+        """Return the ranks that stand directly below this place in the tree."""
+        return [branch[0] for branch in self.branches]
+
+    @property
+    def relatives(self) -> list[int]:
+        """Return the ranks to which the rank of this place has a connection in the tree."""
+        return self.children if self.parent is None else [self.parent, *self.children]
+
+
+def place(rank: int, size: int) -> Place:
+    """Return the place of `rank` in the tree of `size` ranks.
+
+    >>> place(0, 4).relatives, place(2, 4).relatives
+    ([1, 2, 3], [0])
+    """
+    parent, ranks = None, range(size)
+    while ranks[0] != rank:
+        parent, ranks = ranks[0], next(branch for branch in _branches(ranks) if rank in branch)
+    return Place(parent, _branches(ranks))
+
+
+def _branches(ranks: range) -> list[range]:
+    """Divide all of some consecutive ranks but the first, on which they depend, into up to BRANCHES stretches."""
+    below = ranks[1:]
+    each = -(-len(below) // BRANCHES) or 1
+    return [below[at : at + each] for at in range(0, len(below), each)]
