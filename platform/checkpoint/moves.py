@@ -27,8 +27,8 @@ FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one tha
 
 Fetch = Callable[[Sequence[Piece[S]], Sequence[Tensor]], None]
 """Fills the memory given for every piece, uint8 [bytes], contiguous. Raises one of FAILURES."""
-Tell = Callable[[Any], list[Any]]
-"""Tells all of the job's ranks a plain value; returns every rank's, in rank order."""
+AllGather = Callable[[Any], list[Any]]
+"""Gathers a plain value of every rank of the job on all ranks, in rank order."""
 Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes among the job's ranks, (peer, uint8 tensor) each; returns when all that is to be received is
 there. All ranks call it together."""
@@ -38,24 +38,24 @@ Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its 
 Blocks = dict[str, list[Block]]  # tensor -> a rank's own blocks of it, in order
 
 
-def tell_nobody(value: Any) -> list[Any]:
-    """Return the value of the only rank as a list: `Tell` in a single process."""
+def gather_alone(value: Any) -> list[Any]:
+    """Return the value of the only rank as a list, like `AllGather` in a single process."""
     return [value]
 
 
 def exchange_nothing(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
-    """Check that there is nothing to send or receive: `Exchange` in a single process."""
+    """Check that there is nothing to send or receive, like `Exchange` in a single process."""
     assert not sent and not received, "there is nobody to talk to"
 
 
 class World(NamedTuple):
     """Ranks of a job that pass blocks of its training state to each other, as this one of them sees it: its `rank`,
-    the `size` of all, how they `tell` each other something, and their `exchange`. `budget`: bytes that a rank receives
-    per `exchange`, on average."""
+    the `size` of all, their `all_gather` and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on
+    average."""
 
     rank: int = 0
     size: int = 1
-    tell: Tell = tell_nobody
+    all_gather: AllGather = gather_alone
     exchange: Exchange = exchange_nothing
     budget: int = 256 << 20
 
@@ -160,7 +160,7 @@ def pass_on(
         mine[block.name].append(block)
     for senders in turns:
         sent, failure = _messages(senders[world.rank], fetch, holders, mine, world)
-        _raise_failures(world.tell(failure))
+        _raise_failures(world.all_gather(failure))
         lacking = {
             sender: [piece for piece in pieces if world.rank not in piece.had]
             for sender, pieces in enumerate(senders)

@@ -111,7 +111,7 @@ class Job:
 
         def work(rank: int) -> list[Block]:
             blocks = self.blocks(rank, empty=True, dtype=dtype)
-            world = World(rank, self.world_size, partial(post.tell, rank), partial(post.exchange, rank), **budget)
+            world = World(rank, self.world_size, partial(post.all_gather, rank), partial(post.exchange, rank), **budget)
             restore(storage, directory, manifest, self.state, blocks, world)
             return blocks
 
@@ -137,7 +137,7 @@ class Post:
         self.slots: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size, timeout=30)
 
-    def tell(self, rank: int, value: Any) -> list[Any]:
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
         self.slots[rank] = value
         self.barrier.wait()
         told = [*self.slots]
@@ -145,7 +145,7 @@ class Post:
         return told
 
     def exchange(self, rank: int, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
-        every = [dict(messages) for messages in self.tell(rank, [(peer, x.clone()) for peer, x in sent])]
+        every = [dict(messages) for messages in self.all_gather(rank, [(peer, x.clone()) for peer, x in sent])]
         assert [sender for sender, messages in enumerate(every) if rank in messages] == [peer for peer, _ in received]
         for peer, out in received:
             out.copy_(every[peer][rank])

@@ -147,7 +147,7 @@ class ThreadGroups(Communicator):
 
         return wait
 
-    def tell(self, text):
+    def all_gather_texts(self, text):
         given = torch.tensor(list(text.encode()), dtype=torch.uint8)
         others = [peer for peer in range(self.mesh.size) if peer != self.rank]
         sizes = {peer: torch.tensor(0) for peer in others}
@@ -174,7 +174,7 @@ class ThreadGroups(Communicator):
         return torch.stack(rows)
 
     def announce(self, text=None):
-        return self.tell(text or "")[0]
+        return self.all_gather_texts(text or "")[0]
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:

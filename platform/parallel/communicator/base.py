@@ -255,8 +255,8 @@ class Communicator(ABC):
         self.moved, self.log = moved, log
 
     @abstractmethod
-    def tell(self, text: str) -> list[str]:
-        """Tell all ranks this rank's text; return every rank's, in rank order. All call it together. Not counted."""
+    def all_gather_texts(self, text: str) -> list[str]:
+        """Gather a `text` of every rank on all ranks; return them, in rank order. Not counted."""
 
     @abstractmethod
     def collect(self, numbers: Tensor) -> Tensor | None:
@@ -284,7 +284,8 @@ class Communicator(ABC):
         """Interrupt the collectives in progress in the transport; called by one thread at a time."""
 
     def connect(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
-        """Open the connections of `transfer` between this rank and the global ranks `peers`, which all do the same."""
+        """Open the connections of `transfer` between this rank and the global ranks `peers`, which all do the same; all
+        ranks call it together, even without peers."""
 
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
@@ -295,8 +296,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def exchange(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
-        """Send and receive bytes like `transfer`, but between any ranks: their connections are for this call alone. All
-        ranks call it at the same time, as right after `tell`, also those that send and receive nothing."""
+        """Send and receive bytes like `transfer`, but between any ranks, over connections for this call alone; all
+        ranks call it together, even without anything to send or receive."""
 
     def close(self) -> None:  # noqa: B027  (a default that does nothing)
         """Leave the process groups along mesh axes, when this rank's mesh is given up; no collective may follow."""
@@ -340,7 +341,7 @@ class SingleRank(Communicator):
         """Raise AssertionError: a mesh of one rank launches no collective."""
         raise AssertionError("a world of one launches no collective")
 
-    def tell(self, text):
+    def all_gather_texts(self, text):
         """Return the text of this rank, the only one, as a list."""
         return [text]
 

@@ -1,16 +1,15 @@
-"""Messages in host memory, by gloo: what the ranks of a generation tell and send each other beside the collectives of a
-step.
+"""Messages in host memory, by gloo, beside the collectives of a step.
 
 A group of gloo connects each rank to every other: N - 1 sockets in each process, and N^2 reads of the driver's store.
-So the groups here are connected lazily, and at once where that is needed: a rank has connections to its relatives in a
-tree (`tree.py`), in which all tell all, and to those that it sends bytes to or receives them from. No message opens a
-connection: what `abort` does not know, nothing but its own end could end.
+So the groups here connect lazily: a rank has connections to its relatives in a tree (`tree.py`), along which the
+collectives run, and to ranks with which it exchanges bytes. All are opened before they are used, by all ranks at the
+same time: `abort` has to know them, as nothing else ends a wait in one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -23,12 +22,13 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import Sockets, open_sockets, shut_down
-from platform.parallel.communicator.tree import place
+from platform.parallel.communicator.tree import relatives
 from platform.plan.language.mesh import Mesh
 
 TIMEOUT = timedelta(minutes=10)  # of one collective or message
 CONNECT = timedelta(seconds=4)  # of connecting ranks: one that dies meanwhile leaves the others waiting
 CONNECT_OF_EACH = timedelta(seconds=0.02)  # rank more, where they do not begin at the same time
+PATIENCE = 5  # times its timeout: how long gloo waits for another rank to connect
 _ANNOUNCED = 504  # bytes of an announcement that need no second message
 _LENGTH = 8  # bytes that say how long it is
 
@@ -39,45 +39,53 @@ def connect_timeout(size: int) -> timedelta:
 
 
 class HostMemory(Communicator):
-    """Communicator of ranks that only tell and send each other what is in host memory. `connections`: the sockets of
-    its groups, which `abort` shuts down, and no others; each group adds its own."""
+    """Communicator for tensors and texts in host memory alone. `connections`: the sockets of its groups, which `abort`
+    shuts down, and no others; each group adds its own."""
 
     def __init__(self, mesh: Mesh, rank: int, store: dist.Store, device: torch.device | str = "cpu"):
         """Connect `rank` of a mesh to its relatives in the tree; all ranks do so. `store`: a store for this mesh."""
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
         self._store, self._exchanges = store, count()
-        self._place = place(rank, mesh.size)
-        self._tree = self._connected("tree", self._place.relatives, connect_timeout(mesh.size))
+        self._relatives = relatives(rank, mesh.size)
+        self._tree: Any = None
         self._beside: Any = None  # group of what is transferred, beside the collectives of a step
+        self._tree = self._connected("tree", self._relatives.peers, connect_timeout(mesh.size))
 
     def _start(self, op, given, out, axes, group, reduce, root):
         """Raise AssertionError: there are no groups along axes."""
         raise AssertionError("no collective along axes runs in host memory")
 
-    def _connected(self, name: str, peers: Iterable[int], timeout: timedelta) -> Any:
-        """Make a group of gloo of all ranks in which this rank has connections to `peers`, which all do the same within
-        `timeout`, and count its sockets among `connections`. `name`: of its own in the store. Raises RuntimeError if
-        that fails, Aborted if there was an abort meanwhile, which did not know all of them."""
-        gloo: Any = dist.ProcessGroupGloo
-        before, options = open_sockets(), gloo._Options()
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        device = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
-        options._devices, options._timeout = [device(lazy_init=True)], timeout
-        group = gloo(dist.PrefixStore(name, self._store), self.rank, self.mesh.size, options)
+    def _connected(self, name: str, peers: Sequence[int], timeout: timedelta = CONNECT / PATIENCE) -> Any:
+        """Make a group of gloo, called `name` in the store, in which this rank has connections to `peers`, which all do
+        the same, and count them among `connections`; None if it has no peers. All ranks call it together, and begin to
+        connect at the same time, unless there is no tree yet. Raises RuntimeError if a peer does not connect, Aborted
+        if there was an abort meanwhile, which did not know all of them."""
+        before, group = open_sockets(), self._group(name, timeout) if peers else None
+        if self._tree:
+            self._broadcast(self._gather(torch.zeros(1), [1] * self._relatives.span)[:1])
         one = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
         try:
-            _deliver(group, one, [(peer, torch.empty_like(x)) for peer, x in one], timeout)
+            _deliver(group, one, [(peer, torch.empty_like(x)) for peer, x in one], PATIENCE * timeout)
         finally:  # replaced as a whole, as the thread that aborts may be reading it
             self.connections = self.connections | dict(open_sockets().items() - before.items())
         self.confirm()
         return group
 
-    def connect(self, peers: Collection[int]) -> None:
+    def _group(self, name: str, timeout: timedelta) -> Any:
+        """Make a group of gloo of all ranks, called `name` in the store, which connects two of them in their first
+        message."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        device = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
+        options._devices, options._timeout = [device(lazy_init=True)], timeout
+        return gloo(dist.PrefixStore(name, self._store), self.rank, self.mesh.size, options)
+
+    def connect(self, peers):
         """Open the connections of `transfer` in a group of gloo's own, and count them among `connections`."""
-        if peers:
-            with PROGRESS.waiting("connect"):
-                self._beside = self._connected("beside", sorted(peers), connect_timeout(self.mesh.size))
+        with PROGRESS.waiting("connect"):
+            self._beside = self._connected("beside", sorted(peers))
 
     def transfer(self, sent, received):
         """Send and receive bytes of known sizes between ranks, in the group that `connect` has made."""
@@ -85,15 +93,14 @@ class HostMemory(Communicator):
 
     def exchange(self, sent, received):
         """Send and receive bytes of known sizes in a group for this call alone, whose connections end with it."""
-        name = f"exchange/{next(self._exchanges)}"
-        if peers := sorted({peer for peer, _ in (*sent, *received)}):
-            with PROGRESS.waiting("exchange"):
-                _deliver(self._connected(name, peers, CONNECT), sent, received, TIMEOUT)
+        peers = sorted({peer for peer, _ in (*sent, *received)})
+        with PROGRESS.waiting("exchange"):
+            _deliver(self._connected(f"exchange/{next(self._exchanges)}", peers), sent, received, TIMEOUT)
 
     def collect(self, numbers):
         """Gather every rank's numbers on rank 0, up the tree; return None elsewhere."""
         with PROGRESS.waiting("collect"):
-            rows = self._gather(numbers, [len(numbers)] * self._place.count)
+            rows = self._gather(numbers, [len(numbers)] * self._relatives.span)
         return rows.view(self.mesh.size, -1) if self.rank == 0 else None
 
     def announce(self, text=None):
@@ -110,11 +117,11 @@ class HostMemory(Communicator):
             rest = self._broadcast(_bytes(data[_ANNOUNCED:]) if self.rank == 0 else rest)
         return (found[_LENGTH:][:size] + rest.numpy().tobytes()).decode()
 
-    def tell(self, text):
+    def all_gather_texts(self, text):
         """Gather all texts up the tree, after their lengths, and broadcast both down again."""
         mine, size = _bytes(text.encode()), self.mesh.size
-        with PROGRESS.waiting("tell"):
-            lengths = self._gather(torch.tensor([len(mine)]), [1] * self._place.count)
+        with PROGRESS.waiting("all_gather_texts"):
+            lengths = self._gather(torch.tensor([len(mine)]), [1] * self._relatives.span)
             texts = self._gather(mine, lengths.tolist())
             lengths = self._broadcast(lengths if self.rank == 0 else lengths.new_empty(size))
             texts = self._broadcast(texts if self.rank == 0 else texts.new_empty(int(lengths.sum())))
@@ -123,21 +130,21 @@ class HostMemory(Communicator):
     def _gather(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
         """Gather up the tree what this rank and all below it give, of these `sizes` in rank order, this rank's `mine`
         [sizes[0]]; return it as [sum of sizes]."""
-        parent, branches = self._place
+        parent, branches = self._relatives
         first = self.rank
         below = [sum(sizes[branch.start - first : branch.stop - first]) for branch in branches]
         out = mine.new_empty(sum(sizes))
         own, *parts = out.split([len(mine), *below])
         own.copy_(mine)
-        _deliver(self._tree, [], list(zip(self._place.children, parts, strict=True)), TIMEOUT)
+        _deliver(self._tree, [], list(zip(self._relatives.children, parts, strict=True)), TIMEOUT)
         _deliver(self._tree, [] if parent is None else [(parent, out)], [], TIMEOUT)
         return out
 
     def _broadcast(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's `x` down the tree, into the `x` of all others; return it."""
-        parent = self._place.parent
+        parent = self._relatives.parent
         _deliver(self._tree, [], [] if parent is None else [(parent, x)], TIMEOUT)
-        _deliver(self._tree, [(child, x) for child in self._place.children], [], TIMEOUT)
+        _deliver(self._tree, [(child, x) for child in self._relatives.children], [], TIMEOUT)
         return x
 
     def _abort(self) -> None:

@@ -35,8 +35,8 @@ def connected(
     device: str,
     neighbours: Iterable[tuple[int, int]] = (),
 ) -> ProcessGroups:
-    """Meet the other ranks of `mesh`, as `meet` does, join the default process group of torch.distributed, and return the process groups along `axes` and between the pairs
-    of stages `neighbours`, with the connections of all of them open."""
+    """Meet the other ranks of `mesh` and join the default process group of torch.distributed; return the process groups
+    along `axes` and between the pairs of stages `neighbours`, with the connections of all of them open."""
     with PROGRESS.waiting("form"):
         before, neighbours = open_sockets(), list(neighbours)
         join(meet(mesh.size, address, name), rank, mesh.size, device)

@@ -54,8 +54,8 @@ class ProcessGroups(HostMemory):
 
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
     the same order on every rank, unless one with the same members is there. `neighbours`: the pairs of pipeline stages
-    that send to each other. `connections`: with gloo alone also those of the groups along axes, which the caller adds,
-    who has formed the world.
+    that send to each other. `connections`: with gloo alone also the sockets of the world and of the groups along axes,
+    added by the caller.
     """
 
     def __init__(

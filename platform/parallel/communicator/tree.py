@@ -1,4 +1,4 @@
-"""The tree along which all ranks tell each other something: none has more than BRANCHES + 1 connections in it."""
+"""Tree of all ranks, for collectives in host memory: no rank has more than BRANCHES + 1 connections in it."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import NamedTuple
 BRANCHES = 16  # of a rank: 3 levels below rank 0 for 4,369 ranks
 
 
-class Place(NamedTuple):
-    """Place of a rank in the tree: its `parent`, None for rank 0, and the `branches` below it, each of consecutive
-    ranks that begin with a child. The rank and all below it are consecutive too, `count` in all."""
+class Relatives(NamedTuple):
+    """Relatives of a rank in the tree: its `parent`, None for rank 0, and the `branches` below it, each of consecutive
+    ranks that begin with a child. The rank and all below it are consecutive too."""
 
     parent: int | None
     branches: list[range]
 
     @property
-    def count(self) -> int:
-        """Return the number of ranks in the part of the tree that begins with this place."""
+    def span(self) -> int:
+        """Return the number of ranks in the part of the tree that begins with the rank."""
         return 1 + sum(map(len, self.branches))
 
     @property
     def children(self) -> list[int]:
-        """Return the ranks that stand directly below this place in the tree."""
+        """Return the ranks that stand directly below the rank in the tree."""
         return [branch[0] for branch in self.branches]
 
     @property
-    def relatives(self) -> list[int]:
-        """Return the ranks to which the rank of this place has a connection in the tree."""
+    def peers(self) -> list[int]:
+        """Return the ranks to which the rank has a connection in the tree."""
         return self.children if self.parent is None else [self.parent, *self.children]
 
 
-def place(rank: int, size: int) -> Place:
-    """Return the place of `rank` in the tree of `size` ranks.
+def relatives(rank: int, size: int) -> Relatives:
+    """Return the relatives of `rank` in the tree of `size` ranks.
 
-    >>> place(0, 4).relatives, place(2, 4).relatives
+    >>> relatives(0, 4).peers, relatives(2, 4).peers
     ([1, 2, 3], [0])
     """
     parent, ranks = None, range(size)
     while ranks[0] != rank:
         parent, ranks = ranks[0], next(branch for branch in _branches(ranks) if rank in branch)
-    return Place(parent, _branches(ranks))
+    return Relatives(parent, _branches(ranks))
 
 
 def _branches(ranks: range) -> list[range]:

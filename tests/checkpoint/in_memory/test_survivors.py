@@ -63,8 +63,10 @@ def pass_to(job: Job, survived: list[Chain], snapshots: dict[int, NodeSnapshot],
         rank = communicator.rank
         blocks = job.blocks(rank, empty=True)
         read = snapshots[rank].read if rank in snapshots else None
-        tell = partial(all_gather_values, communicator)
-        recover(survived, read, job.state, blocks, World(rank, job.world_size, tell, communicator.exchange, budget))
+        all_gather = partial(all_gather_values, communicator)
+        recover(
+            survived, read, job.state, blocks, World(rank, job.world_size, all_gather, communicator.exchange, budget)
+        )
         return blocks
 
     return on_all(job.world_size, work)
@@ -164,8 +166,8 @@ def test_rounds_are_bounded_and_senders_even():
 
         rank, blocks = communicator.rank, job.blocks(communicator.rank, empty=True)
         read = snapshots[rank].read if rank in snapshots else None
-        tell = partial(all_gather_values, communicator)
-        recover(survived, read, job.state, blocks, World(rank, 4, tell, exchange, budget=256))
+        all_gather = partial(all_gather_values, communicator)
+        recover(survived, read, job.state, blocks, World(rank, 4, all_gather, exchange, budget=256))
         return blocks
 
     job.check(on_all(4, work))

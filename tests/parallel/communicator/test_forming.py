@@ -20,7 +20,7 @@ from platform.launch import compose
 from platform.parallel.communicator import host_memory, torch_distributed
 from platform.parallel.communicator.host_memory import connect_timeout
 from platform.parallel.communicator.torch_distributed import ProcessGroups, disjoint
-from platform.parallel.communicator.tree import BRANCHES, place
+from platform.parallel.communicator.tree import BRANCHES, relatives
 from platform.plan.core.step_collectives import communicators, process_groups
 from platform.planning.make_plan import make_plan
 
@@ -135,7 +135,7 @@ def tree(rank):
     groups[rank] = memory = HostMemory(mesh, rank, store)
     rows = memory.collect(torch.tensor([rank, 2.0 * rank], dtype=torch.float64))
     assert rank or rows.tolist() == [[r, 2.0 * r] for r in range(mesh.size)]
-    assert memory.tell("x" * rank) == ["x" * r for r in range(mesh.size)]
+    assert memory.all_gather_texts("x" * rank) == ["x" * r for r in range(mesh.size)]
     assert memory.announce("z" * 9999 if rank == 0 else None) == "z" * 9999
     assert memory.announce("é" if rank == 0 else None) == "é"
 def full(rank):
@@ -168,7 +168,7 @@ def counted(how: str, ranks: int, environment: dict[str, str] = GLOO_ENVIRONMENT
 
 def planned(how: str, ranks: int) -> Formed:
     """What `counted` finds where each rank's record is of RECORD bytes."""
-    peers = [len(place(rank, ranks).relatives) if how == "tree" else ranks - 1 for rank in range(ranks)]
+    peers = [len(relatives(rank, ranks).peers) if how == "tree" else ranks - 1 for rank in range(ranks)]
     reads = sum(peers) if how == "tree" else ranks**2  # gloo reads its own record too
     return Formed(RECORD * reads, RECORD * ranks, sum(peers) + ranks)
 
@@ -187,17 +187,17 @@ def test_it_grows_with_the_ranks_and_not_with_their_square():
         tree, full = planned("tree", ranks), planned("full", ranks)
         assert tree.read + tree.written < 3 * ranks * RECORD and tree.sockets < 3 * ranks
         assert full.read == ranks**2 * RECORD and full.sockets == ranks**2
-        assert max(len(place(rank, ranks).relatives) for rank in range(ranks)) <= 17
+        assert max(len(relatives(rank, ranks).peers) for rank in range(ranks)) <= 17
     few, many = (counted("full", n, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "0"}).read for n in (8, 16))
     assert many > 4.5 * few
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 100, 3072, 4369, 4370])
 def test_a_tree_has_a_place_for_every_rank(size):
-    places = [place(rank, size) for rank in range(size)]
+    places = [relatives(rank, size) for rank in range(size)]
     assert sorted(child for at in places for child in at.children) == [*range(1, size)]
     for rank, at in enumerate(places):
         assert len(at.children) <= BRANCHES and all(places[child].parent == rank for child in at.children)
         below = [rank, *(one for branch in at.branches for one in branch)]
-        assert below == [*range(rank, rank + at.count)]
-        assert [places[branch[0]].count for branch in at.branches] == [*map(len, at.branches)]
+        assert below == [*range(rank, rank + at.span)]
+        assert [places[branch[0]].span for branch in at.branches] == [*map(len, at.branches)]

@@ -13,9 +13,9 @@ import torch
 
 from platform.parallel.communicator import host_memory
 from platform.parallel.communicator.base import Aborted
-from platform.parallel.communicator.host_memory import HostMemory
+from platform.parallel.communicator.host_memory import PATIENCE, HostMemory
 from platform.parallel.communicator.sockets import open_sockets
-from platform.parallel.communicator.tree import place
+from platform.parallel.communicator.tree import relatives
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import configure
@@ -23,7 +23,7 @@ from tests.harness.oracle import configure
 RANKS = 8
 LARGE = 3_000_000  # bytes: more than a connection's buffers take
 FEW = {0: {3}, 3: {0, 5}, 5: {3}}  # who sends to whom
-SHORT = timedelta(seconds=0.5)
+SHORT = timedelta(seconds=0.2)
 
 
 def on_all(pool, work, ranks: int = RANKS) -> list:
@@ -55,8 +55,8 @@ def exchanged(config, plan, communicator):
 def test_only_those_who_have_something_for_each_other_are_connected(pool):
     """Each connection is one socket, each group one more that listens; an exchange leaves none behind."""
     for rank, (tree, left, most, found) in enumerate(on_all(pool, exchanged)):
-        assert tree == 1 + len(place(rank, RANKS).relatives) and left == 0
-        assert most == [1 + len(FEW[rank])] * 2 if rank in FEW else most == []
+        assert tree == 1 + len(relatives(rank, RANKS).peers) and left == 0
+        assert most == [1 + len(FEW[rank]) if rank in FEW else 0] * 2
         assert found == {peer: [10 + peer] for peer in FEW.get(rank, ())}
 
 
@@ -64,7 +64,7 @@ def told(config, plan, communicator) -> bool:
     """Tell, collect and announce texts of all lengths, some of none."""
     rank, ranks = communicator.rank, range(plan.mesh.size)
     for length in (0, 1, 500, 504, 505, 100_000):
-        assert communicator.tell("é" * (length * (rank % 2))) == ["é" * (length * (r % 2)) for r in ranks]
+        assert communicator.all_gather_texts("é" * (length * (rank % 2))) == ["é" * (length * (r % 2)) for r in ranks]
         assert communicator.announce("y" * length if rank == 0 else None) == "y" * length
         rows = communicator.collect(torch.full((1 + length,), float(rank), dtype=torch.float64))
         assert rows is None if rank else torch.equal(rows[:, -1], torch.arange(len(ranks), dtype=torch.float64))
@@ -80,7 +80,7 @@ def told_in_twos(config, plan, communicator) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("platform.parallel.communicator.tree.BRANCHES", 2)
         memory = HostMemory(plan.mesh, communicator.rank, torch.distributed.PrefixStore("twos", communicator._store))
-        assert len(memory._place.relatives) <= 3
+        assert len(memory._relatives.peers) <= 3
         return told(config, plan, memory)
 
 
@@ -120,11 +120,12 @@ def test_an_abort_ends_a_wait(pool):
 def alone(config, plan, communicator) -> list[float]:
     """Connect to a rank that does not connect, to one that is not even there, and each in its turn: one of the two
     waits for the other's call. Returns the seconds."""
-    seconds, groups = [], []
+    seconds, groups, communicator._gather = [], [], lambda *_: torch.zeros(1)
+    communicator._broadcast = lambda *_: None
     for turn in range(2):
         for idle in (True, False):
             name = f"alone {turn} {idle}"
-            groups += [communicator._connected(name, [], SHORT)] if idle and communicator.rank != turn else []
+            groups += [communicator._group(name, SHORT)] if idle and communicator.rank != turn else []
             communicator.barrier()
             if communicator.rank == turn:
                 start = time.perf_counter()
@@ -136,7 +137,7 @@ def alone(config, plan, communicator) -> list[float]:
 def test_who_does_not_come_to_connect_is_waited_for_no_longer_than_that(pool):
     for seconds in on_all(pool, alone, 2):
         assert len(seconds) == 2
-        assert all(SHORT.total_seconds() / 2 < s < SHORT.total_seconds() + 2 for s in seconds)
+        assert SHORT.total_seconds() / 2 < min(seconds) and max(seconds) < PATIENCE * SHORT.total_seconds() + 1
 
 
 def test_what_connects_during_an_abort_is_not_used(monkeypatch):
@@ -146,8 +147,7 @@ def test_what_connects_during_an_abort_is_not_used(monkeypatch):
         patched.setattr(host_memory, "_deliver", lambda *_: next(calls) and memory.abort())
         patched.setenv("GLOO_SOCKET_IFNAME", "lo")
         memory.__init__(Mesh.of({"data": 1}), 0, torch.distributed.HashStore())
-        known = memory.connections
-        assert len(known) == 1
+        assert not memory.connections
         with pytest.raises(Aborted):
             memory.connect({0})
-        assert len(memory.connections) == 2 and known.items() < memory.connections.items()
+        assert len(memory.connections) == 1

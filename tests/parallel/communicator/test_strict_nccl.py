@@ -192,7 +192,7 @@ def test_what_is_in_host_memory_needs_no_group_of_the_device(monkeypatch):
         messages = {peer: torch.empty(groups.rank, dtype=torch.uint8) for peer in others}
         sent = [(peer, torch.full((peer,), groups.rank, dtype=torch.uint8)) for peer in others]
         groups.exchange(sent, list(messages.items()))
-        assert groups.tell("x" * groups.rank) == ["x" * rank for rank in range(6)]
+        assert groups.all_gather_texts("x" * groups.rank) == ["x" * rank for rank in range(6)]
         assert groups.announce("y" * 2000 if groups.rank == 0 else None) == "y" * 2000
         out = torch.empty(3, dtype=torch.uint8)
         groups.connect({1: {4}, 4: {1}}.get(groups.rank, set()))
