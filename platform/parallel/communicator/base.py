@@ -284,8 +284,7 @@ class Communicator(ABC):
         """Interrupt the collectives in progress in the transport; called by one thread at a time."""
 
     def connect(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
-        """Open the connections of `transfer` between this rank and the global ranks `peers`, which all do the same; all
-        ranks call it together, even without peers."""
+        """Open the connections of `transfer` to the global ranks `peers`; all ranks do so, even without peers."""
 
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:

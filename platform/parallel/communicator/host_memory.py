@@ -73,8 +73,7 @@ class HostMemory(Communicator):
         return group
 
     def _group(self, name: str, timeout: timedelta) -> Any:
-        """Make a group of gloo of all ranks, called `name` in the store, which connects two of them in their first
-        message."""
+        """Make a group of gloo of all ranks, called `name` in the store, which connects two in their first message."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
@@ -159,8 +158,7 @@ class HostMemory(Communicator):
 def _deliver(
     group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], timeout: timedelta
 ) -> None:
-    """Send and receive pairs (rank, tensor in host memory) in a group of gloo, each within `timeout`; empty tensors are
-    no messages. Both sides post theirs in one order."""
+    """Send and receive pairs (rank, tensor) in a group of gloo, each within `timeout`; empty tensors are no messages."""
     works = [group.recv([out], peer, 0) for peer, out in received if out.numel()]
     works += [group.send([x], peer, 0) for peer, x in sent if x.numel()]
     for work in works:

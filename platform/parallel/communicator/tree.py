@@ -31,11 +31,7 @@ class Relatives(NamedTuple):
 
 
 def relatives(rank: int, size: int) -> Relatives:
-    """Return the relatives of `rank` in the tree of `size` ranks.
-
-    >>> relatives(0, 4).peers, relatives(2, 4).peers
-    ([1, 2, 3], [0])
-    """
+    """Return the relatives of `rank` in the tree of `size` ranks."""
     parent, ranks = None, range(size)
     while ranks[0] != rank:
         parent, ranks = ranks[0], next(branch for branch in _branches(ranks) if rank in branch)
