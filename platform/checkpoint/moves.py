@@ -9,7 +9,7 @@ at saving and the present one only change the messages between ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,13 +93,17 @@ def fill_blocks(
     """Fill this rank's `blocks` of training state from pieces of global tensors; all ranks call it together. `wanted`:
     pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks whose blocks
     it overlaps. For the other parameters see `restore`. Raises one of FAILURES on every rank alike."""
+    clear_padding(state, blocks)
+    pass_on(readers_of(wanted, state, world), fetch, state, blocks, world)
+
+
+def readers_of(wanted: Sequence[Piece[S]], state: Sequence[HeldTensor], world: World) -> Iterator[list[list[Piece[S]]]]:
+    """Yield the pieces that each rank reads and passes on, turn by turn; for the parameters see `fill_blocks`."""
     itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in wanted}
     placed = sum(box.size * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items())
     total = sum(piece.nbytes for piece in wanted)
     turns = divide(wanted, -(-total // max(LARGEST_BLOCK, world.budget * world.size * total // max(placed, 1))))
-    clear_padding(state, blocks)
-    readers = (divide(turn, world.size) for turn in turns)
-    pass_on(readers, fetch, state, blocks, world)
+    yield from (divide(turn, world.size) for turn in turns)
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:

@@ -158,7 +158,7 @@ class HostMemory(Communicator):
 def _deliver(
     group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], timeout: timedelta
 ) -> None:
-    """Send and receive pairs (rank, tensor) in a group of gloo, each within `timeout`; empty tensors are no messages."""
+    """Send and receive pairs (rank, tensor) in a group of gloo, each within `timeout`; empty ones are no messages."""
     works = [group.recv([out], peer, 0) for peer, out in received if out.numel()]
     works += [group.send([x], peer, 0) for peer, x in sent if x.numel()]
     for work in works:
