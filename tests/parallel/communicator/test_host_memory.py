@@ -106,7 +106,13 @@ def aborted(config, plan, communicator) -> list[float]:
             time.sleep(0.3)
             assert not waiting.done()
             communicator.barrier()
-            start = time.perf_counter()
+            known, memory.connections = memory.connections, {}
+            memory.abort()  # the negative control: of sockets that it does not know
+            communicator.barrier()
+            time.sleep(0.1)
+            assert not waiting.done()
+            communicator.barrier()
+            start, memory.connections = time.perf_counter(), known
             memory.abort()
             seconds.append(waiting.result(10) - start)
     return seconds
