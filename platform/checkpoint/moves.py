@@ -9,8 +9,8 @@ at saving and the present one only change the messages between ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,29 +24,39 @@ from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused, Sto
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
 
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
-HEADER_BYTES = 8  # the largest item size, which keeps the payload aligned; the first is 0, or 1 + a failure's index
 
 Fetch = Callable[[Sequence[Piece[S]], Sequence[Tensor]], None]
 """Fills the memory given for every piece, uint8 [bytes], contiguous. Raises one of FAILURES."""
-Exchange = Callable[[list[Tensor]], list[Tensor]]
-"""An all-to-all among the job's ranks: takes one uint8 tensor per receiver, returns one per sender;
-sizes differ."""
+AllGather = Callable[[Any], list[Any]]
+"""Gathers a plain value of every rank of the job on all ranks, in rank order."""
+Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
+"""Sends and receives bytes among the job's ranks, (peer, uint8 tensor) each; returns when all that is to be received is
+there. All ranks call it together."""
+Failure = tuple[int, str] | None
+"""Why `Fetch` failed on a rank: the index of the error's class in FAILURES, and its text."""
 Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its holders) in order
 Blocks = dict[str, list[Block]]  # tensor -> a rank's own blocks of it, in order
 
 
-def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
-    """Return `messages` as they are: the all-to-all (`Exchange`) that restores a checkpoint in a single process."""
-    return messages
+def gather_alone(value: Any) -> list[Any]:
+    """Return the value of the only rank as a list, like `AllGather` in a single process."""
+    return [value]
+
+
+def exchange_nothing(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+    """Check that there is nothing to send or receive, like `Exchange` in a single process."""
+    assert not sent and not received, "there is nobody to talk to"
 
 
 class World(NamedTuple):
     """Ranks of a job that pass blocks of its training state to each other, as this one of them sees it: its `rank`,
-    the `size` of all, and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on average."""
+    the `size` of all, their `all_gather` and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on
+    average."""
 
     rank: int = 0
     size: int = 1
-    exchange: Exchange = exchange_alone
+    all_gather: AllGather = gather_alone
+    exchange: Exchange = exchange_nothing
     budget: int = 256 << 20
 
 
@@ -83,13 +93,17 @@ def fill_blocks(
     """Fill this rank's `blocks` of training state from pieces of global tensors; all ranks call it together. `wanted`:
     pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks whose blocks
     it overlaps. For the other parameters see `restore`. Raises one of FAILURES on every rank alike."""
+    clear_padding(state, blocks)
+    pass_on(readers_of(wanted, state, world), fetch, state, blocks, world)
+
+
+def readers_of(wanted: Sequence[Piece[S]], state: Sequence[HeldTensor], world: World) -> Iterator[list[list[Piece[S]]]]:
+    """Yield the pieces that each rank reads and passes on, turn by turn; for the parameters see `fill_blocks`."""
     itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in wanted}
     placed = sum(box.size * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items())
     total = sum(piece.nbytes for piece in wanted)
     turns = divide(wanted, -(-total // max(LARGEST_BLOCK, world.budget * world.size * total // max(placed, 1))))
-    clear_padding(state, blocks)
-    readers = (divide(turn, world.size) for turn in turns)
-    pass_on(readers, fetch, state, blocks, world)
+    yield from (divide(turn, world.size) for turn in turns)
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
@@ -149,11 +163,18 @@ def pass_on(
     for block in sorted(blocks, key=lambda b: b.box):
         mine[block.name].append(block)
     for senders in turns:
-        received = world.exchange(_messages(senders[world.rank], fetch, holders, mine, world))
-        _raise_failures(received)
-        for sender, (message, pieces) in enumerate(zip(received, senders, strict=True)):
-            lacking = [piece for piece in pieces if world.rank not in piece.had and world.rank != sender]
-            _unpack(message, lacking, mine)
+        sent, failure = _messages(senders[world.rank], fetch, holders, mine, world)
+        _raise_failures(world.all_gather(failure))
+        lacking = {
+            sender: [piece for piece in pieces if world.rank not in piece.had]
+            for sender, pieces in enumerate(senders)
+            if sender != world.rank
+        }
+        sizes = {sender: _nbytes(pieces, mine) for sender, pieces in lacking.items()}
+        received = [(sender, torch.empty(n, dtype=torch.uint8)) for sender, n in sizes.items() if n]
+        world.exchange(sent, received)
+        for sender, message in received:
+            _unpack(message, lacking[sender], mine)
 
 
 class _Region(NamedTuple):
@@ -166,10 +187,10 @@ class _Region(NamedTuple):
 
 def _messages(
     pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, mine: Blocks, world: World
-) -> list[Tensor]:
-    """Fetch `pieces`, fill this rank's blocks (`mine`) with its own parts, and return one message (uint8) per receiving
-    rank: the parts that lie in that rank's blocks, or why `fetch` failed, as a rank that raised here would leave its
-    peers waiting for its message.
+) -> tuple[list[tuple[int, Tensor]], Failure]:
+    """Fetch `pieces`, fill this rank's blocks (`mine`) with its own parts, and return the messages, (receiving rank,
+    uint8 [bytes]) each, of the parts that lie in others' blocks, and why `fetch` failed, as a rank that raised here
+    would leave its peers waiting for its message.
 
     A piece is fetched at once to where it belongs, a block of this rank or a message that takes it whole, and is copied
     from there to wherever else it belongs.
@@ -187,9 +208,7 @@ def _messages(
     try:
         fetch(pieces, places)
     except FAILURES as error:
-        kind = next(i for i, failure in enumerate(FAILURES) if isinstance(error, failure))
-        reason = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
-        return [torch.cat([_header(1 + kind), reason])] * world.size
+        return [], (next(i for i, failure in enumerate(FAILURES) if isinstance(error, failure)), str(error))
     for number, part, memory in regions:
         piece, place = pieces[number], places[number]
         if memory is not place:
@@ -198,13 +217,15 @@ def _messages(
     for piece, place, done in zip(pieces, places, own, strict=True):
         if not done and world.rank not in piece.had:
             _place(piece, place, mine)
-    return messages
+    return messages, None
 
 
-def _empty_messages(pieces: Sequence[Piece[S]], holders: Holders, world: World) -> tuple[list[Tensor], list[_Region]]:
-    """Allocate one message (uint8) per receiving rank, for the parts of `pieces` in its blocks that it does not have,
-    and return the messages and the places of all parts in them; this rank sends itself no message. Ranks with the same
-    parts (replicas) get the same message."""
+def _empty_messages(
+    pieces: Sequence[Piece[S]], holders: Holders, world: World
+) -> tuple[list[tuple[int, Tensor]], list[_Region]]:
+    """Allocate a message (uint8) for each rank that lacks parts of `pieces` in its blocks, and return the messages with
+    their receivers, and the places of all parts in them; this rank sends itself no message. Ranks with the same parts
+    (replicas) get the same message."""
     parts: list[list[tuple[int, Box]]] = [[] for _ in range(world.size)]
     for number, piece in enumerate(pieces):
         for held, ranks in holders.get(piece.name, ()):
@@ -215,13 +236,11 @@ def _empty_messages(pieces: Sequence[Piece[S]], holders: Holders, world: World) 
     regions: list[_Region] = []
     built: dict[tuple[tuple[int, Box], ...], Tensor] = {}
     for key in map(tuple, parts):
-        if key not in built:
+        if key and key not in built:
             sizes = [part.size * DTYPES[pieces[number].dtype].itemsize for number, part in key]
-            built[key] = message = torch.empty(HEADER_BYTES + sum(sizes), dtype=torch.uint8)
-            head, *memories = message.split([HEADER_BYTES, *sizes])
-            head.copy_(_header(0))
-            regions += [_Region(*place, memory) for place, memory in zip(key, memories, strict=True)]
-    return [built[tuple(p)] for p in parts], regions
+            built[key] = message = torch.empty(sum(sizes), dtype=torch.uint8)
+            regions += [_Region(*place, memory) for place, memory in zip(key, message.split(sizes), strict=True)]
+    return [(receiver, built[tuple(p)]) for receiver, p in enumerate(parts) if p], regions
 
 
 def _own_memory(piece: Piece[S], mine: Blocks) -> Tensor | None:
@@ -234,23 +253,23 @@ def _own_memory(piece: Piece[S], mine: Blocks) -> Tensor | None:
     return None
 
 
-def _header(status: int) -> Tensor:
-    """Return the 8 header bytes of a message of checkpoint pieces between ranks: 0, or 1 + the index of a failure."""
-    return torch.tensor([status] + [0] * (HEADER_BYTES - 1), dtype=torch.uint8)
+def _raise_failures(failures: Iterable[Failure]) -> None:
+    """Raise the error of the first rank that reports one in fetching pieces of a checkpoint's tensors, if any does."""
+    for kind, reason in filter(None, failures):
+        raise FAILURES[kind](reason)
 
 
-def _raise_failures(received: Sequence[Tensor]) -> None:
-    """Raise the error that the first failed rank reports in its message of checkpoint pieces, if any does."""
-    for message in received:
-        if status := int(message[0]):
-            raise FAILURES[status - 1](bytes(message[HEADER_BYTES:].tolist()).decode())
+def _nbytes(pieces: Sequence[Piece[S]], mine: Blocks) -> int:
+    """Return the bytes of the message of another rank with the parts of `pieces` in this rank's blocks (`mine`)."""
+    parts = ((p, p.box.overlap(outer)) for p in pieces for _, outer, _ in mine.get(p.name, ()))
+    return sum(part.size * ITEMSIZE[piece.dtype] for piece, part in parts if part)
 
 
 def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: Blocks) -> None:
     """Copy the message of another rank into this rank's blocks. `pieces`: the stored pieces that the sender read and
     this rank did not; `mine`: tensor name -> this rank's blocks, sorted. The message holds the overlap of every piece
     with every block of its tensor, by piece, then by block."""
-    at = HEADER_BYTES
+    at = 0
     for piece in pieces:
         size = DTYPES[piece.dtype].itemsize
         for _, outer, tensor in mine.get(piece.name, ()):

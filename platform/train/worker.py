@@ -31,9 +31,9 @@ from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
 from platform.parallel.communicator.base import Launch, SingleRank
+from platform.parallel.communicator.host_memory import HostMemory
 from platform.parallel.communicator.meeting import connected, meet
 from platform.parallel.communicator.progress import PROGRESS
-from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.parallel.compiled import may_compile, uncompiled
 from platform.parallel.deterministic import deterministic
 from platform.plan.core.plan_data import digest
@@ -276,12 +276,11 @@ class Worker(Candidate):
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
         """Exchange parts of in-memory snapshots before a mesh forms in which some survivors get no rank: the others
         receive the parts that only these hold. Called on all `gathered` members of the source, each with its index
-        among them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only: `leave`
-        follows."""
+        among them as `rank`. Their connections, made in `store` under the prefix `generation`, serve this call only:
+        `leave` follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
-            meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
-        self.communicator = communicator = ProcessGroups(mesh, rank, ())
+            self.communicator = communicator = HostMemory(mesh, rank, meet(mesh.size, store, generation))
         memory = self.memories[source.generation]
         passed = source.gathering(memory.held)[1]
         communicator.connect(peers_of(passed, rank))

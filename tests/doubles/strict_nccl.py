@@ -30,7 +30,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from platform.parallel.communicator import torch_distributed
+from platform.parallel.communicator import host_memory, torch_distributed
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join
 from platform.plan.language.mesh import Mesh
 from tests.harness.threads import summed
@@ -112,7 +112,7 @@ class Wait(NamedTuple):
     queues: Queues | None
 
 
-class Beside:
+class Messages:
     """A group of gloo of messages alone, which connects the ranks that send to each other, and those only."""
 
     world: World
@@ -153,7 +153,7 @@ class World:
             group=self,
             get_backend=lambda: "nccl" if self.here.default.strict else "gloo",
             ProcessGroupNCCL=SimpleNamespace(Options=SimpleNamespace),
-            ProcessGroupGloo=type("", (Beside,), {"world": self}),
+            ProcessGroupGloo=type("", (Messages,), {"world": self}),
             PrefixStore=lambda prefix, store: prefix,
             is_initialized=lambda: self.here.default is not None,
             destroy_process_group=lambda: setattr(self.here, "default", None),
@@ -457,7 +457,8 @@ def run_strictly(
     tensors on the CPU. Return the world and the results by rank. Raises the first failure of any rank."""
     world = World(mesh.size, connections, early)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_to_no_number)
-    monkeypatch.setattr(torch_distributed, "dist", world.dist)
+    for module in (host_memory, torch_distributed):
+        monkeypatch.setattr(module, "dist", world.dist)
     monkeypatch.setattr(torch_distributed, "_all_gather", world.all_gather)
     monkeypatch.setattr(torch_distributed, "_reduce_scatter", world.reduce_scatter)
     monkeypatch.setattr(torch_distributed, "ThreadPoolExecutor", world.threads_of_rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -110,7 +111,7 @@ class Job:
 
         def work(rank: int) -> list[Block]:
             blocks = self.blocks(rank, empty=True, dtype=dtype)
-            world = World(rank, self.world_size, lambda m: post.exchange(rank, m), **budget)
+            world = World(rank, self.world_size, partial(post.all_gather, rank), partial(post.exchange, rank), **budget)
             restore(storage, directory, manifest, self.state, blocks, world)
             return blocks
 
@@ -130,18 +131,24 @@ class Job:
 
 
 class Post:
-    """An all-to-all between threads, as torch.distributed would do it."""
+    """What threads tell and send each other, as torch.distributed would do it."""
 
     def __init__(self, world_size: int):
-        self.slots: list[list[Tensor]] = [[] for _ in range(world_size)]
+        self.slots: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size, timeout=30)
 
-    def exchange(self, rank: int, messages: list[Tensor]) -> list[Tensor]:
-        self.slots[rank] = messages
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = value
         self.barrier.wait()
-        received = [sent[rank].clone() for sent in self.slots]
+        told = [*self.slots]
         self.barrier.wait()
-        return received
+        return told
+
+    def exchange(self, rank: int, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        every = [dict(messages) for messages in self.all_gather(rank, [(peer, x.clone()) for peer, x in sent])]
+        assert [sender for sender, messages in enumerate(every) if rank in messages] == [peer for peer, _ in received]
+        for peer, out in received:
+            out.copy_(every[peer][rank])
 
 
 class Counting:

@@ -147,24 +147,22 @@ class ThreadGroups(Communicator):
 
         return wait
 
-    def exchange(self, messages):
-        def pass_on(parts, outs):
-            others = [peer for peer in range(self.mesh.size) if peer != self.rank]
-            for peer in others:
-                self._send(parts[peer], peer)
-            for peer in others:
-                self._receive(outs[peer], peer)()
-            outs[self.rank].copy_(parts[self.rank])
-            return outs
-
-        sizes = pass_on([torch.tensor(m.numel()) for m in messages], [torch.tensor(0) for _ in messages])
-        return pass_on(messages, [torch.empty(int(n), dtype=torch.uint8) for n in sizes])
+    def all_gather_texts(self, text):
+        given = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        others = [peer for peer in range(self.mesh.size) if peer != self.rank]
+        sizes = {peer: torch.tensor(0) for peer in others}
+        self.transfer([(peer, torch.tensor(len(given))) for peer in others], list(sizes.items()))
+        texts = {peer: given.new_empty(int(n)) for peer, n in sizes.items()}
+        self.transfer([(peer, given) for peer in others], list(texts.items()))
+        return [bytes({**texts, self.rank: given}[peer].tolist()).decode() for peer in range(self.mesh.size)]
 
     def transfer(self, sent, received):
         for peer, x in sent:
             self._send(x, peer)
         for peer, out in received:
             self._receive(out, peer)()
+
+    exchange = transfer
 
     def collect(self, numbers):
         if self.rank:
@@ -176,9 +174,7 @@ class ThreadGroups(Communicator):
         return torch.stack(rows)
 
     def announce(self, text=None):
-        given = torch.tensor(list((text or "").encode()), dtype=torch.uint8)
-        messages = [given if self.rank == 0 else given.new_empty(0) for _ in range(self.mesh.size)]
-        return bytes(self.exchange(messages)[0].tolist()).decode()
+        return self.all_gather_texts(text or "")[0]
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:

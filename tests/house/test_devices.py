@@ -18,8 +18,8 @@ FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "rand
 MAY_WAIT = {
     "parallel/communicator/base.py:read": "the one place in which a step waits for its device",
     "parallel/communicator/clock.py:read": "reads events, after that",
-    "parallel/communicator/torch_distributed.py:announce": "host memory",
-    "parallel/communicator/torch_distributed.py:exchange": "host memory",
+    "parallel/communicator/host_memory.py:all_gather_texts": "host memory",
+    "parallel/communicator/host_memory.py:announce": "host memory",
     "parallel/compiled.py:_lacking": "tries the compiler, before a generation forms",
     "train/generation/beams.py:step": "beams are chosen on the host",
     "train/generation/generator.py:_to_all_ranks": "answers are sent to the driver",
@@ -35,13 +35,13 @@ MAY_WAIT = {
     "train/step/step_report.py:_slower": "host memory",
     "train/worker.py:_settled": "while a generation forms",
     "train/worker.py:leave": "a worker that leaves waits for its device",
-    "train/step/training_state.py:all_gather_values": "host memory",
 }
 MAY_MAKE = {
     "parallel/communicator/base.py:<module>": "the processor's vector mathematics, before threads exist",
-    "parallel/communicator/torch_distributed.py:announce": "host memory",
-    "parallel/communicator/torch_distributed.py:connect": "host memory",
-    "parallel/communicator/torch_distributed.py:exchange": "host memory",
+    "parallel/communicator/host_memory.py:_bytes": "host memory",
+    "parallel/communicator/host_memory.py:_connected": "host memory",
+    "parallel/communicator/host_memory.py:all_gather_texts": "host memory",
+    "parallel/communicator/host_memory.py:announce": "host memory",
     "train/generation/batch.py:__init__": "rows of tokens, placed later",
     "train/generation/batch.py:_source": "rows of tokens, placed later",
     "train/generation/batch.py:data": "rows of tokens, placed later",

@@ -255,10 +255,8 @@ class Communicator(ABC):
         self.moved, self.log = moved, log
 
     @abstractmethod
-    def exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange bytes among all ranks of the mesh (an all-to-all): takes one uint8 tensor [bytes] on the CPU per
-        receiving rank, of any size, and returns one per sending rank, both in rank order. Not counted: it is not part
-        of a step."""
+    def all_gather_texts(self, text: str) -> list[str]:
+        """Gather a `text` of every rank on all ranks; return them, in rank order. Not counted."""
 
     @abstractmethod
     def collect(self, numbers: Tensor) -> Tensor | None:
@@ -286,7 +284,7 @@ class Communicator(ABC):
         """Interrupt the collectives in progress in the transport; called by one thread at a time."""
 
     def connect(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
-        """Open the connections of `transfer` between this rank and the global ranks `peers`, which all do the same."""
+        """Open the connections of `transfer` to the global ranks `peers`; all ranks do so, even without peers."""
 
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
@@ -294,6 +292,11 @@ class Communicator(ABC):
         are pairs (global rank of a peer to which there is a connection, uint8 tensor [bytes] on the CPU), at most one
         per peer and direction, none to itself. Returns when the tensors in `received` are filled. Callable from any
         thread, one at a time, beside collectives of another. Not counted."""
+
+    @abstractmethod
+    def exchange(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive bytes like `transfer`, but between any ranks, over connections for this call alone; all
+        ranks call it together, even without anything to send or receive."""
 
     def close(self) -> None:  # noqa: B027  (a default that does nothing)
         """Leave the process groups along mesh axes, when this rank's mesh is given up; no collective may follow."""
@@ -337,9 +340,9 @@ class SingleRank(Communicator):
         """Raise AssertionError: a mesh of one rank launches no collective."""
         raise AssertionError("a world of one launches no collective")
 
-    def exchange(self, messages):
-        """Return a copy of the list of messages: the only rank's one is for itself."""
-        return list(messages)
+    def all_gather_texts(self, text):
+        """Return the text of this rank, the only one, as a list."""
+        return [text]
 
     def collect(self, numbers):
         """Return this rank's numbers [n] as [1, n], as it is the only one."""
@@ -352,3 +355,5 @@ class SingleRank(Communicator):
     def transfer(self, sent, received):
         """Check that there is nothing to send or receive, as the only rank of a mesh has no peers."""
         assert not sent and not received, "there is nobody to talk to"
+
+    exchange = transfer

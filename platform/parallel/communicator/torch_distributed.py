@@ -10,7 +10,6 @@ make a group is a collective of the whole world, of which all groups that share 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,17 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.host_memory import TIMEOUT, HostMemory, connect_timeout
 from platform.parallel.communicator.point_to_point import Messages
-from platform.parallel.communicator.progress import PROGRESS
-from platform.parallel.communicator.sockets import Sockets, open_sockets, shut_down
 from platform.plan.language.mesh import Mesh
 
-TIMEOUT = timedelta(minutes=10)  # of one collective
 ABORTED = timedelta(seconds=0.25)  # for a collective to end once it is aborted
-_ANNOUNCED = 504  # bytes of an announcement that need no second message
-CONNECT = timedelta(seconds=4)  # of creating a group of few ranks: one that dies meanwhile leaves the others waiting
-CONNECT_OF_EACH = timedelta(seconds=0.02)  # rank more
 # before torch 2.13: all_gather_into_tensor, reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -55,19 +48,14 @@ def join(store: dist.Store, rank: int, size: int, device: torch.device | str) ->
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def connect_timeout(size: int) -> timedelta:
-    """Return how long the creation of a group may take in a world of `size` ranks that have all joined."""
-    return CONNECT + size * CONNECT_OF_EACH
-
-
-class ProcessGroups(Communicator):
+class ProcessGroups(HostMemory):
     """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU and for tensors in host memory. Needs the
     default group that `join` makes.
 
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
     the same order on every rank, unless one with the same members is there. `neighbours`: the pairs of pipeline stages
-    that send to each other. `connections`: the sockets of gloo's groups, which `abort` shuts down, and no others: with
-    gloo alone set by the caller, who has formed the world; `connect` adds to them.
+    that send to each other. `connections`: with gloo alone also the sockets of the world and of the groups along axes,
+    added by the caller.
     """
 
     def __init__(
@@ -80,9 +68,7 @@ class ProcessGroups(Communicator):
     ):
         """Create the process groups of the mesh along `axes_of_groups` and between neighbouring stages; all ranks do
         so."""
-        super().__init__(mesh, rank, device)
-        self.connections: Sockets = {}
-        self._beside: Any = None  # group of what is transferred, beside the collectives of a step
+        super().__init__(mesh, rank, dist.distributed_c10d._get_default_store(), device)
         self._stuck = False  # an aborted collective of gloo has no end
         self._nccl = dist.get_backend() == "nccl"
         self.posts_early = not self._nccl
@@ -94,7 +80,6 @@ class ProcessGroups(Communicator):
                 made[members] = self._make_groups(members)
             self._groups[tuple(axes)] = made[members]
         self._messages: dict[dist.ProcessGroup, Messages] = {}
-        self._control = self._host_group() if self._nccl else None
         self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
         self._lines |= self._nccl_lines(neighbours) if self._nccl else self._gloo_lines(list(neighbours))
         for group in self._own():
@@ -102,15 +87,8 @@ class ProcessGroups(Communicator):
 
     def _own(self) -> set[dist.ProcessGroup]:
         """Return the process groups that this rank is a member of."""
-        made = dist.group.WORLD, self._control, *self._groups.values(), *self._lines.values()
+        made = dist.group.WORLD, *self._groups.values(), *self._lines.values()
         return {group for group in made if group is not None}
-
-    def _host_group(self) -> dist.ProcessGroup:
-        """Make a group of all ranks for tensors in host memory, beside NCCL's; its sockets are `connections`."""
-        before = open_sockets()
-        group = dist.new_group(backend="gloo", timeout=connect_timeout(self.mesh.size))
-        self.connections = dict(open_sockets().items() - before.items())
-        return group
 
     def _make_groups(self, groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
         """Make a process group of each of the disjoint `groups`, on all ranks together; return this rank's, if any."""
@@ -209,66 +187,6 @@ class ProcessGroups(Communicator):
         assert work is not None
         return work.wait if self._nccl else partial(work.wait, TIMEOUT)
 
-    def exchange(self, messages):
-        """Exchange the sizes of all messages, then the messages as one tensor, in the group in host memory."""
-        with PROGRESS.waiting("exchange"):
-            sent = torch.tensor([m.numel() for m in messages])
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self._control)
-            given = torch.cat(list(messages))
-            sizes = received.tolist()
-            out = given.new_empty(sum(sizes))
-            dist.all_to_all_single(out, given, sizes, sent.tolist(), group=self._control)
-            return list(out.split(sizes))
-
-    def connect(self, peers):
-        """Open the connections in a group of gloo's own, in which only ranks that send to each other are connected, and
-        count them among `connections`."""
-        if not peers:
-            return
-        gloo: Any = dist.ProcessGroupGloo
-        before, options = open_sockets(), gloo._Options()
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        device = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
-        options._devices, options._timeout = [device(lazy_init=True)], connect_timeout(self.mesh.size)
-        store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
-        with PROGRESS.waiting("connect"):
-            self._beside = gloo(store, self.rank, self.mesh.size, options)
-            one = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
-            self.transfer(one, [(peer, torch.empty_like(x)) for peer, x in one])
-        self.connections |= dict(open_sockets().items() - before.items())
-
-    def transfer(self, sent, received):
-        """Send and receive bytes of known sizes between ranks, in the group that `connect` has made."""
-        group = self._beside
-        works = [group.recv([out], peer, 0) for peer, out in received]
-        works += [group.send([x], peer, 0) for peer, x in sent]
-        for work in works:
-            work.wait(TIMEOUT)
-
-    def collect(self, numbers):
-        """Gather every rank's numbers on rank 0, in the group in host memory; return None elsewhere."""
-        rows = [torch.empty_like(numbers) for _ in range(self.mesh.size)] if self.rank == 0 else None
-        with PROGRESS.waiting("collect"):
-            dist.gather(numbers, rows, group=self._control)
-        return torch.stack(rows) if rows else None
-
-    def announce(self, text=None):
-        """Broadcast a text with its length in one message, and a longer one in a second message."""
-        payload = torch.tensor(list((text or "").encode()), dtype=torch.uint8)
-        with PROGRESS.waiting("announce"):
-            head = torch.zeros(_ANNOUNCED + 8, dtype=torch.uint8)  # most fit into the message that says how long it is
-            head[:8].view(torch.int64)[0] = len(payload)
-            head[8 : 8 + len(payload)] = payload[:_ANNOUNCED]
-            dist.broadcast(head, 0, group=self._control)
-            size = int(head[:8].view(torch.int64)[0])
-            if size > _ANNOUNCED:
-                payload = payload if self.rank == 0 else payload.new_empty(size)
-                dist.broadcast(payload, 0, group=self._control)
-            else:
-                payload = head[8 : 8 + size]
-        return bytes(payload.tolist()).decode()
-
     def _abort(self) -> None:
         """Interrupt NCCL's groups, all at the same time, and shut down the sockets of gloo's groups."""
         if self._nccl and dist.is_initialized():
@@ -279,14 +197,14 @@ class ProcessGroups(Communicator):
                 for _ in threads.map(lambda group: group.abort(), groups):
                     pass
             dist.distributed_c10d._abort_process_group()  # forgets them
-        shut_down(self.connections)
+        super()._abort()
 
     def close(self) -> None:
         """End this rank's process groups and the default one, when its mesh is given up."""
         if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
             for group in self._own():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._beside = None
+        super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

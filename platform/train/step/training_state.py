@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -78,7 +79,8 @@ class State:
     def __init__(self, trainer: Trainer):
         """List the tensors of the training state, weights and moments, of the rank that `trainer` trains."""
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
-        self._world = World(self._communicator.rank, self._plan.mesh.size, self._communicator.exchange)
+        all_gather = partial(all_gather_values, self._communicator)
+        self._world = World(self._communicator.rank, self._plan.mesh.size, all_gather, self._communicator.exchange)
         dtype = DTYPES[self._plan.precision][1]
         own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
         own += SIDES if self._plan.factored else ()
@@ -228,9 +230,7 @@ def tried(fill: Callable[[], None]) -> Unrestored | None:
 
 def all_gather_values(communicator: Communicator, value: Any) -> list[Any]:
     """Gather a plain JSON value of every rank on all ranks; return them, by rank. All ranks call it together."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    received = communicator.exchange([mine] * communicator.mesh.size)
-    return [json.loads(bytes(message.tolist())) for message in received]
+    return [json.loads(text) for text in communicator.all_gather_texts(json.dumps(value))]
 
 
 def _nothing(part: Share, memory: Tensor) -> None:

@@ -59,7 +59,7 @@ def test_a_piece_for_one_other_rank_is_fetched_into_its_message():
     halves = [Box((0, 0), (5, 3)), Box((0, 3), (5, 3))]
     for boxes, whole in (([Box((0, 0), (2, 6)), Box((2, 0), (3, 6))], True), (halves, False)):
         state = [HeldTensor.of("w", torch.float32, (5, 6), [(r + 1, box) for r, box in enumerate(boxes)])]
-        sent: list[list[Tensor]] = []
+        messages: dict[int, Tensor] = {}
         fetched: list[Tensor] = []
 
         def fetch(wanted, into, fetched=fetched) -> None:
@@ -67,17 +67,18 @@ def test_a_piece_for_one_other_rank_is_fetched_into_its_message():
                 memory.copy_(numbers[piece.source].contiguous().view(-1).view(torch.uint8))
                 fetched.append(memory)
 
-        def exchange(messages: list[Tensor], sent=sent) -> list[Tensor]:
-            sent.append(messages)
-            return [messages[0]] * 3  # nothing for rank 0 from anybody
+        def exchange(sent, received, messages=messages) -> None:
+            messages |= dict(sent)
+            assert not received  # nothing for rank 0 from anybody
 
         pieces = [Piece("w", "float32", box, slice(box.offset[0], box.offset[0] + box.extent[0])) for box in ROWS]
-        pass_on([[pieces, [], []]], fetch, state, [], World(0, 3, exchange))
-        own = {m.untyped_storage().data_ptr() for m in sent[0]}
+        pass_on([[pieces, [], []]], fetch, state, [], World(0, 3, lambda told: [told] * 3, exchange))
+        own = {m.untyped_storage().data_ptr() for m in messages.values()}
         assert all((m.untyped_storage().data_ptr() in own) == whole for m in fetched)
-        for box, message in zip(boxes, sent[0][1:], strict=True):
+        assert [*messages] == [1, 2]
+        for box, message in zip(boxes, messages.values(), strict=True):
             wanted = numbers[box.within(Box.whole((5, 6)))]
-            found = message[8:].view(torch.float32)
+            found = message.view(torch.float32)
             assert sorted(found.tolist()) == sorted(wanted.flatten().tolist())
 
 

@@ -8,15 +8,19 @@ import os
 import subprocess
 import sys
 import time
+from socket import gethostname
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
 
 from platform.cluster.crew.base.job import GLOO_ENVIRONMENT
 from platform.launch import compose
-from platform.parallel.communicator import torch_distributed
-from platform.parallel.communicator.torch_distributed import ProcessGroups, connect_timeout, disjoint
+from platform.parallel.communicator import host_memory, torch_distributed
+from platform.parallel.communicator.host_memory import connect_timeout
+from platform.parallel.communicator.torch_distributed import ProcessGroups, disjoint
+from platform.parallel.communicator.tree import BRANCHES, relatives
 from platform.plan.core.step_collectives import communicators, process_groups
 from platform.planning.make_plan import make_plan
 
@@ -27,17 +31,28 @@ TRILLION = [
 SIZES = {128: [], 1024: ["parallel.data=8"], 3072: TRILLION}
 
 
+class NoMessages:
+    """A group of gloo without connections: whatever is sent or received is done."""
+
+    _Options, create_default_device = SimpleNamespace, staticmethod(lambda lazy_init: None)
+
+    def __init__(self, *_):
+        pass
+
+    def send(self, *_):
+        return SimpleNamespace(wait=lambda timeout: None)
+
+    recv = send
+
+
 class CountedDist(SimpleNamespace):
     """In place of torch.distributed with NCCL: makes groups of nothing, and counts the calls that all ranks make."""
 
     def __init__(self):
         self.calls, self.rank = 0, 0
-        c10d = SimpleNamespace(_set_pg_timeout=lambda *_: None)
+        c10d = SimpleNamespace(_set_pg_timeout=lambda *_: None, _get_default_store=lambda: None)
         super().__init__(get_backend=lambda: "nccl", group=SimpleNamespace(WORLD=object()), distributed_c10d=c10d)
-
-    def new_group(self, backend, timeout):
-        self.calls += 1
-        return object()
+        self.ProcessGroupGloo, self.PrefixStore = NoMessages, lambda name, store: store
 
     def split_group(self, split_ranks, timeout):
         self.calls += 1
@@ -51,16 +66,18 @@ def test_calls_of_the_whole_world_do_not_grow_with_it(ranks, monkeypatch):
     """Each is a collective of all ranks, one after the other: of a group each they were 281, 2,369 and 7,089."""
     plan = make_plan(compose(["+experiment=gpt175b", *SIZES[ranks]]))
     assert plan.mesh.size == ranks
-    monkeypatch.setattr(torch_distributed, "dist", CountedDist())
+    counts = CountedDist()
+    for module in (host_memory, torch_distributed):
+        monkeypatch.setattr(module, "dist", counts)
     for rank in (0, ranks // 2, ranks - 1):
-        torch_distributed.dist.rank, torch_distributed.dist.calls = rank, 0
+        counts.rank, counts.calls = rank, 0
         start = time.process_time()
         groups = ProcessGroups(plan.mesh, rank, process_groups(plan), neighbours=plan.neighbours)
-        assert torch_distributed.dist.calls <= len(plan.mesh.axes) + 6
+        assert counts.calls <= len(plan.mesh.axes) + 5
         assert time.process_time() - start < 60  # listing them took minutes
         stage = groups.coordinates["stage"]
         lines = [group for group in groups._lines.values() if group]
-        world = torch_distributed.dist.group.WORLD
+        world = counts.group.WORLD
         assert communicators(plan, stage) == (len({world, *groups._groups.values()}), len(lines))
         for ways, group in groups._lines.items():
             if stage in ways:
@@ -69,7 +86,7 @@ def test_calls_of_the_whole_world_do_not_grow_with_it(ranks, monkeypatch):
             else:
                 assert group is None
         for axes in process_groups(plan):
-            if groups._groups[axes] is not torch_distributed.dist.group.WORLD:
+            if groups._groups[axes] is not world:
                 assert groups._groups[axes] == groups.mesh.group(rank, axes)
 
 
@@ -99,37 +116,88 @@ def test_a_large_world_has_longer_to_connect():
 COUNTED = """
 import os, sys, threading
 from datetime import timedelta
-import torch.distributed as dist
-held, count = dist.HashStore(), [0]
+import torch, torch.distributed as dist
+from platform.parallel.communicator.host_memory import HostMemory
+from platform.parallel.communicator.sockets import open_sockets
+from platform.plan.language.mesh import Mesh
+held, lock, read, written = dist.HashStore(), threading.Lock(), [0], [0]
+def add(total, value):
+    with lock: total[0] += len(value)
+    return value
 class Counting(dist.Store):
-    def set(self, key, value): held.set(key, value)
-    def get(self, key):
-        value = held.get(key)
-        count[0] += len(value)
-        return value
+    def set(self, key, value): held.set(key, add(written, value))
+    def get(self, key): return add(read, held.get(key))
     def wait(self, keys, timeout=None): held.wait(keys, timedelta(seconds=60))
     def add(self, key, n): return held.add(key, n)
     def check(self, keys): return held.check(keys)
-store, ranks, groups = Counting(), int(sys.argv[1]), []
-def make(rank):
-    groups.append(dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, ranks, timedelta(seconds=60)))
-threads = [threading.Thread(target=make, args=(rank,)) for rank in range(ranks)]
+mesh, store, groups = Mesh.of({"data": int(sys.argv[2])}), Counting(), {}
+def tree(rank):
+    groups[rank] = memory = HostMemory(mesh, rank, store)
+    rows = memory.collect(torch.tensor([rank, 2.0 * rank], dtype=torch.float64))
+    assert rank or rows.tolist() == [[r, 2.0 * r] for r in range(mesh.size)]
+    assert memory.all_gather_texts("x" * rank) == ["x" * r for r in range(mesh.size)]
+    assert memory.announce("z" * 9999 if rank == 0 else None) == "z" * 9999
+    assert memory.announce("é" if rank == 0 else None) == "é"
+def full(rank):
+    groups[rank] = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, mesh.size, timedelta(seconds=60))
+before = open_sockets()
+threads = [threading.Thread(target=globals()[sys.argv[1]], args=(rank,)) for rank in range(mesh.size)]
+threading.excepthook = lambda failure: (sys.__excepthook__(*failure[:3]), os._exit(1))
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert len(groups) == ranks
-print(count[0] // ranks, flush=True)
+assert len(groups) == mesh.size
+print(read[0], written[0], len(open_sockets().keys() - before.keys()), flush=True)
 os._exit(0)
 """
 
 
-def bytes_per_rank(ranks: int, environment: dict[str, str]) -> int:
-    """Return the bytes that each of so many ranks reads in the store while a group of gloo forms."""
+class Formed(NamedTuple):
+    """What the group in host memory takes of all ranks together: bytes read in the store, bytes written, sockets."""
+
+    read: int
+    written: int
+    sockets: int
+
+
+def counted(how: str, ranks: int, environment: dict[str, str] = GLOO_ENVIRONMENT) -> Formed:
+    """Form a group of so many threads along a `tree`, with all collectives, or a `full` mesh as gloo does; count."""
     there = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment}
-    command = [sys.executable, "-c", COUNTED, str(ranks)]
-    return int(subprocess.run(command, env=there, check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, "-c", COUNTED, how, str(ranks)]
+    return Formed(*map(int, subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE).stdout.split()))
 
 
-def test_bytes_through_the_store_grow_with_the_ranks_and_not_with_their_square():
-    few, many = (bytes_per_rank(n, GLOO_ENVIRONMENT) for n in (8, 32))
-    assert many == 4 * few
-    assert bytes_per_rank(32, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "0"}) > 2 * many  # the negative control
+def planned(how: str, ranks: int) -> Formed:
+    """What `counted` finds where each rank's record is of RECORD bytes."""
+    peers = [len(relatives(rank, ranks).peers) if how == "tree" else ranks - 1 for rank in range(ranks)]
+    reads = sum(peers) if how == "tree" else ranks**2  # gloo reads its own record too
+    return Formed(RECORD * reads, RECORD * ranks, sum(peers) + ranks)
+
+
+RECORD = 152 + len(gethostname())  # bytes, of the machine's name and an address
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("tree", 8), ("tree", 96), ("full", 8), ("full", 24)])
+def test_what_host_memory_takes_of_the_store_and_in_sockets(how, ranks):
+    assert counted(how, ranks) == planned(how, ranks)
+
+
+def test_it_grows_with_the_ranks_and_not_with_their_square():
+    """As gloo's own groups do, and with their cube unless the ranks stand for the connections."""
+    for ranks in SIZES:
+        tree, full = planned("tree", ranks), planned("full", ranks)
+        assert tree.read + tree.written < 3 * ranks * RECORD and tree.sockets < 3 * ranks
+        assert full.read == ranks**2 * RECORD and full.sockets == ranks**2
+        assert max(len(relatives(rank, ranks).peers) for rank in range(ranks)) <= 17
+    few, many = (counted("full", n, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "0"}).read for n in (8, 16))
+    assert many > 4.5 * few
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 100, 3072, 4369, 4370])
+def test_a_tree_has_a_place_for_every_rank(size):
+    places = [relatives(rank, size) for rank in range(size)]
+    assert sorted(child for at in places for child in at.children) == [*range(1, size)]
+    for rank, at in enumerate(places):
+        assert len(at.children) <= BRANCHES and all(places[child].parent == rank for child in at.children)
+        below = [rank, *(one for branch in at.branches for one in branch)]
+        assert below == [*range(rank, rank + at.span)]
+        assert [places[branch[0]].span for branch in at.branches] == [*map(len, at.branches)]

@@ -188,15 +188,21 @@ def test_what_is_in_host_memory_needs_no_group_of_the_device(monkeypatch):
 
     def work(groups):
         mine = torch.arange(3, dtype=torch.uint8) + groups.rank
-        messages = groups.exchange([torch.full((peer,), groups.rank, dtype=torch.uint8) for peer in range(6)])
+        others = [peer for peer in range(6) if peer != groups.rank]
+        messages = {peer: torch.empty(groups.rank, dtype=torch.uint8) for peer in others}
+        sent = [(peer, torch.full((peer,), groups.rank, dtype=torch.uint8)) for peer in others]
+        groups.exchange(sent, list(messages.items()))
+        assert groups.all_gather_texts("x" * groups.rank) == ["x" * rank for rank in range(6)]
+        assert groups.announce("y" * 2000 if groups.rank == 0 else None) == "y" * 2000
         out = torch.empty(3, dtype=torch.uint8)
         groups.connect({1: {4}, 4: {1}}.get(groups.rank, set()))
         groups.transfer([(4, mine)] if groups.rank == 1 else [], [(1, out)] if groups.rank == 4 else [])
         rows = groups.collect(torch.tensor([groups.rank, 1.0], dtype=torch.float64))
-        return [m.tolist() for m in messages], out.tolist() if groups.rank == 4 else None, rows
+        return {peer: m.tolist() for peer, m in messages.items()}, out.tolist() if groups.rank == 4 else None, rows
 
     world, results = run_strictly(monkeypatch, STAGES, work)
-    assert [messages for messages, _, _ in results] == [[[peer] * rank for peer in range(6)] for rank in range(6)]
+    for rank, (messages, _, _) in enumerate(results):
+        assert messages == {peer: [peer] * rank for peer in range(6) if peer != rank}
     assert results[4][1] == [1, 2, 3]
     assert results[0][2].tolist() == [[rank, 1.0] for rank in range(6)] and results[1][2] is None
     assert not any(queue for g in world.groups.values() if g.strict for queue in g.queues)
@@ -298,15 +304,15 @@ def test_a_split_reads_the_ranks_of_its_world(monkeypatch):
 def test_the_world_is_split_once_per_axis_and_a_few_times_for_all_lines(neighbours, monkeypatch):
     """However many groups there are: each is otherwise a collective of the whole world, one after the other."""
     world, _ = run_strictly(monkeypatch, STAGES, lambda groups: None, [("t",), ("stage",)], neighbours)
-    assert world.calls == {"split_group": 2 + 2 * (len(neighbours) if len(neighbours) == 3 else 2), "new_group": 1}
+    assert world.calls == {"split_group": 2 + 2 * (len(neighbours) if len(neighbours) == 3 else 2)}
 
 
-def test_gloo_has_one_group_down_the_stages_and_none_of_its_own_for_control(monkeypatch):
+def test_gloo_has_one_group_down_the_stages(monkeypatch):
     def work(groups):
         groups.abort()
         ways = {way: group is None for way, group in groups._lines.items()}
-        return ways, groups._lines[1, 0] is groups._lines[2, 1], groups._control
+        return ways, groups._lines[1, 0] is groups._lines[2, 1]
 
     world, results = run_strictly(monkeypatch, STAGES, work, [("t",)], [(0, 1), (1, 2)], torch.device("cpu"))
     default_upwards = {(0, 1): True, (1, 0): False, (1, 2): True, (2, 1): False}
-    assert results == [(default_upwards, True, None)] * 6 and not world.aborted and GPU.type == "cuda"
+    assert results == [(default_upwards, True)] * 6 and not world.aborted and GPU.type == "cuda"

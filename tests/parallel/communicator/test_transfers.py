@@ -19,10 +19,11 @@ PEERS = {0: {1}, 1: {0, 2}, 2: {1, 3}, 3: {2}}  # a chain
 def passed_on(config, plan, communicator) -> tuple[int, list[list[int]], list[list[int]]]:
     """Connect to both neighbours; send and receive in a thread while this one is in collectives. Returns the
     connections, what came from each neighbour, and the sums of the collectives."""
-    rank, before = communicator.rank, open_sockets()
+    rank, before, known = communicator.rank, open_sockets(), communicator.connections
     communicator.connect(PEERS[rank])
-    connections = len(communicator.connections)
-    assert communicator.connections.items() == open_sockets().items() - before.items()
+    new = communicator.connections.items() - known.items()
+    assert new == open_sockets().items() - before.items()
+    connections = len(new)
     sent = [(peer, torch.full((LARGE,), 10 * rank + peer, dtype=torch.uint8)) for peer in PEERS[rank]]
     received = [(peer, torch.zeros(LARGE, dtype=torch.uint8)) for peer in PEERS[rank]]
     with ThreadPoolExecutor(1) as thread:

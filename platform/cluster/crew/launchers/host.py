@@ -61,7 +61,7 @@ def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
     interface for gloo, it is the one that leads to the driver."""
     register_secrets(place.secrets)
     if own_process:
-        allow_many_files()  # a connection to each rank in host memory's group
+        allow_many_files()  # connections to other ranks: to hundreds in a restore, to all of them with gloo alone
     if interface := interface_of(line.host):  # gloo would take the one of the machine's name, which may be loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if own_process and place.device == "cpu":

@@ -1,0 +1,170 @@
+"""Messages in host memory, by gloo, beside the collectives of a step.
+
+A group of gloo connects each rank to every other: N - 1 sockets in each process, and N^2 reads of the driver's store.
+So the groups here connect lazily: a rank has connections to its relatives in a tree (`tree.py`), along which the
+collectives run, and to ranks with which it exchanges bytes. All are opened before they are used, by all ranks at the
+same time: `abort` has to know them, as nothing else ends a wait in one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.progress import PROGRESS
+from platform.parallel.communicator.sockets import Sockets, open_sockets, shut_down
+from platform.parallel.communicator.tree import relatives
+from platform.plan.language.mesh import Mesh
+
+TIMEOUT = timedelta(minutes=10)  # of one collective or message
+CONNECT = timedelta(seconds=4)  # of connecting ranks: one that dies meanwhile leaves the others waiting
+CONNECT_OF_EACH = timedelta(seconds=0.02)  # rank more, where they do not begin at the same time
+PATIENCE = 5  # times its timeout: how long gloo waits for another rank to connect
+_ANNOUNCED = 504  # bytes of an announcement that need no second message
+_LENGTH = 8  # bytes that say how long it is
+
+
+def connect_timeout(size: int) -> timedelta:
+    """Return how long the creation of a group may take in a world of `size` ranks that have all joined."""
+    return CONNECT + size * CONNECT_OF_EACH
+
+
+class HostMemory(Communicator):
+    """Communicator for tensors and texts in host memory alone. `connections`: the sockets of its groups, which `abort`
+    shuts down, and no others; each group adds its own."""
+
+    def __init__(self, mesh: Mesh, rank: int, store: dist.Store, device: torch.device | str = "cpu"):
+        """Connect `rank` of a mesh to its relatives in the tree; all ranks do so. `store`: a store for this mesh."""
+        super().__init__(mesh, rank, device)
+        self.connections: Sockets = {}
+        self._store, self._exchanges = store, count()
+        self._relatives = relatives(rank, mesh.size)
+        self._tree: Any = None
+        self._beside: Any = None  # group of what is transferred, beside the collectives of a step
+        self._tree = self._connected("tree", self._relatives.peers, connect_timeout(mesh.size))
+
+    def _start(self, op, given, out, axes, group, reduce, root):
+        """Raise AssertionError: there are no groups along axes."""
+        raise AssertionError("no collective along axes runs in host memory")
+
+    def _connected(self, name: str, peers: Sequence[int], timeout: timedelta = CONNECT / PATIENCE) -> Any:
+        """Make a group of gloo, called `name` in the store, in which this rank has connections to `peers`, which all do
+        the same, and count them among `connections`; None if it has no peers. All ranks call it together, and begin to
+        connect at the same time, unless there is no tree yet. Raises RuntimeError if a peer does not connect, Aborted
+        if there was an abort meanwhile, which did not know all of them."""
+        before, group = open_sockets(), self._group(name, timeout) if peers else None
+        if self._tree:
+            self._broadcast(self._gather(torch.zeros(1), [1] * self._relatives.span)[:1])
+        one = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
+        try:
+            _deliver(group, one, [(peer, torch.empty_like(x)) for peer, x in one], PATIENCE * timeout)
+        finally:  # replaced as a whole, as the thread that aborts may be reading it
+            self.connections = self.connections | dict(open_sockets().items() - before.items())
+        self.confirm()
+        return group
+
+    def _group(self, name: str, timeout: timedelta) -> Any:
+        """Make a group of gloo of all ranks, called `name` in the store, which connects two in their first message."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        device = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
+        options._devices, options._timeout = [device(lazy_init=True)], timeout
+        return gloo(dist.PrefixStore(name, self._store), self.rank, self.mesh.size, options)
+
+    def connect(self, peers):
+        """Open the connections of `transfer` in a group of gloo's own, and count them among `connections`."""
+        with PROGRESS.waiting("connect"):
+            self._beside = self._connected("beside", sorted(peers))
+
+    def transfer(self, sent, received):
+        """Send and receive bytes of known sizes between ranks, in the group that `connect` has made."""
+        _deliver(self._beside, sent, received, TIMEOUT)
+
+    def exchange(self, sent, received):
+        """Send and receive bytes of known sizes in a group for this call alone, whose connections end with it."""
+        peers = sorted({peer for peer, _ in (*sent, *received)})
+        with PROGRESS.waiting("exchange"):
+            _deliver(self._connected(f"exchange/{next(self._exchanges)}", peers), sent, received, TIMEOUT)
+
+    def collect(self, numbers):
+        """Gather every rank's numbers on rank 0, up the tree; return None elsewhere."""
+        with PROGRESS.waiting("collect"):
+            rows = self._gather(numbers, [len(numbers)] * self._relatives.span)
+        return rows.view(self.mesh.size, -1) if self.rank == 0 else None
+
+    def announce(self, text=None):
+        """Broadcast a text with its length in one message down the tree, and the rest of a longer one in a second."""
+        data = (text or "").encode()
+        with PROGRESS.waiting("announce"):
+            head = torch.zeros(_LENGTH + _ANNOUNCED, dtype=torch.uint8)
+            if self.rank == 0:
+                head[:_LENGTH] = _bytes(len(data).to_bytes(_LENGTH, "little"))
+                head[_LENGTH : _LENGTH + len(data)] = _bytes(data[:_ANNOUNCED])
+            found = self._broadcast(head).numpy().tobytes()
+            size = int.from_bytes(found[:_LENGTH], "little")
+            rest = torch.empty(max(0, size - _ANNOUNCED), dtype=torch.uint8)
+            rest = self._broadcast(_bytes(data[_ANNOUNCED:]) if self.rank == 0 else rest)
+        return (found[_LENGTH:][:size] + rest.numpy().tobytes()).decode()
+
+    def all_gather_texts(self, text):
+        """Gather all texts up the tree, after their lengths, and broadcast both down again."""
+        mine, size = _bytes(text.encode()), self.mesh.size
+        with PROGRESS.waiting("all_gather_texts"):
+            lengths = self._gather(torch.tensor([len(mine)]), [1] * self._relatives.span)
+            texts = self._gather(mine, lengths.tolist())
+            lengths = self._broadcast(lengths if self.rank == 0 else lengths.new_empty(size))
+            texts = self._broadcast(texts if self.rank == 0 else texts.new_empty(int(lengths.sum())))
+        return [part.numpy().tobytes().decode() for part in texts.split(lengths.tolist())]
+
+    def _gather(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Gather up the tree what this rank and all below it give, of these `sizes` in rank order, this rank's `mine`
+        [sizes[0]]; return it as [sum of sizes]."""
+        parent, branches = self._relatives
+        first = self.rank
+        below = [sum(sizes[branch.start - first : branch.stop - first]) for branch in branches]
+        out = mine.new_empty(sum(sizes))
+        own, *parts = out.split([len(mine), *below])
+        own.copy_(mine)
+        _deliver(self._tree, [], list(zip(self._relatives.children, parts, strict=True)), TIMEOUT)
+        _deliver(self._tree, [] if parent is None else [(parent, out)], [], TIMEOUT)
+        return out
+
+    def _broadcast(self, x: Tensor) -> Tensor:
+        """Broadcast rank 0's `x` down the tree, into the `x` of all others; return it."""
+        parent = self._relatives.parent
+        _deliver(self._tree, [], [] if parent is None else [(parent, x)], TIMEOUT)
+        _deliver(self._tree, [(child, x) for child in self._relatives.children], [], TIMEOUT)
+        return x
+
+    def _abort(self) -> None:
+        """Shut down the sockets of gloo's groups."""
+        shut_down(self.connections)
+
+    def close(self) -> None:
+        """End the groups in host memory, when this rank's mesh is given up."""
+        self._tree = self._beside = None
+
+
+def _deliver(
+    group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], timeout: timedelta
+) -> None:
+    """Send and receive pairs (rank, tensor) in a group of gloo, each within `timeout`; empty ones are no messages."""
+    works = [group.recv([out], peer, 0) for peer, out in received if out.numel()]
+    works += [group.send([x], peer, 0) for peer, x in sent if x.numel()]
+    for work in works:
+        work.wait(timeout)
+
+
+def _bytes(data: bytes) -> Tensor:
+    """Return bytes as a tensor, uint8 [bytes]."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
