@@ -69,10 +69,10 @@ class Worker(Candidate):
     `platform.train.protocol.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
     CPU.
 
-    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`;
-    then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate`, `continue_texts` and `score_texts`, each on all
-    ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others
-    stand for many a `step`.
+    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`,
+    and `rehearse`; then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate`, `continue_texts` and `score_texts`,
+    each on all ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on
+    the others stand for many a `step`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -171,12 +171,28 @@ class Worker(Candidate):
         if asked == "on" and why:
             raise RuntimeError(f"train.compile=on: {why}")
         tried = asked == "auto" and self.device == "cuda"
-        if tried and self.communicator and (world := self.plan.mesh.ordered(self.plan.mesh.axes)):
-            failed = torch.tensor(float(bool(why)), device=self.communicator.device)
-            if self.communicator.launch("all_reduce", failed, world).wait().item():
-                why = why or "another worker has no compiler"
+        if tried and self._any(bool(why)):
+            why = why or "another worker has no compiler"
         settled = replace(c, train=replace(c.train, compile="off" if why else "on"))
         return settled, why if tried else ""
+
+    def _any(self, here: bool) -> bool:
+        """Return True if `here` is true on any rank; all ranks call it together."""
+        assert self.communicator
+        if not (world := self.plan.mesh.ordered(self.plan.mesh.axes)):
+            return here
+        with self.communicator.uncounted():
+            flag = torch.full((1,), float(here), device=self.communicator.device)
+            return self.communicator.read(self.communicator.launch("all_reduce", flag, world).wait()) != [0.0]
+
+    def rehearse(self, step: int) -> str:
+        """Compile what training from `step` on runs compiled, on all ranks together; where any of them cannot, none
+        runs compiled in this generation, as replicas must round alike. Return what this rank cannot compile, and why,
+        in a line; "" for nothing."""
+        failed = [*self.trainer.rehearse(step), ""]
+        if self._any(bool(failed[0])):
+            self.trainer.ops.compiler = None
+        return failed[0]
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every

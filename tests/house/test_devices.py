@@ -32,7 +32,6 @@ MAY_WAIT = {
     "train/recovery/verify.py:differing": "replicas are compared between steps",
     "train/step/step_report.py:together": "host memory",
     "train/step/step_report.py:_slower": "host memory",
-    "train/worker.py:_settled": "while a generation forms",
     "train/worker.py:leave": "a worker that leaves waits for its device",
     "train/step/training_state.py:all_gather_values": "host memory",
 }
