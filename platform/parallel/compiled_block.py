@@ -28,8 +28,7 @@ class CompiledBlock:
     homes: Sequence[tuple[FlatBucket, tuple[str, ...]] | None]
 
     def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
-        """Return the block's output; its backward pass adds the gradients of parameters to their sums. `region`:
-        wrapper that compiles its function."""
+        """Return the block's output, compiled by `region`; its backward pass adds up the parameters' gradients."""
         made = region(self.function)
         if torch.is_grad_enabled():
             return _Block.apply(self, made, *arguments)

@@ -163,36 +163,20 @@ class Worker(Candidate):
         return Built(parameters, name, capacity, self.state.moments, lacking, shared)
 
     def _settled(self) -> tuple[Config, str]:
-        """Return the configuration with train.compile settled to on or off, alike on all ranks, and what keeps this
-        worker or another from compiling where `auto` would, "" for nothing. Raises RuntimeError if it is `on`, and this
-        worker cannot."""
+        """Return the configuration with train.compile on or off, alike on all ranks, and what keeps a worker from
+        compiling where `auto` would, "" for nothing. Raises RuntimeError if it is `on`, and this worker cannot."""
         c, asked = self.config, self.config.train.compile
         why = uncompiled(asked, self.device)
         if asked == "on" and why:
             raise RuntimeError(f"train.compile=on: {why}")
         tried = asked == "auto" and self.device == "cuda"
-        if tried and self._any(bool(why)):
+        if tried and self.communicator and self.communicator.anywhere(bool(why)):
             why = why or "another worker has no compiler"
-        settled = replace(c, train=replace(c.train, compile="off" if why else "on"))
-        return settled, why if tried else ""
-
-    def _any(self, here: bool) -> bool:
-        """Return True if `here` is true on any rank; all ranks call it together."""
-        assert self.communicator
-        if not (world := self.plan.mesh.ordered(self.plan.mesh.axes)):
-            return here
-        with self.communicator.uncounted():
-            flag = torch.full((1,), float(here), device=self.communicator.device)
-            return self.communicator.read(self.communicator.launch("all_reduce", flag, world).wait()) != [0.0]
+        return replace(c, train=replace(c.train, compile="off" if why else "on")), why if tried else ""
 
     def rehearse(self, step: int) -> str:
-        """Compile what training from `step` on runs compiled, on all ranks together; where any of them cannot, none
-        runs compiled in this generation, as replicas must round alike. Return what this rank cannot compile, and why,
-        in a line; "" for nothing."""
-        failed = [*self.trainer.rehearse(step), ""]
-        if self._any(bool(failed[0])):
-            self.trainer.ops.compiler = None
-        return failed[0]
+        """Prepare training from `step` on; return what this rank cannot compile for it, see `Trainer.rehearse`."""
+        return str(self.trainer.rehearse(step))
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every

@@ -53,7 +53,7 @@ def rehearsed(c, plan, monkeypatch) -> tuple[list[Any], int, int]:
 
     def trainer_that_has_rehearsed(c, plan, communicator):
         trainer = trainers[communicator.rank] = before(c, plan, communicator)
-        assert trainer.rehearse(1) == []
+        assert trainer.rehearse(1) == ""
         communicator.barrier()  # nobody steps yet
         prepared.append(counters["stats"]["unique_graphs"])
         return trainer
@@ -163,4 +163,4 @@ def test_a_backward_pass_that_does_not_compile_is_found():
     plan = make_plan(c)
     with compiling(aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=refused)):
         trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-        assert [line.split(":")[0] for line in trainer.rehearse(1)] == ["block"]
+        assert trainer.rehearse(1).startswith("block: ") and not trainer.ops.compiles

@@ -212,6 +212,14 @@ class Communicator(ABC):
             with self.uncounted():
                 self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
 
+    def anywhere(self, here: bool) -> bool:
+        """Return True if `here` is true on any rank of the mesh; all ranks call it together. Not counted."""
+        if not (axes := self.mesh.ordered(self.mesh.axes)):
+            return here
+        with self.uncounted():
+            flag = torch.full((1,), float(here), device=self.device)
+            return self.read(self.launch("all_reduce", flag, axes).wait()) != [0.0]
+
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging
         their ranks between this rank and its peer in each, in one order on all ranks, before the first send of a step

@@ -191,9 +191,7 @@ class Trainer:
         return total / share, sqrt(square) / self._scale
 
     def _forward_backward(self, step: int) -> tuple[Tensor, float]:
-        """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
-        global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the divisor of
-        the global batch's loss."""
+        """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global one."""
         share = share_of(self.plan, self.corpus, *samples_of(self.config.train, step))
         return self._passes(step, self._row(step), share, self._pipeline), share
 
@@ -203,9 +201,9 @@ class Trainer:
         return self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
 
     def _passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
-        """Run the passes of `row` on microbatches of training step `step`, as `_forward_backward` does; return this
-        rank's summed loss. `share`: the divisor of the loss before its backward pass; `pipeline_of`: makes the executor
-        of the row."""
+        """Run the forward and backward passes of `row` on microbatches of training step `step`, and accumulate this
+        rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64
+        scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: makes the executor of the row."""
         first, end = samples_of(self.config.train, step)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         whole = all(a.kind is not Kind.WEIGHT for a in row)
@@ -236,10 +234,11 @@ class Trainer:
         self.peak_live = pipeline.peak_live
         return total
 
-    def rehearse(self, step: int) -> Sequence[str]:
-        """Compile all that steps and evaluations from training step `step` on run compiled, so that none of them waits
-        for a compiler: run the passes of a microbatch on this stage alone, and drop what they compute. Return in a line
-        each which functions do not compile, and why; they have run uncompiled here, in the same order of collectives.
+    def rehearse(self, step: int) -> str:
+        """Prepare steps and evaluations from training step `step` on, so that none of them waits for a compiler: run
+        the passes of a microbatch on this stage alone, all ranks together, and drop what they compute. Where any rank
+        cannot compile something, none runs compiled from now on, as replicas must round alike. Return what this rank
+        cannot compile, and why, in a line; "" for nothing.
         """
         ops, compiler = self.ops, self.ops.compiler
         ops.compiler = trial = Trial()
@@ -251,8 +250,8 @@ class Trainer:
                 self.weights.finish()
             if self.config.eval.every:
                 self._evaluate("train", *samples_of(self.config.train, step), self._alone)
-        ops.compiler = compiler
-        return trial.failed
+        ops.compiler = None if self.communicator.anywhere(bool(trial.failed)) else compiler
+        return next(iter(trial.failed), "")
 
     @property
     def _scale(self) -> float:

@@ -194,8 +194,7 @@ class Former:
         self._monitor.say("\n".join([f"weights  of {found.url}", *(f"         {line}" for line in notes)]))
 
     def _rehearse(self, crew: Crew, job: Job, step: int) -> str:
-        """Let all ranks compile what training from `step` on runs compiled, if anything, before a step has a deadline;
-        return in a line which rank could not, and why, so that none runs compiled; "" if all could."""
+        """Let all ranks compile, before any step has a deadline; return who cannot and why, "" for nobody."""
         if not may_compile(self._config.train.compile, job.device):
             return ""
         failed = ((rank, why) for rank, why in enumerate(crew.call("rehearse", step)) if why)
