@@ -1,7 +1,8 @@
 """Compilation of the runtime's small pure functions of local tensors (regions) by torch.compile: `region` wraps one.
 
 A region contains no collective, and takes as tensors all that changes between layers, steps and microbatches, so that
-there is one graph per region and shape. Graphs stay in the process from one generation to the next.
+there is one graph per region and shape. Graphs stay in the process from one generation to the next. `Trial` wraps one
+while a generation forms: there a region may fail to compile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +29,13 @@ _LOCK = Lock()  # torch compiles one function at a time
 @cache
 def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function`, a pure one of tensors and of constants, compiled by torch for each shape at its first call
-    with it. While it is compiled, the process's progress says so, so that no rank counts as hung."""
+    with it, its backward pass too. While it is compiled, the process's progress says so, so that no rank counts as
+    hung."""
     made = torch.compile(function, dynamic=False, backend=BACKEND)
     limits = import_module("torch._dynamo").config
     limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
+    gradients: Any = import_module("torch._functorch.config")
+    gradients.force_non_lazy_backward_lowering = True
     known: set[object] = set()
 
     @wraps(function)
@@ -40,12 +45,34 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if signature in known:
             return made(*arguments)
         with _LOCK, PROGRESS.preparing(f"compile {function.__name__}"):
-            try:
-                return made(*arguments)
-            finally:
-                known.add(signature)
+            out = made(*arguments)
+        known.add(signature)
+        return out
 
     return run
+
+
+class Trial:
+    """Wrapper of regions in place of `region`: one that fails to compile runs uncompiled. `failed`: which did, and
+    why, in a line each."""
+
+    def __init__(self) -> None:
+        """Begin a trial in which no region has failed."""
+        self.failed: list[str] = []
+
+    def __call__(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `function` compiled by `region` if that works for the arguments of a call, else as it is."""
+        made = region(function)
+
+        def run(*arguments):
+            """Call the compiled function, or note why that fails and call the function itself."""
+            try:
+                return made(*arguments)
+            except Exception as error:  # whatever a compiler may lack for it
+                self.failed.append(f"{function.__name__}: {_reason(error)}")
+            return function(*arguments)
+
+        return run
 
 
 def _signature(argument: object) -> object:
@@ -81,9 +108,14 @@ def _lacking(device: str) -> str:
         x = torch.ones(64, device=device)
         right = torch.equal(torch.compile(_probed, dynamic=False)(x), _probed(x))
     except Exception as error:  # whatever a compiler, its headers or its cache may lack
-        first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        return f"{type(error).__name__}: {(more or [first])[0] if first.endswith('raised:') else first}"[:300]
+        return _reason(error)
     return "" if right else "what it compiles computes wrong numbers"
+
+
+def _reason(error: Exception) -> str:
+    """Return in a line what a failure of torch.compile says: of an error that wraps another, the other."""
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {(more or [first])[0] if first.endswith('raised:') else first}"[:300]
 
 
 def _probed(x: Tensor) -> Tensor:

@@ -13,24 +13,26 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from platform.parallel.compiled import region
+from platform.parallel.kernels.residual import Region
 from platform.parallel.sharding.flat import FlatBucket, home_of
 
 
 @dataclass(frozen=True)
 class CompiledBlock:
-    """Compiled block: `made(*arguments, *tensors)` computes its activation. `tensors`: leaves of autograd that it
-    reads beside its arguments; `homes`: the bucket and parameters of each, None if it is no parameter."""
+    """Compiled block: `function(*arguments, *tensors)`, to be compiled, computes its activation. `tensors`: leaves of
+    autograd that it reads beside its arguments; `homes`: the bucket and parameters of each, None if it is no
+    parameter."""
 
-    made: Callable[..., Tensor]
+    function: Callable[..., Tensor]
     tensors: Sequence[Tensor]
     homes: Sequence[tuple[FlatBucket, tuple[str, ...]] | None]
 
-    def __call__(self, *arguments: Tensor | None) -> Tensor:
-        """Return the block's output; its backward pass adds the gradients of parameters to their sums."""
+    def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
+        """Return the block's output, compiled by `region`; its backward pass adds up the parameters' gradients."""
+        made = region(self.function)
         if torch.is_grad_enabled():
-            return _Block.apply(self, *arguments)
-        return self.made(*(x for x in arguments if x is not None), *self.tensors)
+            return _Block.apply(self, made, *arguments)
+        return made(*(x for x in arguments if x is not None), *self.tensors)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the block's parameters, in the order of `tensors`, to their sums."""
@@ -47,11 +49,11 @@ class _Block(torch.autograd.Function):
     """Autograd function of a `CompiledBlock`, whose graph is one of its own."""
 
     @staticmethod
-    def forward(ctx, block: CompiledBlock, *arguments: Tensor | None):
-        needed = ctx.needs_input_grad[1:]
+    def forward(ctx, block: CompiledBlock, made: Callable[..., Tensor], *arguments: Tensor | None):
+        needed = ctx.needs_input_grad[2:]
         with torch.enable_grad():
             inside = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(arguments, needed, strict=True)]
-            ctx.out = block.made(*(x for x in inside if x is not None), *block.tensors)
+            ctx.out = made(*(x for x in inside if x is not None), *block.tensors)
         ctx.block, ctx.inside = block, inside
         return ctx.out.detach()
 
@@ -65,13 +67,13 @@ class _Block(torch.autograd.Function):
         found = torch.autograd.grad(out, [*given, *parameters], gradient)
         block.add(found[len(given) :])
         left = iter(found)
-        return None, *(next(left) if x is not None and x.requires_grad else None for x in inside)
+        return None, None, *(next(left) if x is not None and x.requires_grad else None for x in inside)
 
 
 def compiled_block(
     function: Callable[..., Tensor], arguments: Sequence[Tensor | None], alike: Callable[[], Container[int]]
 ) -> CompiledBlock | None:
-    """Return `function` of activations, a block of a model without collectives, compiled for `arguments` like these.
+    """Return `function` of activations, a block of a model without collectives, traced for `arguments` like these.
     None if it reads tensors that are neither parameters nor among `alike`, the ids of those alike in all passes."""
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
@@ -92,7 +94,7 @@ def compiled_block(
     if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
         return None
     leaves = [t.detach().requires_grad_(home is not None) for t, home in zip(tensors, homes, strict=True)]
-    return CompiledBlock(_compiled(graph.code, _Graph(graph)), leaves, homes)
+    return CompiledBlock(_traced(graph.code, _Graph(graph)), leaves, homes)
 
 
 class _Graph:
@@ -110,15 +112,15 @@ class _Graph:
 
 
 @cache
-def _compiled(code: str, traced: _Graph) -> Callable[..., Tensor]:
-    """Return the compiled function of a traced graph; blocks with equal `code`, the layers of a stack, share it."""
+def _traced(code: str, traced: _Graph) -> Callable[..., Tensor]:
+    """Return the function of a traced graph; blocks with equal `code`, the layers of a stack, share it."""
     graph = traced.graph
 
     def block(*tensors: Tensor) -> Tensor:
         """Compute a block from its arguments and the tensors that it reads beside them."""
         return graph(*tensors)
 
-    return region(block)
+    return block
 
 
 def _differentiable(graph: GraphModule) -> GraphModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from platform.parallel.kernels import random
 from platform.parallel.kernels.dropout import Drawing
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.kernels.loss import Classes, Targets, TokenLoss
+from platform.parallel.kernels.residual import Region
 from platform.parallel.recompute import recomputed
 from platform.parallel.sdpa import in_kernel
 from platform.parallel.sharding import convert as conversions
@@ -54,8 +56,8 @@ class ParallelOps(Ops):
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
     integers [length, batch] in the layout given by `plan.readers`. An activation or parameter of which this rank has no
-    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile). `ahead`:
-    parameters are converted for their operations one matrix product ahead.
+    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile), each wrapped
+    by `compiler`, None if none is. `ahead`: parameters are converted for their operations one matrix product ahead.
     """
 
     method = "run"
@@ -73,7 +75,8 @@ class ParallelOps(Ops):
     ):
         """Construct one rank's executor of a plan's operations; `dropout`: probability that an element is dropped."""
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
-        self.dropout_rate, self.compiles = dropout, compiles
+        self.dropout_rate = dropout
+        self.compiler: Region | None = region if compiles else None
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
@@ -86,9 +89,9 @@ class ParallelOps(Ops):
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
-        self._blocks: dict[tuple, CompiledBlock | None] = {}  # compiled, by name and arguments
+        self._blocks: dict[tuple, CompiledBlock | None] = {}  # traced, by name and arguments
         lonely = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
-        self._wholly = compiles and lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
+        self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -124,14 +127,16 @@ class ParallelOps(Ops):
     def _whole(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
         """Return the block of a model that begins with the block `name`, compiled as one function if it is the same in
         all passes of training; else `function` itself."""
-        if not self._wholly or not self.position.training or self.deferred is not None or self.watched:
+        compiler, wholly = self.compiler, self._wholly and self.position.training
+        if not compiler or not wholly or self.deferred is not None or self.watched:
             return function
         key = name, *(x if x is None else (x.shape, x.dtype) for x in arguments)
         if key not in self._blocks:
-            self.compiles = False
+            self.compiler = None
             self._blocks[key] = compiled_block(function, arguments, self._alike)
-            self.compiles = True
-        return self._blocks[key] or function
+            self.compiler = compiler
+        block = self._blocks[key]
+        return partial(block, compiler) if block else function
 
     def _alike(self) -> set[int]:
         """Return the ids of the tensors that passes share: angles of rotations, and masks."""
@@ -190,9 +195,14 @@ class ParallelOps(Ops):
         triples = zip(parameters, planned.conversions, coming, strict=False)
         return [self.apply(self.tensors[p.name], conversion, c) for p, conversion, c in triples]
 
+    @property
+    def compiles(self) -> bool:
+        """Return True if small functions without collectives are compiled."""
+        return self.compiler is not None
+
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, a pure one of tensors, compiled by torch if this run compiles."""
-        return region(function) if self.compiles else function
+        return self.compiler(function) if self.compiler else function
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim`, int64 [local extent], of this rank's block of `spec`."""
@@ -260,10 +270,10 @@ class ParallelOps(Ops):
         """Return the classes of a planned cross_entropy operation of the logits `spec`; smoothing is for training, and
         so is a loss that takes the place of cross-entropy."""
         first, _ = self.blocks[spec][spec.dims.index("vocab")]
-        vocab, compiled = self.plan.sizes["vocab"], region if self.compiles else None
+        vocab = self.plan.sizes["vocab"]
         if not self.position.training:
-            return Classes(planned.over, first, vocab, region=compiled)
-        return Classes(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]], compiled)
+            return Classes(planned.over, first, vocab, region=self.compiler)
+        return Classes(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]], self.compiler)
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -263,6 +264,18 @@ class PipelineExecutor:
         if len(out) < len(flow.names):
             out = {n: out[n] if n in out else torch.empty(0, dtype=self.dtype, device=c.device) for n in flow.names}
         return out
+
+
+class StageAlone(PipelineExecutor):
+    """Runs a stage's rows by themselves: what it sends is dropped, and what it receives is zeros."""
+
+    def _send(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
+        pass
+
+    def _receive(self, way: str, flow: _Flow, step: CompiledAction) -> None:
+        c = self.communicator
+        zeros = (partial(torch.zeros, part.sent, dtype=self.dtype, device=c.device) for part in flow.parts)
+        self._arriving[way, step.key] = [Handle(c.clock, lambda: None, made) for made in zeros]
 
 
 # Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors

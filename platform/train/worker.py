@@ -69,10 +69,10 @@ class Worker(Candidate):
     `platform.train.protocol.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
     CPU.
 
-    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`;
-    then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate`, `continue_texts` and `score_texts`, each on all
-    ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others
-    stand for many a `step`.
+    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`,
+    and `rehearse`; then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate`, `continue_texts` and `score_texts`,
+    each on all ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on
+    the others stand for many a `step`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -163,20 +163,20 @@ class Worker(Candidate):
         return Built(parameters, name, capacity, self.state.moments, lacking, shared)
 
     def _settled(self) -> tuple[Config, str]:
-        """Return the configuration with train.compile settled to on or off, alike on all ranks, and what keeps this
-        worker or another from compiling where `auto` would, "" for nothing. Raises RuntimeError if it is `on`, and this
-        worker cannot."""
+        """Return the configuration with train.compile on or off, alike on all ranks, and what keeps a worker from
+        compiling where `auto` would, "" for nothing. Raises RuntimeError if it is `on`, and this worker cannot."""
         c, asked = self.config, self.config.train.compile
         why = uncompiled(asked, self.device)
         if asked == "on" and why:
             raise RuntimeError(f"train.compile=on: {why}")
         tried = asked == "auto" and self.device == "cuda"
-        if tried and self.communicator and (world := self.plan.mesh.ordered(self.plan.mesh.axes)):
-            failed = torch.tensor(float(bool(why)), device=self.communicator.device)
-            if self.communicator.launch("all_reduce", failed, world).wait().item():
-                why = why or "another worker has no compiler"
-        settled = replace(c, train=replace(c.train, compile="off" if why else "on"))
-        return settled, why if tried else ""
+        if tried and self.communicator and self.communicator.anywhere(bool(why)):
+            why = why or "another worker has no compiler"
+        return replace(c, train=replace(c.train, compile="off" if why else "on")), why if tried else ""
+
+    def rehearse(self, step: int) -> str:
+        """Prepare training from `step` on; return what this rank cannot compile for it, see `Trainer.rehearse`."""
+        return str(self.trainer.rehearse(step))
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every

@@ -80,6 +80,10 @@ class FakeWorker:
         self.memories[self.generation] = [self.state]
         return None
 
+    def rehearse(self, step):
+        assert self.state == step - 1, "its state is there"
+        return self.crew.uncompiled.get(self.number, "")
+
     def step(self, step, limit, faults):
         assert self.state == step - 1, f"{self.state} updates before step {step}"
         self.forget()
@@ -153,7 +157,7 @@ class FakeCrew(Crew):
         self.findings, self.errors, self.late_clocks, self.examined = {}, {}, {}, []  # by number; of the doctor
         self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
         self.losses, self.verdicts = defaultdict(list), defaultdict(list)  # by step, one for each attempt
-        self.overflows = set()  # steps
+        self.overflows, self.uncompiled = set(), {}  # steps; by number, what it cannot compile and why
         self.memory, self.writing, self.stuck, self.late = None, False, False, False
         self.can_hire, self.ready, self._hired, self._starting, self.released = True, True, 0, [], 0
         self.hire(job.world_size + spares)

@@ -44,14 +44,13 @@ def calls_of(run: str) -> tuple[Call, ...]:
     c = shrunk(compose(RUNS[run]))
     c.train.compile = "on"
     with pytest.MonkeyPatch.context() as patch:
-        for module in (parallel_ops, compiled_block):
-            patch.setattr(module, "region", region)
-        compiled_block._compiled.cache_clear()
+        patch.setattr(parallel_ops, "region", region)
+        compiled_block._traced.cache_clear()
         for rank in ranks(c):
             with alone(c, rank, []) as trainer, OneAttention():
                 trainer.step(1)
                 validation_loss(trainer)
-        compiled_block._compiled.cache_clear()
+        compiled_block._traced.cache_clear()
     return tuple(found)
 
 

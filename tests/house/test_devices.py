@@ -33,7 +33,6 @@ MAY_WAIT = {
     "train/recovery/verify.py:differing": "replicas are compared between steps",
     "train/step/step_report.py:together": "host memory",
     "train/step/step_report.py:_slower": "host memory",
-    "train/worker.py:_settled": "while a generation forms",
     "train/worker.py:leave": "a worker that leaves waits for its device",
 }
 MAY_MAKE = {

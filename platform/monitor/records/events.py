@@ -176,7 +176,7 @@ class LearnedOut(JournalEvent):
 
 class Running(JournalEvent):
     """A generation is built and has its state, and begins with `step`. `uncompiled`: reason not to compile, where
-    train.compile=auto would have."""
+    train.compile would have."""
 
     step: Steps
     parameters_per_worker: int

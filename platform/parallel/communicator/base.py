@@ -209,8 +209,16 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Wait until every rank of the mesh has reached this call. Not counted, not logged."""
         if axes := self.mesh.ordered(self.mesh.axes):
-            with self._uncounted():
+            with self.uncounted():
                 self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
+
+    def anywhere(self, here: bool) -> bool:
+        """Return True if `here` is true on any rank of the mesh; all ranks call it together. Not counted."""
+        if not (axes := self.mesh.ordered(self.mesh.axes)):
+            return here
+        with self.uncounted():
+            flag = torch.full((1,), float(here), device=self.device)
+            return self.read(self.launch("all_reduce", flag, axes).wait()) != [0.0]
 
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging
@@ -218,7 +226,7 @@ class Communicator(ABC):
         needs one. The lower stage sends first and the upper one receives first, since a transport may hold a send back
         until it is received. Not counted. Raises RuntimeError if another rank than the peer is there."""
         here = self.coordinates["stage"]
-        with self._uncounted():
+        with self.uncounted():
             for lower, upper in neighbours:
                 if here == lower:
                     self._send_rank(upper)
@@ -247,7 +255,7 @@ class Communicator(ABC):
         return found
 
     @contextmanager
-    def _uncounted(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Suspend counting moved bytes and logging launches in the context, for traffic outside of a step."""
         moved, log = self.moved.copy(), self.log
         self.log = None

@@ -121,7 +121,7 @@ class ProcessGroups(HostMemory):
 
     def meet(self, neighbours):
         """Open the connections of NCCL's groups along axes too. Raises RuntimeError if one has too many ranks."""
-        with self._uncounted():
+        with self.uncounted():
             # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
             for axes in self._groups if self._nccl else ():
                 [found] = self.read(self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait())

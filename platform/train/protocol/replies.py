@@ -220,6 +220,7 @@ _REPLIES: dict[str, Any] = {
     "written": FileReport | Unwritten | None,
     "restore": Unrestored | None,
     "begin": Unrestored | None,
+    "rehearse": str,
     "continue_texts": list[Written],
     "score_texts": list[Scored],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import inf, isfinite, nan, sqrt
@@ -25,9 +25,10 @@ from platform.optimizer.optimizers import OPTIMIZERS, make_optimizer
 from platform.optimizer.parameter_groups import group_parameters
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock, ClockReading
+from platform.parallel.compiled import Trial
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
-from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
+from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, StageAlone, sum_tied
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.factors import Factors
 from platform.parallel.sharding.matrices import Matrices
@@ -44,6 +45,7 @@ from platform.train.step.inputs import Blocks, place, share_of, stretches
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import DTYPES, Weights
 
+PipelineOf = Callable[..., PipelineExecutor]  # `Trainer._pipeline` or `Trainer._alone`
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
 
 
@@ -189,13 +191,21 @@ class Trainer:
         return total / share, sqrt(square) / self._scale
 
     def _forward_backward(self, step: int) -> tuple[Tensor, float]:
-        """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
-        global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the divisor of
-        the global batch's loss."""
+        """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global one."""
+        share = share_of(self.plan, self.corpus, *samples_of(self.config.train, step))
+        return self._passes(step, self._row(step), share, self._pipeline), share
+
+    def _row(self, step: int) -> Sequence[Action]:
+        """Return this stage's schedule row for training step `step`."""
         first, end = samples_of(self.config.train, step)
-        share = share_of(self.plan, self.corpus, first, end)
+        return self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
+
+    def _passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
+        """Run the forward and backward passes of `row` on microbatches of training step `step`, and accumulate this
+        rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64
+        scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: makes the executor of the row."""
+        first, end = samples_of(self.config.train, step)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        row = self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
         whole = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
@@ -219,10 +229,29 @@ class Trainer:
             self.weights.passed(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
         self.weights.begin(early=whole)
-        pipeline = self._pipeline(forward, accumulated)
+        pipeline = pipeline_of(forward, accumulated)
         pipeline.run(row)
         self.peak_live = pipeline.peak_live
-        return total, share
+        return total
+
+    def rehearse(self, step: int) -> str:
+        """Prepare steps and evaluations from training step `step` on, so that none of them waits for a compiler: run
+        the passes of a microbatch on this stage alone, all ranks together, and drop what they compute. Where any rank
+        cannot compile something, none runs compiled from now on, as replicas must round alike. Return what this rank
+        cannot compile, and why, in a line; "" for nothing.
+        """
+        ops, compiler = self.ops, self.ops.compiler
+        ops.compiler = trial = Trial()
+        row = [action for action in self._row(step) if not action.microbatch]
+        watching = [Watched(self.stage, self.communicator)] if self.config.monitor.layers else []
+        with self.communicator.uncounted():
+            for ops.watched in (*watching, None):
+                self._passes(step, row, 1.0, self._alone)
+                self.weights.finish()
+            if self.config.eval.every:
+                self._evaluate("train", *samples_of(self.config.train, step), self._alone)
+        ops.compiler = None if self.communicator.anywhere(bool(trial.failed)) else compiler
+        return next(iter(trial.failed), "")
 
     @property
     def _scale(self) -> float:
@@ -234,6 +263,10 @@ class Trainer:
         called after a backward action, with the chunk's number if it was the last of that chunk, else None."""
         dtype = DTYPES[self.plan.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated, self._compiled)
+
+    def _alone(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
+        """Construct an executor as `_pipeline` does, but of this stage by itself."""
+        return StageAlone(self.stage, self.communicator, DTYPES[self.plan.precision][0], forward, accumulated)
 
     def _part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
         """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global
@@ -309,21 +342,26 @@ class Trainer:
     def mean_loss(self, split: str, end: int) -> float:
         """Compute the mean loss per token over the first `end` samples of the data's `split`; equal on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        together = self.plan.sizes["batch"]
-        for first in range(0, end, together):
-
-            def forward(
-                chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
-            ) -> Activations:
-                """Run a chunk on the microbatch without a backward pass, and add its loss to the total."""
-                self.ops.position = PassPosition(training=False)  # of this pass: its documents make its masks
-                out = self._part(chunk, flow, split, first, end)
-                total.add_(out.get("loss", 0.0))
-                return out
-
-            self._pipeline(forward).run(self.rows.forward)
+        for first in range(0, end, self.plan.sizes["batch"]):
+            total += self._evaluate(split, first, end, self._pipeline)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))
+
+    @torch.no_grad()
+    def _evaluate(self, split: str, first: int, end: int, pipeline_of: PipelineOf) -> Tensor:
+        """Return this rank's summed loss, an fp64 scalar, of the microbatch that starts at sample `first` of the data's
+        `split` and ends before `end`, without a backward pass. `pipeline_of`: makes the executor of the pass."""
+        total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
+
+        def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
+            """Run a chunk on the microbatch, and add its loss to the total."""
+            self.ops.position = PassPosition(training=False)  # of this pass: its documents make its masks
+            out = self._part(chunk, flow, split, first, end)
+            total.add_(out.get("loss", 0.0))
+            return out
+
+        pipeline_of(forward).run(self.rows.forward)
+        return total
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:

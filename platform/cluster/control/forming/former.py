@@ -17,8 +17,10 @@ from platform.cluster.control.forming.seat_plan import arrange, places, tiers_of
 from platform.cluster.control.forming.snapshot_ledger import SnapshotLedger
 from platform.cluster.crew.base.crew import ByRank, Crew
 from platform.cluster.crew.base.failures import GaveUp, Member, Reform
+from platform.cluster.crew.base.job import Job
 from platform.monitor import Timeline
 from platform.monitor.records import events
+from platform.parallel.compiled import may_compile
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.language.mesh import Mesh
@@ -90,7 +92,7 @@ class Former:
         if init and not step:
             self._begin(crew)
         self._formed = True
-        if uncompiled := built[0].uncompiled:
+        if uncompiled := built[0].uncompiled or self._rehearse(crew, job, step + 1):
             self._monitor.say(f"compile  off: {uncompiled}")
         self._journal.write(
             events.Running(step=step + 1, parameters_per_worker=built[0].parameters, uncompiled=uncompiled or None)
@@ -190,6 +192,13 @@ class Former:
         seconds, notes = perf_counter() - start, list(found.notes)
         self._journal.write(events.Initialised(weights=found.url, differences=notes, seconds=seconds))
         self._monitor.say("\n".join([f"weights  of {found.url}", *(f"         {line}" for line in notes)]))
+
+    def _rehearse(self, crew: Crew, job: Job, step: int) -> str:
+        """Let all ranks compile, before any step has a deadline; return who cannot and why, "" for nobody."""
+        if not may_compile(self._config.train.compile, job.device):
+            return ""
+        failed = ((rank, why) for rank, why in enumerate(crew.call("rehearse", step)) if why)
+        return next((f"{job.name(rank)} cannot compile {why}" for rank, why in failed), "")
 
     def _restore(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:
         """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is

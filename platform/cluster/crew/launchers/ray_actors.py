@@ -218,7 +218,8 @@ def _nodes(job: Job, size: int) -> list[str]:
     NoPlaces as `_wait` does.
 
     A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for all
-    places of a lost node together before it could replace any of them.
+    places of a lost node together before it could replace any of them. It has a bundle for each worker: one for each
+    node would wait for a whole node where others have room, and Ray places thousands within seconds.
     """
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
