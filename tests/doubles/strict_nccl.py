@@ -116,7 +116,8 @@ class Messages:
     """A group of gloo of messages alone, which connects the ranks that send to each other, and those only."""
 
     world: World
-    _Options, create_default_device = SimpleNamespace, staticmethod(lambda lazy_init: None)
+    _Options = SimpleNamespace
+    create_device = create_default_device = staticmethod(lambda lazy_init, interface="": None)
 
     def __init__(self, name: str, rank: int, size: int, options: Any):
         self._group = self.world.groups.setdefault(name, Group(self.world, tuple(range(size)), False, True))
