@@ -112,12 +112,15 @@ def root() -> Path:
 
 @pytest.fixture(autouse=True)
 def as_a_new_process():
-    """Forgets the secrets of the commands that earlier tests gave in this process, and where their logs went."""
+    """Forgets the secrets of the commands that earlier tests gave in this process, where their logs went, and what they
+    put into its environment."""
     from platform.boundary.redaction import forget_secrets
 
     forget_secrets()
-    level = logging.root.level
+    level, environment = logging.root.level, dict(os.environ)
     yield
+    for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
     logging.root.setLevel(level)
     # those of basicConfig, whose stream is that test's; pytest's are of types of its own
     for handler in [h for h in logging.root.handlers if type(h) is logging.StreamHandler]:

@@ -50,6 +50,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, block: CompiledBlock, made: Callable[..., Tensor], *arguments: Tensor | None):
+        """Return the block's activation, computed by `made`, whose graph is kept for the backward pass."""
         needed = ctx.needs_input_grad[2:]
         with torch.enable_grad():
             inside = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(arguments, needed, strict=True)]
@@ -60,6 +61,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
+        """Return the gradients of the block's arguments, and add its parameters' to their sums."""
         block, out, inside = ctx.block, ctx.out, ctx.inside
         del ctx.out, ctx.inside
         given = [x for x in inside if x is not None and x.requires_grad]

@@ -30,6 +30,7 @@ from platform.train.recovery.verify import COPIES, _restless
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from platform.train.worker import Worker
+from tests.harness import suite
 from tests.harness.card import CARD
 from tests.harness.oracle import MODELS, configure, validation_loss
 from tests.harness.streams import POOL, ROOT, Note, Recorder, Work, races, recorded, shared, waits
@@ -213,10 +214,11 @@ def notes(name: str) -> Sequence[Note]:
     return recorder.notes
 
 
+RUN = CASES | MORE if suite.full else CASES
 EVERY = [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 
 
-@pytest.mark.counted("plans whose streams are followed", len(CASES), len(CASES | MORE))
+@pytest.mark.counted("plans whose streams are followed", len(RUN), len(CASES | MORE))
 @pytest.mark.parametrize("name", EVERY)
 def test_no_two_streams_race(name):
     found = notes(name)
@@ -225,7 +227,7 @@ def test_no_two_streams_race(name):
     assert not shared(found)
 
 
-@pytest.mark.counted("plans without each of their waits", len(CASES), len(CASES | MORE))
+@pytest.mark.counted("plans without each of their waits", len(RUN), len(CASES | MORE))
 @pytest.mark.parametrize("names", [CASES, pytest.param(CASES | MORE, marks=pytest.mark.full)], ids=["few", "all"])
 def test_negative_control_a_wait_that_is_taken_away_is_found(names):
     """A wait may be covered by another one under one plan, but not under all."""

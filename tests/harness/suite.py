@@ -22,7 +22,7 @@ def suite(what: str, cases: Sequence[Case], chosen: Sequence[Case] | None = None
     rest = [pytest.param(case, id=title(case), marks=pytest.mark.full) for case in left]
 
     def decorate(test: Any) -> Any:
-        return pytest.mark.counted(what, len(few), len(cases))(pytest.mark.parametrize("case", few + rest)(test))
+        return pytest.mark.counted(what, len(few + rest), len(cases))(pytest.mark.parametrize("case", few + rest)(test))
 
     return decorate
 

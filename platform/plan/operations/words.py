@@ -72,7 +72,7 @@ class Ops:
 
     def remembered(self, spec: Spec) -> Spec:
         """Return the type of all keys or values that causal attention reads in a pass that computes ones of type
-        `spec`: longer by those that a key-value cache has of earlier passes."""
+        `spec`: longer by the tokens of earlier passes that a key-value cache has."""
         return lengthened(spec, self.cache.capacity) if self.cache else spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:

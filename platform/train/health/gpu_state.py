@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -25,7 +26,7 @@ FIELDS = {
     "gpu": (_OF_GPU, _OF_GPU[:-1], _OLDER),
     "remapped-rows": (("remapped_rows.pending", "remapped_rows.failure"),),
 }
-_SECONDS = 10.0  # for nvidia-smi to answer; without it nothing is known, which is not bad
+_SECONDS = 10.0  # for nvidia-smi to answer all of it; without it nothing is known, which is not bad
 
 
 class GpuQuery:
@@ -39,11 +40,13 @@ class GpuQuery:
     def answer(self, found: Findings) -> None:
         """Wait for `nvidia-smi`, and add its report on this worker's GPU to the doctor's findings."""
         values: dict[str, str] = {}
+        end = time.monotonic() + _SECONDS
         for query, (newest, *older) in FIELDS.items():
-            answers = _values(newest, self._processes[query])
+            answers = _values(newest, self._processes[query], end)
             for fields in older:
-                answers = answers or _values(fields, _asked(query, fields))
-            values |= answers
+                if answers == {}:  # it answers, but not that
+                    answers = _values(fields, _asked(query, fields), end)
+            values |= answers or {}
         readings, facts = state(values)
         found.readings.update(readings)
         found.facts.update(facts)
@@ -59,17 +62,18 @@ def _asked(query: str, fields: Sequence[str]) -> subprocess.Popen[str] | None:
     return None
 
 
-def _values(fields: Sequence[str], process: subprocess.Popen[str] | None) -> dict[str, str]:
-    """Return the values of a GPU that `nvidia-smi` prints, by field, without unknown ones ("[N/A]"); {} if it does not
-    run, answers something else, or not in time."""
+def _values(fields: Sequence[str], process: subprocess.Popen[str] | None, end: float) -> dict[str, str] | None:
+    """Return the values of a GPU that `nvidia-smi` prints, by field, without unknown ones ("[N/A]"); {} if it answers
+    something else, None if it does not run, or not until `end` by the monotonic clock."""
     if process is None:
-        return {}
+        return None
     try:
-        words = [word.strip() for word in process.communicate(timeout=_SECONDS)[0].strip().split(",")]
+        line = process.communicate(timeout=max(0.0, end - time.monotonic()))[0]
     except subprocess.TimeoutExpired:
         process.kill()  # and no waiting for the end of its output, which a child of it may hold open
         process.wait()
-        return {}
+        return None
+    words = [word.strip() for word in line.strip().split(",")]
     known = zip(fields, words, strict=True) if len(words) == len(fields) else ()
     return {field.replace("throttle", "event"): word for field, word in known if word and not word.startswith("[")}
 

@@ -6,14 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice, zip_longest
 
-PARTNERS = 3  # most partners of a worker
 
-
-def groups_by_check(nodes: Sequence[str], thorough: bool, gpus: bool) -> list[tuple[str, list[tuple[int, ...]]]]:
+def groups_by_check(nodes: Sequence[str], partners: int, gpus: bool) -> list[tuple[str, list[tuple[int, ...]]]]:
     """Return the rounds of connections to be measured: check, and ranks of each group. `nodes`: each rank's node."""
-    pairs: list[tuple[str, list[tuple[int, ...]]]] = [
-        ("link", [*each]) for each in rounds(nodes, PARTNERS if thorough else 1)
-    ]
+    pairs: list[tuple[str, list[tuple[int, ...]]]] = [("link", [*each]) for each in rounds(nodes, partners)]
     by_node = [tuple(rank for rank, its in enumerate(nodes) if its == node) for node in dict.fromkeys(nodes)]
     whole = [ranks for ranks in by_node if len(ranks) > 1]
     return [*pairs, *([("node", whole)] if gpus and whole else [])]

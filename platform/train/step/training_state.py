@@ -138,8 +138,8 @@ class State:
         self._trainer.weights.refresh()
 
     def begin(self) -> None:
-        """Fill the weights with those of train.init, a checkpoint of any plan or a model of transformers, and nothing
-        else: moments and numbers stay as they are at the start. All ranks call it together. Raises Refused, Corrupt or
+        """Fill the weights from train.init, a checkpoint of any plan or a model of transformers, and nothing else:
+        moments and numbers stay as they are at the start. All ranks call it together. Raises Refused, Corrupt or
         OSError; the weights are then undefined."""
         found = self._agreed_start()
         held = [h for h in self.held if h.name.startswith("model.")]

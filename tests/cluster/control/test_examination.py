@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from platform.cluster.control.forming import examination
 from platform.cluster.control.forming.examination import examine
 from platform.cluster.crew.open import open_crew
 from platform.train.health.partners import groups_by_check
+from platform.train.health.symptoms import symptoms
 
 pytestmark = pytest.mark.usefixtures("warm_server")
 SICK = "tests.doubles.sick_worker:SickWorker"
@@ -55,10 +57,23 @@ def test_a_slow_link_is_the_one_that_is_slow_with_every_partner(job, monkeypatch
 
 def test_workers_of_a_node_are_measured_together(job, monkeypatch):
     """As GPUs are, with one partner too, in a quick look."""
-    monkeypatch.setattr(examination, "groups_by_check", lambda nodes, *_: groups_by_check(nodes, False, True))
+    monkeypatch.setattr(examination, "groups_by_check", lambda nodes, *_: groups_by_check(nodes, 1, True))
     outcome = found(job, 3, thorough=True)[1]
     assert not outcome.bad and all("node" in one.readings for one in outcome.findings.values())
     assert ["link" in outcome.findings[number].readings for number in range(3)].count(True) == 2
+
+
+def test_a_quick_look_does_not_blame_the_partner_of_a_slow_link(job, monkeypatch):
+    """With one partner both look slow: then all are measured with several. Here workers on CPUs stand for GPUs."""
+    monkeypatch.setenv("SICK", "1:link")
+    monkeypatch.setattr(examination, "symptoms", lambda found, _: symptoms(found, "cpu"))
+    monkeypatch.setattr(examination, "groups_by_check", lambda nodes, n, _: groups_by_check(nodes, n, False))
+    with open_crew("processes", job(4, SICK)) as crew:
+        on_gpus = replace(job(4), device="cuda")
+        outcome = examine(crew, on_gpus, sorted(crew.members), thorough=False)
+        assert {n: list(why) for n, why in outcome.bad.items()} == {1: ["link"]} and not outcome.shared
+        monkeypatch.setattr(examination, "PARTNERS", 1)
+        assert examine(crew, on_gpus, sorted(crew.members), thorough=False).bad.keys() == {1, 2}, "negative control"
 
 
 def test_a_busy_machine_makes_nobody_sick(job, busy):

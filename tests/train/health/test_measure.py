@@ -132,15 +132,17 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
     monkeypatch.setattr(gpu_state, "_SECONDS", 0.2 if script == "sleep 60" else 30.0)
     command = tmp_path / "nvidia-smi"
     if script:
-        command.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{script}\n')
+        command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{script}\n')
         command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if script else str(tmp_path))
     found = Findings()
     query = GpuQuery()
     query.answer(found)
     assert (found.readings, found.facts) == (readings, facts)
-    if script and script != "sleep 60":
-        assert "--id=GPU-c0ffee" in (tmp_path / "asked").read_text()
+    if script:
+        asked = (tmp_path / "asked").read_text().splitlines()
+        assert all("--id=GPU-c0ffee" in line for line in asked)
+        assert script != "sleep 60" or len(asked) == len(gpu_state.FIELDS), "who does not answer is not asked again"
 
 
 @pytest.mark.parametrize(("check", "measure"), CONNECTIONS.items())

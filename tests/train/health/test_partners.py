@@ -36,7 +36,7 @@ def test_partners_are_on_other_nodes_where_there_are_any():
 
 def test_gpus_of_a_node_are_measured_together():
     pair, node = ("link", [(0, 2), (1, 3)]), ("node", [(0, 1), (2, 3)])
-    assert groups_by_check("aabb", thorough=False, gpus=True) == [pair, node]
-    assert groups_by_check("aabb", thorough=False, gpus=False) == [pair]
-    assert groups_by_check("ab", thorough=True, gpus=True) == [("link", [(0, 1)])]
-    assert groups_by_check("a", thorough=True, gpus=True) == []
+    assert groups_by_check("aabb", partners=1, gpus=True) == [pair, node]
+    assert groups_by_check("aabb", partners=1, gpus=False) == [pair]
+    assert groups_by_check("ab", partners=3, gpus=True) == [("link", [(0, 1)])]
+    assert groups_by_check("a", partners=3, gpus=True) == []

@@ -15,6 +15,7 @@ from platform.train.health.partners import groups_by_check
 from platform.train.health.symptoms import best_of, symptoms
 from platform.train.protocol.replies import Findings
 
+PARTNERS = 3  # most partners of a member
 ATTEMPTS = 3  # at most: whoever looks bad is examined again, and is bad if it is every time
 EXAMINE_SECONDS = 120.0  # without progress, after which a member hangs
 LINK_SECONDS = 60.0
@@ -37,14 +38,16 @@ class Examined:
 def examine(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> Examined:
     """Examine the members `numbers`, in the order of their ranks, before they are seated: with small sizes and alone, a
     fraction of a second, on GPUs also with one partner and with all of the node; or, if `thorough`, with large sizes
-    and several partners. If any is unsound, all are examined again, up to ATTEMPTS times, and the best findings count:
-    other load on a machine passes. Raises WorkerFailed if one dies or hangs."""
+    and several partners. If any is unsound, all are examined again, up to ATTEMPTS times and with several partners, and
+    the best findings count: other load on a machine passes, and the partner of a slow worker is not slow with others.
+    Raises WorkerFailed if one dies or hangs."""
     found: dict[int, Findings] = {}
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
         alone = _alone(crew, numbers, thorough)
         crew.release()
-        together = _together(crew, job, numbers, thorough) if thorough or job.device == "cuda" else {}
+        partners = PARTNERS if thorough or attempt else 1
+        together = _together(crew, job, numbers, thorough, partners) if thorough or job.device == "cuda" else {}
         for number in numbers:
             one = _joined(alone[number], together.get(number, {}))
             found[number] = best_of(found[number], one) if number in found else one
@@ -67,14 +70,16 @@ def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Find
     return dict(zip(numbers, found, strict=True))
 
 
-def _together(crew: Crew, job: Job, numbers: Sequence[int], thorough: bool) -> dict[int, dict[str, Findings]]:
-    """Return the doctor's findings on the connections of each worker, by member number and check: with a partner, of
-    which the best counts, and with its node. One round of groups is measured after the other. Of a group that hangs all
-    members have the error. `numbers`: the members, by rank."""
+def _together(
+    crew: Crew, job: Job, numbers: Sequence[int], thorough: bool, partners: int
+) -> dict[int, dict[str, Findings]]:
+    """Return the doctor's findings on the connections of each worker, by member number and check: with up to so many
+    `partners`, of which the best counts, and with its node. One round of groups is measured after the other. Of a group
+    that hangs all members have the error. `numbers`: the members, by rank."""
     members = crew.members
     nodes = [members[number].node if number in members else "" for number in numbers]
     found: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
-    for number_of_round, (check, groups) in enumerate(groups_by_check(nodes, thorough, job.device == "cuda")):
+    for number_of_round, (check, groups) in enumerate(groups_by_check(nodes, partners, job.device == "cuda")):
         seats = [numbers[rank] for group in groups for rank in group]
         crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
         index = ByRank(i for group in groups for i in range(len(group)))
