@@ -1,11 +1,13 @@
-"""Blocks of a model in which no collective lies, each compiled as one function: its forward pass is traced once, and
-torch.compile makes that and its backward pass of few kernels, which save what they need."""
+"""Blocks of a model in which no collective lies, each compiled as two functions, its forward and its backward pass:
+they are traced once, and torch.compile makes each of few kernels, with no graph of autograd between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from importlib import import_module
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,60 +18,83 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from platform.parallel.kernels.residual import Region
 from platform.parallel.sharding.flat import FlatBucket, home_of
 
+Function = Callable[..., Any]
+
 
 @dataclass(frozen=True)
-class CompiledBlock:
-    """Compiled block: `function(*arguments, *tensors)`, to be compiled, computes its activation. `tensors`: leaves of
-    autograd that it reads beside its arguments; `homes`: the bucket and parameters of each, None if it is no
-    parameter."""
+class BlockFunctions:
+    """A block's functions, to be compiled, of its arguments and of the tensors that it reads beside them (primals).
+    `alone(*primals)`: its activation; `forward(*primals)`: that, and then what its backward pass needs (saved);
+    `backward(*saved, gradient)`: the gradients of all primals, None for one that needs none."""
 
-    function: Callable[..., Tensor]
+    alone: Function
+    forward: Function
+    backward: Function
+
+
+@dataclass
+class CompiledBlock:
+    """Compiled block: its `functions` compute its activation from arguments and `tensors`, leaves of autograd that it
+    reads beside them; `homes`: the bucket and parameters of each, None if it is no parameter."""
+
+    functions: BlockFunctions
     tensors: Sequence[Tensor]
     homes: Sequence[tuple[FlatBucket, tuple[str, ...]] | None]
 
     def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
         """Return the block's output, compiled by `region`; its backward pass adds up the parameters' gradients."""
-        made = region(self.function)
         if torch.is_grad_enabled():
-            return _Block.apply(self, made, *arguments)
-        return made(*(x for x in arguments if x is not None), *self.tensors)
+            return _Block.apply(self, region, *arguments)
+        return region(self.functions.alone)(*(x for x in arguments if x is not None), *self.tensors)
+
+    @cached_property
+    def _sums(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
+        """Return the sums of the parameters' gradients, as few as possible: bucket, names of parameters that follow
+        each other in it, which of the gradients belong there in this order, and their elements."""
+        homes = {i: home for i, home in enumerate(self.homes) if home}
+        order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.ranges[homes[i][1][0]]))
+        found = []
+        for _, group in groupby(order, key=lambda i: id(homes[i][0])):
+            indices = list(group)
+            bucket = homes[indices[0]][0]
+            names = tuple(name for i in indices for name in homes[i][1])
+            parts = [(names, indices)] if bucket.bucket.stretch(names) else [(homes[i][1], [i]) for i in indices]
+            found += [(bucket, names, its, [self.tensors[i].numel() for i in its]) for names, its in parts]
+        return found
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of the block's parameters, in the order of `tensors`, to their sums."""
-        homes = [home for home in self.homes if home]
-        places = [bucket.sum_of(*names) for bucket, names in homes]
-        for fresh, function in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
-            if chosen := [i for i, (_, new) in enumerate(places) if new == fresh]:
-                function([places[i][0] for i in chosen], [gradients[i].reshape(-1) for i in chosen])
-        for bucket, names in homes:
+        """Add the gradients of the block's parameters, each in the place of its tensor, to their sums."""
+        for bucket, names, indices, sizes in self._sums:
+            memory, new = bucket.sum_of(*names)
+            places = memory.split(sizes) if len(sizes) > 1 else (memory,)
+            function = torch._foreach_copy_ if new else torch._foreach_add_
+            function(places, [gradients[i].reshape(-1) for i in indices])
+        for bucket, names, _, _ in self._sums:
             bucket.came(*names)
 
 
 class _Block(torch.autograd.Function):
-    """Autograd function of a `CompiledBlock`, whose graph is one of its own."""
+    """Autograd function of a `CompiledBlock`."""
 
     @staticmethod
-    def forward(ctx, block: CompiledBlock, made: Callable[..., Tensor], *arguments: Tensor | None):
-        """Return the block's activation, computed by `made`, whose graph is kept for the backward pass."""
-        needed = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            inside = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(arguments, needed, strict=True)]
-            ctx.out = made(*(x for x in inside if x is not None), *block.tensors)
-        ctx.block, ctx.inside = block, inside
-        return ctx.out.detach()
+    def forward(ctx, block: CompiledBlock, region: Region, *arguments: Tensor | None):
+        """Return the block's activation, and keep what its backward pass needs."""
+        present = [x for x in arguments if x is not None]
+        out, *ctx.saved = region(block.functions.forward)(*present, *block.tensors)
+        ctx.block, ctx.region, ctx.given = block, region, [x is not None for x in arguments]
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         """Return the gradients of the block's arguments, and add its parameters' to their sums."""
-        block, out, inside = ctx.block, ctx.out, ctx.inside
-        del ctx.out, ctx.inside
-        given = [x for x in inside if x is not None and x.requires_grad]
-        parameters = [t for t, home in zip(block.tensors, block.homes, strict=True) if home]
-        found = torch.autograd.grad(out, [*given, *parameters], gradient)
-        block.add(found[len(given) :])
+        saved = ctx.saved
+        del ctx.saved
+        found = ctx.region(ctx.block.functions.backward)(*saved, gradient)
+        count = sum(ctx.given)
+        ctx.block.add(found[count:])
         left = iter(found)
-        return None, None, *(next(left) if x is not None and x.requires_grad else None for x in inside)
+        return None, None, *(next(left) if given else None for given in ctx.given)
 
 
 def compiled_block(
@@ -80,6 +105,7 @@ def compiled_block(
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
     def given(*activations: Tensor) -> Tensor:
+        """Return the block's activation for those of its arguments that are present."""
         every: list[Any] = [None] * len(arguments)
         for i, x in zip(present, activations, strict=True):
             every[i] = x
@@ -96,15 +122,15 @@ def compiled_block(
     if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
         return None
     leaves = [t.detach().requires_grad_(home is not None) for t, home in zip(tensors, homes, strict=True)]
-    return CompiledBlock(_traced(graph.code, _Graph(graph)), leaves, homes)
+    return CompiledBlock(_traced(graph.code, _Graph(graph, (*activations, *leaves))), leaves, homes)
 
 
 class _Graph:
-    """Traced graph that counts as equal to any other: its code is the key."""
+    """Traced graph and the tensors that it was traced with; it counts as equal to any other: its code is the key."""
 
-    def __init__(self, graph: GraphModule):
+    def __init__(self, graph: GraphModule, primals: Sequence[Tensor]):
         """Construct the stand-in of a traced graph as an argument of a cached function."""
-        self.graph = graph
+        self.graph, self.primals = graph, primals
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Graph)
@@ -114,14 +140,41 @@ class _Graph:
 
 
 @cache
-def _traced(code: str, traced: _Graph) -> Callable[..., Tensor]:
-    """Return the function of a traced graph; blocks with equal `code`, the layers of a stack, share it."""
-    graph = traced.graph
+def _traced(code: str, traced: _Graph) -> BlockFunctions:
+    """Return the functions of a traced graph; blocks with equal `code`, the layers of a stack, share them."""
+    graphs = {"alone": traced.graph}
+    aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
 
-    def block(*tensors: Tensor) -> Tensor:
-        """Compute a block from its arguments and the tensors that it reads beside them."""
+    def keep(name: str) -> Function:
+        """Return a compiler that keeps a graph under this name, and leaves it as it is."""
+
+        def kept(graph: GraphModule, inputs: Sequence[Any]) -> Function:
+            """Keep a graph of a pass; return what runs it."""
+            graphs[name] = graph
+            return aot.make_boxed_func(graph)
+
+        return kept
+
+    with torch.enable_grad():
+        out = aot.aot_function(
+            traced.graph,
+            fw_compiler=keep("forward"),
+            bw_compiler=keep("backward"),
+            partition_fn=aot.min_cut_rematerialization_partition,
+            decompositions=inductor.select_decomp_table(),
+        )(*traced.primals)
+        torch.autograd.grad(out, [x for x in traced.primals if x.requires_grad], out.detach())
+    return BlockFunctions(**{name: _named(name, graph) for name, graph in graphs.items()})
+
+
+def _named(name: str, graph: GraphModule) -> Function:
+    """Return a traced graph as a function that names its pass."""
+
+    def block(*tensors: Tensor) -> Any:
+        """Compute a pass of a block from the tensors that it reads."""
         return graph(*tensors)
 
+    block.__name__ = f"block_{name}"
     return block
 
 
