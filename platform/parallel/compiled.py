@@ -8,8 +8,9 @@ while a generation forms: there a region may fail to compile.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from platform.parallel.communicator.progress import PROGRESS
 
@@ -26,30 +28,56 @@ MOST_GRAPHS = 64  # of one region: shapes, with and without gradients; further o
 _LOCK = Lock()  # torch compiles one function at a time
 
 
+@dataclass(frozen=True, eq=False)
+class TracedFunction:
+    """Pure function of tensors without autograd, by the `graph` that torch traced of it for tensors of fixed shapes."""
+
+    graph: GraphModule
+    __name__: str
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Compute the function, one operation of the graph after another."""
+        return self.graph(*tensors)
+
+
 @cache
 def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function`, a pure one of tensors and of constants, compiled by torch for each shape at its first call
     with it, its backward pass too. While it is compiled, the process's progress says so, so that no rank counts as
-    hung."""
+    hung. Of a TracedFunction a call is that of the kernels, without torch's search for the graph of its arguments."""
+    compiled_for = partial(_graph_for, function) if isinstance(function, TracedFunction) else _function_for(function)
+    known: dict[object, Callable[..., Tensor]] = {}
+
+    @wraps(function)
+    def run(*arguments):
+        """Call the compiled function, reporting progress while it is compiled for arguments of a new signature."""
+        signature = torch.is_grad_enabled(), *map(_signature, arguments)
+        if signature in known:
+            return known[signature](*arguments)
+        with _LOCK, PROGRESS.preparing(f"compile {function.__name__}"):
+            made = compiled_for(arguments)
+            out = made(*arguments)
+        known[signature] = made
+        return out
+
+    return run
+
+
+def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], Callable[..., Tensor]]:
+    """Return what gives `function` compiled for arguments: one and the same of torch.compile for all."""
     made = torch.compile(function, dynamic=False, backend=BACKEND)
     limits = import_module("torch._dynamo").config
     limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
     gradients: Any = import_module("torch._functorch.config")
     gradients.force_non_lazy_backward_lowering = True
-    known: set[object] = set()
+    return lambda arguments: made
 
-    @wraps(function)
-    def run(*arguments):
-        """Call the compiled function, reporting progress while it is compiled for arguments of a new signature."""
-        signature = torch.is_grad_enabled(), *(_signature(a) for a in arguments)
-        if signature in known:
-            return made(*arguments)
-        with _LOCK, PROGRESS.preparing(f"compile {function.__name__}"):
-            out = made(*arguments)
-        known.add(signature)
-        return out
 
-    return run
+def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
+    """Return a traced function compiled for the shapes and strides of these `arguments`."""
+    if BACKEND != "inductor":
+        return function.graph
+    return import_module("torch._inductor").compile(function.graph, list(arguments))
 
 
 class Trial:

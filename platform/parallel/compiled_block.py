@@ -12,24 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from platform.parallel.compiled import TracedFunction
 from platform.parallel.kernels.residual import Region
 from platform.parallel.sharding.flat import FlatBucket, home_of
-
-Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class BlockFunctions:
     """A block's functions, to be compiled, of its arguments and of the tensors that it reads beside them (primals).
-    `alone(*primals)`: its activation; `forward(*primals)`: that, and then what its backward pass needs (saved);
-    `backward(*saved, gradient)`: the gradients of all primals, None for one that needs none."""
+    `alone(*primals)`: its activation. `forward(*primals)`: that, and then intermediate results that the backward pass
+    needs. `backward(*primals that it needs, *intermediate results, gradient)`: the gradients of all primals, None for
+    one that needs none. `kept`: which primals the backward pass needs."""
 
-    alone: Function
-    forward: Function
-    backward: Function
+    alone: TracedFunction
+    forward: TracedFunction
+    backward: TracedFunction
+    kept: Sequence[int]
 
 
 @dataclass
@@ -80,7 +81,9 @@ class _Block(torch.autograd.Function):
     def forward(ctx, block: CompiledBlock, region: Region, *arguments: Tensor | None):
         """Return the block's activation, and keep what its backward pass needs."""
         present = [x for x in arguments if x is not None]
-        out, *ctx.saved = region(block.functions.forward)(*present, *block.tensors)
+        primals = (*present, *block.tensors)
+        out, *results = region(block.functions.forward)(*primals)
+        ctx.saved = [primals[i] for i in block.functions.kept] + results
         ctx.block, ctx.region, ctx.given = block, region, [x is not None for x in arguments]
         return out
 
@@ -121,8 +124,9 @@ def compiled_block(
     known = alike()
     if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
         return None
-    leaves = [t.detach().requires_grad_(home is not None) for t, home in zip(tensors, homes, strict=True)]
-    return CompiledBlock(_traced(graph.code, _Graph(graph, (*activations, *leaves))), leaves, homes)
+    beside = [t.detach() for t in tensors]
+    primals = [*activations, *(t.detach().requires_grad_(h is not None) for t, h in zip(tensors, homes, strict=True))]
+    return CompiledBlock(_traced(graph.code, _Graph(graph, primals)), beside, homes)
 
 
 class _Graph:
@@ -142,13 +146,13 @@ class _Graph:
 @cache
 def _traced(code: str, traced: _Graph) -> BlockFunctions:
     """Return the functions of a traced graph; blocks with equal `code`, the layers of a stack, share them."""
-    graphs = {"alone": traced.graph}
+    graphs: dict[str, GraphModule] = {}
     aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
 
-    def keep(name: str) -> Function:
+    def keep(name: str) -> Callable[..., Any]:
         """Return a compiler that keeps a graph under this name, and leaves it as it is."""
 
-        def kept(graph: GraphModule, inputs: Sequence[Any]) -> Function:
+        def kept(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             """Keep a graph of a pass; return what runs it."""
             graphs[name] = graph
             return aot.make_boxed_func(graph)
@@ -164,18 +168,48 @@ def _traced(code: str, traced: _Graph) -> BlockFunctions:
             decompositions=inductor.select_decomp_table(),
         )(*traced.primals)
         torch.autograd.grad(out, [x for x in traced.primals if x.requires_grad], out.detach())
-    return BlockFunctions(**{name: _named(name, graph) for name, graph in graphs.items()})
+    kept = _keep_primals(**graphs)
+    graphs["alone"] = traced.graph
+    return BlockFunctions(**{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept)
 
 
-def _named(name: str, graph: GraphModule) -> Function:
-    """Return a traced graph as a function that names its pass."""
-
-    def block(*tensors: Tensor) -> Any:
-        """Compute a pass of a block from the tensors that it reads."""
-        return graph(*tensors)
-
-    block.__name__ = f"block_{name}"
-    return block
+def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
+    """Let the backward pass of a block read primals itself, and make its own views of them, where the forward pass
+    would hand them on: what a compiled function returns is new memory. Return which primals, by number; they are
+    the first arguments of `backward` from now on."""
+    primals = forward.graph.find_nodes(op="placeholder")
+    output = forward.graph.output_node()
+    out, *saved = output.args[0]
+    inputs = backward.graph.find_nodes(op="placeholder")
+    kept: dict[int, Node] = {}
+    handed = []  # saved values that are still results of the forward pass
+    replaced = []
+    for value, argument in zip(saved, inputs, strict=False):
+        views = []
+        source = value
+        while source.op == "call_function" and getattr(source.target, "is_view", False):
+            views.append(source)
+            source = source.args[0]
+        if source.op != "placeholder":
+            handed.append(value)
+            continue
+        number = primals.index(source)
+        if number not in kept:
+            with backward.graph.inserting_before(inputs[0]):
+                kept[number] = backward.graph.placeholder(f"kept_{number}")
+        made = kept[number]
+        with backward.graph.inserting_before(inputs[-1].next):
+            for view in reversed(views):
+                made = backward.graph.call_function(view.target, (made, *view.args[1:]), view.kwargs)
+        argument.replace_all_uses_with(made)
+        replaced.append(argument)
+    for argument in replaced:
+        backward.graph.erase_node(argument)
+    output.args = ((out, *handed),)
+    for graph in (forward, backward):
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+    return list(kept)
 
 
 def _differentiable(graph: GraphModule) -> GraphModule:
