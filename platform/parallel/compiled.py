@@ -75,9 +75,8 @@ def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], 
 
 def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
     """Return a traced function compiled for the shapes and strides of these `arguments`."""
-    if BACKEND != "inductor":
-        return function.graph
-    return import_module("torch._inductor").compile(function.graph, list(arguments))
+    backend = import_module("torch._dynamo").lookup_backend(BACKEND)
+    return backend(function.graph, list(arguments))
 
 
 class Trial:

@@ -23,9 +23,9 @@ from platform.parallel.sharding.flat import FlatBucket, home_of
 @dataclass(frozen=True)
 class BlockFunctions:
     """A block's functions, to be compiled, of its arguments and of the tensors that it reads beside them (primals).
-    `alone(*primals)`: its activation. `forward(*primals)`: that, and then intermediate results that the backward pass
-    needs. `backward(*primals that it needs, *intermediate results, gradient)`: the gradients of all primals, None for
-    one that needs none. `kept`: which primals the backward pass needs."""
+    `alone(*primals)`: its activation, in a tuple. `forward(*primals)`: its activation, and the intermediate results
+    that the backward pass needs. `backward(*primals[kept], *results, gradient)`: the gradients of all primals, None for
+    one without. `kept`: indices of the primals that the backward pass needs."""
 
     alone: TracedFunction
     forward: TracedFunction
@@ -46,7 +46,8 @@ class CompiledBlock:
         """Return the block's output, compiled by `region`; its backward pass adds up the parameters' gradients."""
         if torch.is_grad_enabled():
             return _Block.apply(self, region, *arguments)
-        return region(self.functions.alone)(*(x for x in arguments if x is not None), *self.tensors)
+        (out,) = region(self.functions.alone)(*(x for x in arguments if x is not None), *self.tensors)
+        return out
 
     @cached_property
     def _sums(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
@@ -118,7 +119,7 @@ def compiled_block(
     activations = [x.detach().requires_grad_() for x in present.values()]
     with torch.enable_grad():
         given(*activations)  # makes what is alike in all passes
-        graph = _differentiable(make_fx(given)(*activations))
+        graph = _differentiable(make_fx(lambda *x: (given(*x),))(*activations))
     tensors = _read_beside(graph)
     homes = [home_of(t) for t in tensors]
     known = alike()
@@ -160,7 +161,7 @@ def _traced(code: str, traced: _Graph) -> BlockFunctions:
         return kept
 
     with torch.enable_grad():
-        out = aot.aot_function(
+        (out,) = aot.aot_function(
             traced.graph,
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
@@ -178,7 +179,7 @@ def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
     would hand them on: what a compiled function returns is new memory. Return which primals, by number; they are
     the first arguments of `backward` from now on."""
     primals = forward.graph.find_nodes(op="placeholder")
-    output = forward.graph.output_node()
+    output: Any = forward.graph.output_node()
     out, *saved = output.args[0]
     inputs = backward.graph.find_nodes(op="placeholder")
     kept: dict[int, Node] = {}

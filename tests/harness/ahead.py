@@ -81,17 +81,18 @@ class Traced:
     """A function by the code of its traced graph, as tensors of the card went through it."""
 
     source: str
-    __name__ = "block"
+    __name__: str
 
     def on_gpu(self) -> Callable[..., Tensor]:
         """The function, with a GPU in place of the card."""
         scope: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": inf}
         exec(self.source.replace("type='card'", "type='cuda'"), scope)
 
-        def block(*tensors: Tensor) -> Tensor:
+        def function(*tensors: Tensor) -> Any:
             return scope["forward"](None, *tensors)
 
-        return block
+        function.__name__ = self.__name__
+        return function
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ is not there."""
 from __future__ import annotations
 
 from functools import cache
-from inspect import getclosurevars
 
 import pytest
 
 from platform.launch import CONF, compose
 from platform.parallel import compiled_block, parallel_ops
+from platform.parallel.compiled import TracedFunction
 from tests.harness.ahead import Call, Traced, call_of
 from tests.harness.card import alone, ranks, shrunk
 from tests.harness.one_attention import OneAttention
@@ -33,7 +33,7 @@ def calls_of(run: str) -> tuple[Call, ...]:
     found: dict[Call, None] = {}
 
     def region(function):
-        as_on_gpus = traced(function) if function.__name__ == "block" else function
+        as_on_gpus = traced(function) if isinstance(function, TracedFunction) else function
 
         def called(*arguments):
             found.setdefault(call_of(as_on_gpus, arguments))
@@ -54,6 +54,6 @@ def calls_of(run: str) -> tuple[Call, ...]:
     return tuple(found)
 
 
-def traced(block) -> Traced:
-    """What a whole block computes."""
-    return Traced(getclosurevars(block).nonlocals["graph"].graph.python_code("self").src)
+def traced(function: TracedFunction) -> Traced:
+    """What a pass of a whole block computes."""
+    return Traced(function.graph.graph.python_code("self").src, function.__name__)

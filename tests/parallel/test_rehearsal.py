@@ -28,15 +28,20 @@ def refused(*_: Any) -> None:
 @contextmanager
 def compiling(backend: Any = "aot_eager", broken: str = "") -> Iterator[None]:
     """Graphs without kernels, that of the function `broken` alone cannot be had."""
-    before, compile_ = compiled.BACKEND, torch.compile
+    before, compile_, graph_for = compiled.BACKEND, torch.compile, compiled._graph_for
+
+    def counted(function, arguments):
+        counters["stats"]["unique_graphs"] += 1
+        return refused if function.__name__ == broken else graph_for(function, arguments)
+
     compiled.region.cache_clear()
     torch._dynamo.reset()
-    compiled.BACKEND = backend
+    compiled.BACKEND, compiled._graph_for = backend, counted
     torch.compile = lambda f, **how: refused if f.__name__ == broken else compile_(f, **how)
     try:
         yield
     finally:
-        compiled.BACKEND, torch.compile = before, compile_
+        compiled.BACKEND, compiled._graph_for, torch.compile = before, graph_for, compile_
         compiled.region.cache_clear()
         torch._dynamo.reset()
 
@@ -137,7 +142,7 @@ def on_two(broken: str, **how: Any):
     return c, make_plan(c)
 
 
-@pytest.mark.parametrize("function", ["_statistics", "block"])
+@pytest.mark.parametrize("function", ["_statistics", "block_forward", "block_backward"])
 def test_where_one_rank_cannot_compile_none_does(function, pool):
     eager, plan = on_two("0:")
     eager.train.compile = "off"
@@ -159,8 +164,8 @@ def test_negative_control_without_a_rehearsal_the_first_step_fails():
 
 
 def test_a_backward_pass_that_does_not_compile_is_found():
-    c = configured(evaluates=False, layers=1)
+    c = configured(evaluates=False, layers=1, dropout=0.1, **MODELS["llama"])  # no whole blocks, of graphs each
     plan = make_plan(c)
     with compiling(aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=refused)):
         trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-        assert trainer.rehearse(1).startswith("block: ") and not trainer.ops.compiles
+        assert trainer.rehearse(1).startswith("gated_silu: ") and not trainer.ops.compiles
