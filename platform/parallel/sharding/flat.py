@@ -87,8 +87,11 @@ class FlatBucket:
     def _masters(self, flat: Tensor) -> dict[str, Tensor]:
         """Return parameter name -> view in `flat`, a flat buffer laid out as this bucket's master copies: the
         parameter's block or, under ZeRO, the stretch of its flattened block that lies in this rank's shard."""
-        if not self._plan.sharded or not self.here:
-            return {name: self._block(flat, name) for name in self._shapes}
+        if not self.here:
+            return {name: flat.new_empty(0) for name in self._shapes}
+        if not self._plan.sharded:
+            pieces = flat.split([*self.bucket.sizes, len(flat) - sum(self.bucket.sizes)])
+            return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=False)}
         first, out = self._index * len(flat), {}
         for name, (start, _) in self.bucket.ranges.items():
             a, b = (start + at for at in self.bucket.shard(name, self._index, self._shards))

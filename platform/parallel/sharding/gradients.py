@@ -42,7 +42,7 @@ def squares(x: Tensor) -> Tensor:
             return total
     wide = torch.empty(min(len(x), most), dtype=torch.float64, device=x.device)
     sums = [torch.dot(y, y) for y in (wide[: len(piece)].copy_(piece) for piece in x.split(most))]
-    return torch.stack(sums).sum()
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 def _by_rows(x: Tensor) -> Tensor:

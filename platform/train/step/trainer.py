@@ -376,5 +376,5 @@ def _timeline(reading: ClockReading) -> RankTimeline:
 def peak_memory(device: torch.device) -> int:
     """Return this process's peak memory in bytes: allocated by torch on a CUDA device, resident set on CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
