@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
 from platform.parallel.communicator.base import SingleRank  # noqa: E402
+from platform.parallel.compiled import may_compile  # noqa: E402
 from platform.plan.core.plan import Plan  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.planning.memory_budget import footprints  # noqa: E402
@@ -42,6 +43,8 @@ VARIATIONS = (
 def measure(config: Config, plan: Plan, device: str, steps: int) -> int:
     if device == "cpu":
         return count(config, plan, steps)[0].peak
+    if may_compile(config.train.compile, device):  # as the plan expects
+        config = replace(config, train=replace(config.train, compile="on"))
     trainer = trainer_of(config, plan, SingleRank(plan.mesh, device))
     trainer.step(1)
     torch.cuda.reset_peak_memory_stats()
