@@ -23,11 +23,10 @@ from platform.parallel.sharding.flat import FlatBucket, home_of
 @dataclass(frozen=True)
 class BlockFunctions:
     """A block's functions, to be compiled, of its arguments and of the tensors that it reads beside them (primals).
-    `alone(*primals)`: its activation, in a tuple. `forward(*primals)`: its activation, and the intermediate results
-    that the backward pass needs. `backward(*primals[kept], *results, gradient)`: the gradients of all primals, None for
-    one without. `kept`: indices of the primals that the backward pass needs."""
+    `forward(*primals)`: its activation, and the intermediate results that the backward pass needs, which cost no
+    further reads or writes. `backward(*primals[kept], *results, gradient)`: the gradients of all primals, None for one
+    without. `kept`: indices of the primals that the backward pass needs."""
 
-    alone: TracedFunction
     forward: TracedFunction
     backward: TracedFunction
     kept: Sequence[int]
@@ -46,8 +45,7 @@ class CompiledBlock:
         """Return the block's output, compiled by `region`; its backward pass adds up the parameters' gradients."""
         if torch.is_grad_enabled():
             return _Block.apply(self, region, *arguments)
-        (out,) = region(self.functions.alone)(*(x for x in arguments if x is not None), *self.tensors)
-        return out
+        return region(self.functions.forward)(*(x for x in arguments if x is not None), *self.tensors)[0]
 
     @cached_property
     def _sums(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
@@ -119,7 +117,7 @@ def compiled_block(
     activations = [x.detach().requires_grad_() for x in present.values()]
     with torch.enable_grad():
         given(*activations)  # makes what is alike in all passes
-        graph = _differentiable(make_fx(lambda *x: (given(*x),))(*activations))
+        graph = _differentiable(make_fx(given)(*activations))
     tensors = _read_beside(graph)
     homes = [home_of(t) for t in tensors]
     known = alike()
@@ -135,7 +133,13 @@ class _Graph:
 
     def __init__(self, graph: GraphModule, primals: Sequence[Tensor]):
         """Construct the stand-in of a traced graph as an argument of a cached function."""
-        self.graph, self.primals = graph, primals
+        self._found: tuple[GraphModule, Sequence[Tensor]] | None = (graph, primals)
+
+    def taken(self) -> tuple[GraphModule, Sequence[Tensor]]:
+        """Return the graph and the tensors, once: the cache is not to keep a generation's parameters."""
+        assert self._found
+        found, self._found = self._found, None
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Graph)
@@ -148,6 +152,7 @@ class _Graph:
 def _traced(code: str, traced: _Graph) -> BlockFunctions:
     """Return the functions of a traced graph; blocks with equal `code`, the layers of a stack, share them."""
     graphs: dict[str, GraphModule] = {}
+    graph, primals = traced.taken()
     aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
 
     def keep(name: str) -> Callable[..., Any]:
@@ -161,16 +166,15 @@ def _traced(code: str, traced: _Graph) -> BlockFunctions:
         return kept
 
     with torch.enable_grad():
-        (out,) = aot.aot_function(
-            traced.graph,
+        out = aot.aot_function(
+            graph,
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
             partition_fn=aot.min_cut_rematerialization_partition,
             decompositions=inductor.select_decomp_table(),
-        )(*traced.primals)
-        torch.autograd.grad(out, [x for x in traced.primals if x.requires_grad], out.detach())
+        )(*primals)
+        torch.autograd.grad(out, [x for x in primals if x.requires_grad], out.detach())
     kept = _keep_primals(**graphs)
-    graphs["alone"] = traced.graph
     return BlockFunctions(**{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept)
 
 

@@ -35,13 +35,22 @@ BUDGETS = {
     "rms_norm with gradients": (4, 7.1),
     "rotated": (1, 3.01),
     **{f"gated_{function}": (1, 3.01) for function in ("silu", "gelu", "gelu_tanh", "relu")},
-    "block with gradients": (35, 126.4),  # 13 of them products and attention, which read all that others write
-    "one_gpu block with gradients": (39, 121),
-    "llama_8b block with gradients": (38, 41.3),
+    # 5 and 9 of them products and attention, which read all that others write
+    "block_forward": (9, 40.1),
+    "block_backward": (26, 21.6),
+    "one_gpu block_backward": (30, 20.71),
+    "llama_8b block_forward": (11, 14.3),
+    "llama_8b block_backward": (27, 27),
     **{f"gated_{function} with gradients": (2, 8.01) for function in ("silu", "gelu", "gelu_tanh", "relu")},
 }
-# Bytes that a thread may spill in one configuration of a kernel that has another: inductor measures which is faster.
-SPILLS = {"transformer_base statistics": 24}
+# Bytes that a thread may spill in every configuration of a kernel, and in one that has another: inductor measures which
+# is faster. A register of one kernel that reads 1 MB: in blocks of 4 sequences of 64 tokens.
+SPILLS = {
+    "transformer_base statistics": (0, 24),
+    "cluster_check block_backward": (4, 4),
+    "fine_tune block_backward": (4, 4),
+    "one_gpu block_backward": (8, 8),
+}
 
 CASES = [{"run": run, "target": target} for run in RUNS for target in TARGETS]
 CHOSEN = Random(9).sample(CASES, 2)
@@ -51,12 +60,13 @@ def exceeded(run: str, found: Compiled) -> list[str]:
     """In words, how a compiled region exceeds its budget."""
     name = found.call.title
     kernels, passes = BUDGETS.get(f"{run} {name}", BUDGETS[name])
-    spills = SPILLS.get(f"{run} {name}", 0)
+    always, sometimes = SPILLS.get(f"{run} {name}", (0, 0))
     wrong = {
         f"{len(found.kernels)} kernels instead of {kernels}": len(found.kernels) > kernels,
         f"{found.passes:.2f} passes instead of {passes}": found.passes > passes,
-        f"every configuration spills {found.spilled} bytes": found.spilled > 0,
-        f"a configuration spills {found.most('spilled')} bytes instead of {spills}": found.most("spilled") > spills,
+        f"every configuration spills {found.spilled} bytes instead of {always}": found.spilled > always,
+        f"a configuration spills {found.most('spilled')} bytes instead of {sometimes}": found.most("spilled")
+        > sometimes,
     }
     return [f"{found.call}: {line}" for line, is_so in wrong.items() if is_so]
 
@@ -100,6 +110,7 @@ def named_regions() -> set[str]:
         for node in ast.walk(code):
             if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] == "region":
                 name, of_another = ast.unparse(node.args[0]).split(".")[-1], isinstance(node.args[0], ast.Attribute)
+                name = f"block_{name}" if ".functions." in ast.unparse(node.args[0]) else name
                 found |= {name.lstrip("_")} if of_another or name in defined else set()
     return found
 

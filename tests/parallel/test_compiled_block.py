@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,16 @@ def test_the_layers_of_a_stack_share_a_graph():
     before = compiled_block._traced.cache_info().currsize
     trainer(layers=5, d_model=40).step(1)
     assert compiled_block._traced.cache_info().currsize == before + 1
+
+
+def test_a_graph_keeps_nothing_of_the_generation_that_traced_it():
+    t = trainer(layers=2, d_model=56)
+    t.step(1)
+    kept = [weakref.ref(flat._whole) for flat in t.weights.buckets]
+    assert compiled_block._traced.cache_info().currsize
+    del t
+    gc.collect()
+    assert not any(reference() is not None for reference in kept)
 
 
 def test_layers_that_differ_do_not():
