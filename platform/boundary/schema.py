@@ -34,7 +34,7 @@ class Malformed(ValueError):
         self.reason, self.place = reason, place
 
     def within(self, key: str | int) -> Malformed:
-        """Return this error with its place as seen from the map or list whose part at `key` or index is wrong."""
+        """Return this error of foreign data with `key` of the map, or index of the list, in front of its place."""
         first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
         between = "." if self.place and not self.place.startswith("[") else ""
         return Malformed(self.reason, f"{first}{between}{self.place}")
@@ -120,7 +120,7 @@ def read(kind: type[T], value: Any) -> T:
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """Return a dataclass as the map that `read` converts back, without empty defaults; `default` of json.dumps."""
+    """Convert a dataclass to plain data that `read` converts back, without empty defaults; `default` of json.dumps."""
     if is_dataclass(value) and not isinstance(value, type):
         found = ((field, getattr(value, field.name)) for field in fields(value))
         return {f.name: each for f, each in found if each or f.default_factory is MISSING or f.default_factory()}
@@ -243,9 +243,9 @@ def _at(place: Any, read_part: Reader, part: Any) -> Any:
 
 
 def _any(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
-    """Check plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts, numbers,
-    booleans and null, at most DEEPEST levels of maps and lists; `plain`: the readers of texts and integers. Return it,
-    or raise Malformed."""
+    """Check foreign plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts,
+    numbers, booleans and null, at most DEEPEST levels of maps and lists. `plain`: the readers of texts and integers.
+    Return the data, or raise Malformed."""
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")

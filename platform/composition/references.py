@@ -71,7 +71,7 @@ def _reads(raw: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    """Return True if a text is a number or a legal choice of some configuration key, and so no secret."""
+    """Return True if a resolved text is a number or a legal choice of some configuration key, and so no secret."""
     return bool(re.fullmatch(r"[-+.\deE_]+", text)) or any(text in key.choices for key in KEYS.values())
 
 

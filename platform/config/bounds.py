@@ -120,6 +120,6 @@ def _violations_of_text(where: str, legal: Key, text: str) -> Iterator[str]:
 
 
 def _holds(number: float, comparison: str, limit: str) -> bool:
-    """Return True if `number` COMPARISON `limit` holds, such as >= "0" or < "inf"; never for NaN."""
+    """Return True if a configured `number` COMPARISON `limit` holds, such as >= "0" or < "inf"; never for NaN."""
     compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
     return compare(number, inf if limit == "inf" else float(limit))  # every comparison with NaN is False

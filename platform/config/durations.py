@@ -33,8 +33,8 @@ def nearest_rhythms(every: str) -> list[str]:
 
 
 def seconds_of(duration: str) -> float:
-    """Parse a duration in seconds, M:SS or H:MM:SS, as `run.time_limit` takes it, into seconds: 90, 1:30 and 0:01:30
-    are 90; "" is 0. Raises ValueError for any other form."""
+    """Parse a duration that a configuration gives in seconds, M:SS or H:MM:SS, as `run.time_limit` takes it, into
+    seconds: 90, 1:30 and 0:01:30 are 90; "" is 0. Raises ValueError for any other form."""
     parts = duration.split(":") if duration else ["0"]
     numbers = [float(part) for part in parts]
     seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))

@@ -115,7 +115,7 @@ def _freed(key: str, allow: Sequence[str]) -> bool:
 
 
 def _freeable(key: str) -> str:
-    """Return the entry of FREE that a key is, or lies in, such as data.sources; "" if there is none."""
+    """Return the entry of FREE, keys that resume.allow may free, that `key` is or lies in; "" if there is none."""
     return next((free for free in FREE if f"{key}.".startswith(f"{free}.")), "")
 
 

@@ -139,7 +139,7 @@ def _unordered(tensor: Tensor) -> Iterator[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as text that a user can type: joined by commas."""
+    """Return names of axes or dims as the text that a user types in a configuration: joined by commas."""
     return f"[{','.join(names)}]"
 
 
@@ -153,14 +153,14 @@ def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
 
 
 def _unknown(key: str, names: Iterable[str], what: str, legal: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line, as a value of `key`, for each name not in `legal`; `what`: their kind, like "region"."""
+    """Yield a refusal line for each of configuration key `key`'s names not in `legal`; `what`: such as "region"."""
     for name in names:
         if name not in legal:
             yield violation(key, name, f"no such {what}", closest(name, legal))
 
 
 def _repeated(key: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line, as a value of `key`, for each name that occurs more than once in `names`."""
+    """Yield a refusal line for each name that occurs more than once in `names`, the value of a configuration key."""
     for name in dict.fromkeys(name for name in names if list(names).count(name) > 1):
         yield violation(key, name, "named twice; once is enough", [",".join(dict.fromkeys(names))])
 

@@ -18,7 +18,7 @@ class Pace:
         self._seconds = array("d")
 
     def __len__(self) -> int:
-        """Return the number of training steps whose durations are recorded."""
+        """Return the number of the run's training steps whose durations are recorded."""
         return len(self._seconds)
 
     def add(self, step: int, seconds: float) -> None:

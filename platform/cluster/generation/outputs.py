@@ -20,7 +20,7 @@ class Lines:
     the file is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
 
     def __init__(self, path: str, flag: str):
-        """Create the file of a command's results at `path`, which option `flag` names. Raises ConfigError."""
+        """Create the file of a command's answers or scores at `path`, which option `flag` names. Raises ConfigError."""
         self._path, self._flag, self._whole = path, flag, 0
         with _named(flag, path):
             self._file = open(path, "xb", buffering=0)
@@ -68,11 +68,11 @@ class WholeFile:
 
     @property
     def _special(self) -> bool:
-        """Return True if the file of results is a device or a pipe, which is written to and never replaced."""
+        """Return True if the file for a command's results is a device or pipe, which is written to, not replaced."""
         return self._path.exists() and not self._path.is_file()
 
     def write(self, text: str) -> None:
-        """Replace a file of results by the text, all of it or nothing; write it to a device. Raises ConfigError."""
+        """Replace a command's file of results by the text as a whole; write it to a device. Raises ConfigError."""
         with _named(self._flag, self._path):
             if self._special:
                 self._path.write_text(text)

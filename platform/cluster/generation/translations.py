@@ -31,5 +31,5 @@ def bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int
 
 
 def _text(corpus: Corpus, ids: list[int]) -> str:
-    """Return the text of a translation's token ids, without the id that ends it."""
+    """Decode the token ids of a model's translation to text, without the id that ends it."""
     return corpus.decode([i for i in ids if i != corpus.special.end])

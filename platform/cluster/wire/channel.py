@@ -31,7 +31,7 @@ class Garbled(Exception):
 
 
 def encode(message: object) -> bytes:
-    """Encode a message as a frame: length, then JSON text. Raises TypeError as `text`, ValueError as `framed` does."""
+    """Encode a message between driver and worker as a frame: length, then JSON text. Raises TypeError, ValueError."""
     return framed(text(message))
 
 
@@ -42,7 +42,7 @@ def text(value: object) -> bytes:
 
 
 def framed(payload: bytes) -> bytes:
-    """Return the frame of a JSON text: its length, 4 bytes, big-endian, then itself. Raises ValueError over LIMIT."""
+    """Put a control message's length, 4 bytes, big-endian, before its JSON text. Raises ValueError over LIMIT."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload
@@ -62,7 +62,7 @@ class Unframer:
     """Cuts the bytes received on a control connection into JSON messages, each of at most `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT):
-        """Start to split received bytes into messages; none yet. `limit`: most bytes of one message."""
+        """Start to split the bytes from driver or worker into messages, each of at most `limit` bytes."""
         self.limit = limit
         self._buffer = bytearray()
 
@@ -125,19 +125,19 @@ class Line:
         self.payload: Any = None
 
     def send(self, frame: bytes) -> None:
-        """Send the driver one frame, as `encode` makes it. Raises OSError if it has closed the connection."""
+        """Send the driver one frame, as `encode` makes it. Raises OSError if the driver has closed the connection."""
         with self._lock:
             self._connection.sendall(frame)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the driver's messages, unvalidated JSON objects, until it hangs up. Raises OSError, Garbled."""
+        """Yield the driver's messages to its worker, unvalidated JSON, until it hangs up. Raises OSError, Garbled."""
         yield from self._frames.feed(b"")  # what came in one read with the message that was the last to be taken
         while data := self._connection.recv(READ_BYTES):
             yield from self._frames.feed(data)
 
     @property
     def host(self) -> str:
-        """Return the address of this machine at which the driver, and so other workers, reach it."""
+        """Return the address of this worker's machine at which the driver, and so other workers, reach it."""
         address: str = self._connection.getsockname()[0]
         return address
 
@@ -189,7 +189,7 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
 
 
 def _first(line: Line, kind: Any) -> Any:
-    """Return the peer's next message of the greeting. Raises OSError, or PermissionError unless it is a `kind`."""
+    """Return the driver's next message of the greeting. Raises OSError, or PermissionError unless it is a `kind`."""
     if (message := next(line.messages(), None)) is None:
         raise ConnectionResetError("it hung up")
     try:

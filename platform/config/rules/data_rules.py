@@ -40,7 +40,7 @@ def _held_out(source: Any) -> bool:
 
 
 def _kinds(data: Data) -> set[str]:
-    """Return the kinds (text, records, tokens, ...) of all sources that `data` names."""
+    """Return the kinds (text, records, tokens, ...) of all sources that the configuration group `data` names."""
     if data.kind != "mixture":
         return {data.kind}
     return {str(source.get("kind", "text")) for source in data.sources.values() if isinstance(source, dict)}

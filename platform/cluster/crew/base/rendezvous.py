@@ -14,7 +14,7 @@ _ERROR = 2  # of torch's C++ log
 
 
 def preload() -> None:
-    """Import the modules that `open_store` needs, a second of CPU, while the first workers start."""
+    """Import torch.distributed, a second of CPU, which the driver's TCPStore needs, while the first workers start."""
     import torch.distributed  # noqa: F401
 
 
