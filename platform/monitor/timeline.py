@@ -35,15 +35,15 @@ class RankRecord(Protocol):
 
     @property
     def sections(self) -> Sequence[Interval]:
-        """Return the sections of a rank's step (compute, wait, ...), with their times."""
+        """Return the sections of a rank's step (compute, wait, ...) with their times, for the timeline."""
 
     @property
     def spans(self) -> Sequence[Interval]:
-        """Return the spans of the model's parts that a rank computed in a step, with their times."""
+        """Return the intervals in which a rank computed parts of the model in a step, for the timeline."""
 
     @property
     def collectives(self) -> Sequence[Collective]:
-        """Return the collectives that a rank launched in a step, with their times."""
+        """Return the collectives that a rank launched in a step, with their times, for the timeline."""
 
 
 class Timeline:
@@ -60,7 +60,7 @@ class Timeline:
         self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
 
     def step(self, step: int, start: float, ranks: Sequence[RankRecord]) -> dict[str, float] | None:
-        """Add what every rank did in the step that began at `start`, seconds on the driver's clock.
+        """Add to the timeline what every rank did in the step that began at `start`, seconds on the driver's clock.
 
         Returns the bubble of the pipeline, {"planned", "measured"}, both in units of the busiest worker's computing
         time; None without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
@@ -109,9 +109,9 @@ class Timeline:
         )
 
     def _trace(self) -> Iterator[dict[str, Any]]:
-        """Yield what the ranks did in the kept steps as trace events, times in microseconds since the first of these
-        steps: a process per rank, with a thread each for actions, spans of the model and, as they overlap, as many
-        collectives as are under way at once.
+        """Yield the trace events of what the ranks did in the kept steps, times in microseconds since the first of
+        these steps: a process per rank, with a thread each for actions, computed parts (spans) of the model and, as
+        they overlap, as many collectives as are under way at once.
 
         Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
         """
@@ -149,7 +149,7 @@ class Timeline:
 
 
 def _thread(number: int) -> dict[str, str]:
-    """Return the name of a thread in the timeline's trace, as the arguments of a trace event."""
+    """Return the name of a thread of a rank in the timeline's trace, as the arguments of a trace event."""
     return {"name": ("actions", MODEL, COMMUNICATION)[number] if number < 3 else f"{COMMUNICATION} {number - 1}"}
 
 
@@ -165,9 +165,9 @@ def lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
-    """Yield the rows of the timeline's picture beneath the actions of a rank, (name, bars): its computation, by spans
-    of the model if these are known, up to the end of the step; and its collectives, with the wait for each. `zero`: the
-    picture's begin, seconds since the step's barrier."""
+    """Yield the rows of the timeline's picture beneath the actions of a rank, (name, bars): its computation, by parts
+    (spans) of the model if these are known, up to the end of the step; and its collectives, with the wait for each.
+    `zero`: the picture's begin, seconds since the step's barrier."""
 
     def bar(kind: str, start: float, end: float, label: str, text: str) -> Bar:
         """Return a bar of the timeline's picture, from `start` to `end`, counted from the picture's begin."""
@@ -187,8 +187,9 @@ def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
 
 
 def executed(stage: int, actions: dict[str, Action], sections: Sequence[Interval]) -> list[TimedAction]:
-    """Return the schedule's actions among the measured sections of a rank of `stage` in one step, in order. A
-    computation begins when the input that it waited for arrived. `actions`: name -> action of the stage."""
+    """Return the pipeline schedule's actions among the measured sections of a rank of `stage` in one step, in order,
+    for the timeline. A computation begins when the input that it waited for arrived. `actions`: name -> action of the
+    stage."""
     events, arrived = [], 0.0
     for name, start, end in sections:  # ordered by end: a wait comes before the action that waited
         if name == WAIT:
