@@ -72,7 +72,7 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
 
 
 def peers_of(copies: Iterable[Copy], rank: int) -> set[int]:
-    """Return the ranks that keep copies of the state in memory for `rank`, or for which it does; `copies`: all."""
+    """Return the ranks that keep in-memory copies of the state for `rank`, or whose copies it keeps; `copies`: all."""
     return {end for copy in copies if rank in (pair := (copy.sender, copy.receiver)) for end in pair} - {rank}
 
 
