@@ -61,7 +61,7 @@ UNREAD: dict[str, Callable[[Config], bool]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line that trains (default: this process's own); return its exit status (docs/contract.md)."""
+    """Run the command line that trains (default: this process's); return its exit status (docs/run-directory.md)."""
     from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
     parser = get_args_parser()
