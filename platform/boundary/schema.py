@@ -235,7 +235,7 @@ def _exactly(otherwise: str, *kinds: type) -> Reader:
 
 
 def _at(place: Any, read_part: Reader, part: Any) -> Any:
-    """Apply `read_part` to the part of foreign data at `place` (key or index), and add `place` to its Malformed."""
+    """Apply `read_part` to the part of foreign data at `place` (key or index), and add `place` to its error."""
     try:
         return read_part(part)
     except Malformed as error:

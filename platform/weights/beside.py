@@ -113,7 +113,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
 
 
 def _otherwise(known: ConfinedTokenizer, here: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
-    """Count the tokens of `known`, a model's tokenizer, that differ in `here`, the data's, and all but special ones."""
+    """Compare a model's tokenizer (`known`) with the data's: (tokens that differ, tokens), without special ones."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
     there = here.get_vocab()

@@ -315,7 +315,7 @@ class Controller:
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:
-        """Save a checkpoint of the run's last committed step, if `_unsaved`; return True once storage holds one."""
+        """Save a checkpoint of the run's last committed step, if `_unsaved`; return True if storage holds it now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
             self._checkpoints.save(crew, self.done, self.take_useful_seconds())

@@ -53,7 +53,7 @@ class HarnessModel(TemplateLM):
         return self._asked.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return a text's token ids for lm-eval, the document's first one in front if `add_special_tokens`."""
+        """Return a text's token ids for lm-eval, behind the first one of a document unless it asks for none."""
         begins = add_special_tokens is not False and not self._asked.pairs
         return [*([self._asked.begin] if begins else []), *self._vocabulary.encode(encodable(string))]
 
@@ -189,7 +189,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed the process's random numbers as lm-eval's own command does, and restore them after the context."""
+    """Set the process's random numbers as lm-eval's own command does, and restore them after the context."""
     before = random.getstate(), np.random.get_state()
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)

@@ -73,13 +73,13 @@ def _said(generation: bytes) -> Iterator[int]:
 
 
 def room(rows: Sequence[Sequence[int]], model: Model) -> int:
-    """Return how many tokens of the model's length its longest prompt (`rows`: ids) leaves for an answer; 1 or more."""
+    """Return how many tokens of a model's length the longest prompt of `rows` leaves for an answer; 1 or more."""
     read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
     return max(1, model.length - read)
 
 
 def too_long(prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], model: Model, tokens: int) -> Iterator[str]:
-    """Yield a refusal line for each prompt that leaves no `tokens` for its answer in the model's length."""
+    """Yield a refusal line for each prompt that, with `tokens` of answer, does not fit into the model's length."""
     for prompt, ids in zip(prompts, rows, strict=True):
         if model.kind == "encoder_decoder":
             most = model.source_length or model.length

@@ -198,7 +198,7 @@ class Rotary(Rule):
         return out
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return `rope_parameters` of a config.json for a model, without numbers that are at their defaults."""
+        """Return `rope_parameters` of transformers' config.json for a model, without numbers at their defaults."""
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
         numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
         given = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}

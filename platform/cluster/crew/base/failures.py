@@ -41,7 +41,7 @@ class Failure:
     refusal: str = ""  # of a user's mistake, which the call has found: its lines
 
     def __str__(self) -> str:
-        """Format this failure of a worker as a line for the user: its name, node, end, call and error."""
+        """Format this failure of a worker as a line for the user: its name, node, kind, call and error."""
         where = f" on {self.member.host}" if self.member.node else ""
         return f"{self.name}{where} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
 

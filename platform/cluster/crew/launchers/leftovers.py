@@ -125,9 +125,9 @@ def _belongs(process: int, directory: str) -> bool:
 
 
 def main(directory: str) -> None:
-    """Sweep up after a process that has started an embedded Ray: wait for the end of standard input, which comes when
-    that process ends or closes it, then until no process that belongs to `directory` is left, killing those left after
-    PATIENCE; remove `directory`."""
+    """Clean up after a process that has started an embedded Ray: wait for the end of standard input, which comes when
+    that process ends or closes it, then until no other process that belongs to `directory` is left, killing those left
+    after PATIENCE; remove `directory`."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some schedulers send it to all processes of a job
     clear(directory, 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE, spared=parent)
