@@ -31,7 +31,7 @@ def refuse_all(lines: Iterable[str]) -> None:
 
 
 def behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, then the exception that it was raised from or while handling, and so on."""
+    """Yield an exception, then the one it was raised from or while handling, and so on, to find a refusal in it."""
     one: BaseException | None = error
     while one:
         yield one
@@ -73,7 +73,7 @@ def rephrasing(change: Callable[[str], str]) -> Iterator[None]:
 
 
 def in_words(value: Any) -> str:
-    """Return a value of the configuration as a user writes it: true and false in lower case."""
+    """Return a refused or legal value of the configuration as a user writes it: true and false in lower case."""
     try:
         return str(value).lower() if isinstance(value, bool) else str(value)
     except (ValueError, RecursionError):  # integers of thousands of digits

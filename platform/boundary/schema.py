@@ -128,7 +128,7 @@ def fields_of(value: object) -> dict[str, Any]:
 
 
 def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return nested plain data with `change` of every value of type `kind` in it; names in maps stay."""
+    """Return nested plain data, before it is shown, with `change` of every value of type `kind`; map keys stay."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (str, int, float)):  # most of it: Mapping is slow to ask for
@@ -142,7 +142,7 @@ def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every text in nested plain data, names in maps excepted."""
+    """Yield every text in nested plain data, such as parsed JSON, names in maps excepted."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -160,7 +160,7 @@ def shown(value: Any) -> str:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True if plain data of any size has the declared type `kind`; an integer is accepted as a float."""
+    """Return True if foreign plain data of any size has the declared type `kind`; an integer is accepted as a float."""
     try:
         reader(kind, False)(value)
     except Malformed:
@@ -340,7 +340,7 @@ def _sequence(read_item: Reader, kind: type, span: Span | None) -> Reader:
 
 
 def _span_of(item: Any) -> Span | None:
-    """Return the bounds on integers declared as `item`, int or Annotated[int, Span(1, 9)]; None for other types."""
+    """Return the bounds on foreign data declared as int or Annotated[int, Span(1, 9)]; None for other types."""
     base, *bounds = get_args(item) if get_origin(item) is Annotated else (item,)
     if base is not int or not all(isinstance(bound, Span) for bound in bounds):
         return None

@@ -168,8 +168,8 @@ def _check_initial(config: Config, resumes: bool) -> None:
 
 
 def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Raise ConfigError if `vocabulary`, the data's (None if it has none or it is not known yet), differs from the
-    vocabulary of the weights of train.init."""
+    """Raise ConfigError for a run if `vocabulary`, its data's (None if it has none or it is not known yet), differs
+    from the vocabulary of the weights of train.init."""
     if vocabulary and config.train.init not in ("", "random"):
         from platform.checkpoint.storage.manifest import Refused
         from platform.weights.beside import check_tokenizer, files_beside
@@ -359,7 +359,7 @@ def relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
         """Passes each message to `say`."""
 
         def emit(self, record: logging.LogRecord) -> None:
-            """Pass the text of a logged message to `say`, which prints it for the user."""
+            """Pass the text of a message logged in a run's driver to `say`, which prints it for the user."""
             say(record.getMessage())
 
     logger, handler = logging.getLogger(name), Handler()

@@ -22,8 +22,8 @@ _read: dict[str, str] = {}  # value -> the reference that read it
 
 
 def watch_environment() -> None:
-    """Replace OmegaConf's resolver of `${oc.env:NAME}` with one that remembers the values it reads, so that `resolve`
-    can register them as secrets."""
+    """Replace OmegaConf's resolver of `${oc.env:NAME}` in configurations with one that remembers the values it reads,
+    so that `resolve` can register them as secrets."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 

@@ -30,13 +30,13 @@ class Phase(NamedTuple):
 
 
 def phases(train: Train) -> Sequence[Phase]:
-    """Return the phases of a run in which the batch size grows, each with one size, in order; the last has no end."""
+    """Return the phases of a run whose configured batch size grows, each with one size; the last has no end."""
     return _phases(train.global_batch, train.ramp_from, train.ramp_by, train.ramp_samples)
 
 
 @lru_cache(maxsize=16)
 def _phases(full: int, start: int, by: int, samples: int) -> Sequence[Phase]:
-    """Return the phases of a run's batch sizes, from `start` by steps of `by` to `full`, over `samples` samples."""
+    """Return the phases of configured batch sizes, from `start` by steps of `by` to `full`, over `samples` samples."""
     if not start:
         return (Phase(1, 0, full),)
     found, step, sample, sizes = [], 1, 0, range(start, full, by)
@@ -71,6 +71,6 @@ def samples_of(train: Train, step: int) -> tuple[int, int]:
 
 
 def _phase(train: Train, step: int) -> Phase:
-    """Return the phase of the growing batch size that training step `step` (from 1) belongs to."""
+    """Return the phase of the configured, growing batch size that training step `step` (from 1) is in."""
     found = phases(train)
     return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)]

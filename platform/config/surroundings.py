@@ -72,8 +72,8 @@ def _variables(config: Config) -> Iterator[str]:
 
 
 def _unusable(path: str) -> str:
-    """Return why `path`, of a run directory, cache or checkpoints, is no writable directory and cannot become one; ""
-    if it is or can."""
+    """Return why `path`, configured for a run directory, cache or checkpoints, is no writable directory and cannot
+    become one; "" if it is or can."""
     path = os.path.abspath(path)
     if path.strip("/") == "":
         return "is the root of the file system"

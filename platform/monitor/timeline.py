@@ -54,7 +54,7 @@ class Timeline:
     def __init__(
         self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
     ):
-        """Prepare the picture of each step's pipeline `schedules` for ranks of these `names` and pipeline `stages`."""
+        """Prepare the timeline of a run's steps by pipeline `schedules`, for ranks of these `names` and `stages`."""
         self._schedules, self._names, self._stages = schedules, names, stages
         self._actions = [{str(a): a for row in of_stage for a in row} for of_stage in rows]  # per stage: by name
         self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
@@ -81,11 +81,11 @@ class Timeline:
         (directory / "timeline.svg").write_text(self._picture())
 
     def _ran(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
-        """Return, per rank, the pipeline schedule's actions that were measured in one step, with their times."""
+        """Return, per rank, the pipeline actions measured in a step, with their times, for the run's timeline."""
         return [executed(s, self._actions[s], own.sections) for s, own in zip(self._stages, ranks, strict=True)]
 
     def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
-        """Simulate a step's pipeline schedule with each action kind's measured mean time; `ran`: actions per rank."""
+        """Simulate a step's pipeline with each kind of action's mean time in the timeline; `ran`: actions per rank."""
         microbatches = 1 + max(event.action.microbatch for events in ran for event in events)
         schedule = next(s for s in self._schedules if s.microbatches == microbatches)
         seconds: dict[Kind, list[float]] = defaultdict(list)
@@ -94,8 +94,8 @@ class Timeline:
         return simulate(schedule, {kind: fmean(found) for kind, found in seconds.items()})
 
     def _picture(self) -> str:
-        """Return an SVG of the last step: the simulated schedule above the measured actions of one rank per stage, with
-        what it computed of the model and its collectives."""
+        """Draw the timeline of the last step as SVG: the simulated schedule above the measured actions of one rank per
+        stage, with what it computed of the model and its collectives."""
         step, _, ranks = self._steps[-1]
         ran = self._ran(ranks)
         planned = self._planned(ran)
@@ -129,8 +129,8 @@ class Timeline:
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
     def _events(self, rank: int, step: int, own: RankRecord) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
-        """Yield the computing, waiting and collectives of a rank's step, for the trace, as (thread, start, end, further
-        fields of a trace event)."""
+        """Yield the computing, waiting and collectives of a rank's step, for the timeline's trace, as (thread, start,
+        end, further fields of a trace event)."""
         actions = self._actions[self._stages[rank]]
         for name, start, end in own.sections:
             if action := actions.get(name):
@@ -200,8 +200,8 @@ def executed(stage: int, actions: dict[str, Action], sections: Sequence[Interval
 
 
 def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
-    """Return the pipeline bubble that was measured in a step, makespan / ideal - 1; ideal: the computing time of the
-    busiest rank. `ran`: per rank, its measured actions."""
+    """Return the pipeline bubble that the timeline measured in a step, makespan / ideal - 1; ideal: the computing time
+    of the busiest rank. `ran`: per rank, its measured actions."""
     computed = [[e for e in events if e.action.kind in COMPUTE] for events in ran]
     makespan = max(e.end for events in computed for e in events) - min(e.start for events in computed for e in events)
     return makespan / max(sum(e.end - e.start for e in events) for events in computed) - 1

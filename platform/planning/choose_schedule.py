@@ -40,7 +40,7 @@ def register_pipeline(name: str, generator: Callable[..., Any], settings: type |
 
 
 def generator_of(pipeline: Pipeline) -> Generator | None:
-    """Return the function that generates the table of pipeline.kind, given its settings; None for `none` and `file`."""
+    """Return the function that generates the pipeline schedule of pipeline.kind; None for `none` and `file`."""
     if pipeline.kind not in SCHEDULES:  # none, or a file
         return None
     return with_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)

@@ -127,6 +127,6 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:
-    """Return, by pipeline stage, the bytes of parameters, gradients and optimizer state on a worker with all blocks."""
+    """Return a plan's bytes of parameters, gradients and optimizer state, by stage, on a worker with all blocks."""
     moments, first = kept_numbers(config), plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

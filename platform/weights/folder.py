@@ -207,12 +207,12 @@ def _opened(source: str) -> tuple[Storage, str]:
 
 
 def _unit(part: MatrixPart) -> int:
-    """Return the width of one index of a weight's first column dim in its stored matrix: d_kv for heads, else 1."""
+    """Return the width of one index of a first column dim in a weight's saved matrix: d_kv for heads, else 1."""
     return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
 
 
 def _columns(part: MatrixPart, a: int, b: int) -> Box:
-    """Return the block of our parameter that columns [a, b) of its stored matrix are; they contain whole heads."""
+    """Return the block of our parameter that columns [a, b) of its matrix in a saved model are, whole heads."""
     if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
         unit = prod(part.shape[2:])
         return Box((0, a // unit, *(0 for _ in part.shape[2:])), (part.shape[0], (b - a) // unit, *part.shape[2:]))

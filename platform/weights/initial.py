@@ -151,7 +151,7 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
 
 
 def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
-    """Yield the pieces of an embedding table, from row `first` on, that are the rows of added tokens."""
+    """Yield the pieces of an initial embedding table, from row `first` on, that are the rows of added tokens."""
     step = max(1, LARGEST_BLOCK // (prod(shape[1:]) * ITEMSIZE[dtype]))
     for a in range(first, shape[0], step):
         box = Box((a, *(0 for _ in shape[1:])), (min(step, shape[0] - a), *shape[1:]))

@@ -41,7 +41,7 @@ def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[in
 
 
 def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
-    """Return the names of `state`'s tensors that are not whole in the memory that survived, a result of `surviving`."""
+    """Return the names of the training `state`'s tensors that are not whole in the memory that survived a failure."""
     left: dict[str, int] = defaultdict(int)
     for chain in survived:
         for tensor, box in chain.blocks:
@@ -50,7 +50,7 @@ def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
 
 
 def lost_to(held: MemoryMap, alive: Collection[int], distrusted: Collection[int] = ()) -> list[str]:
-    """Return names of tensors that ranks `alive` cannot recover from memory, without memory of `distrusted` ranks."""
+    """Return the tensors that ranks `alive` cannot recover from snapshots in memory, `distrusted` ones left out."""
     readers = held.readers({rank: rank for rank in alive}, distrusted)
     return lost(held.state, surviving(held.chains, held.copies, readers))
 

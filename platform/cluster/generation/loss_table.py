@@ -39,7 +39,7 @@ class Measured:
 
 
 def _perplexity(nats: float, count: int) -> float | None:
-    """Return the perplexity e^(nats / count) of a text's loss, None if that is no finite number."""
+    """Return the perplexity e^(nats / count) of a trained model on a text, None if that is no finite number."""
     try:
         return math.exp(nats / count)
     except OverflowError:
@@ -59,8 +59,8 @@ def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: in
 
 
 def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
-    """Count the words, between spaces, and the bytes of the held-out text that the labels of a split's first samples
-    spell, without special tokens; zeros if the corpus has no tokenizer."""
+    """Count the words, between spaces, and the bytes of the held-out text on which a model's loss is measured: what the
+    labels of a split's first samples spell, without special tokens; zeros if the corpus has no tokenizer."""
     vocabulary = corpus.vocabulary
     if vocabulary is None:
         return 0, 0

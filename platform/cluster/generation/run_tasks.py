@@ -25,7 +25,7 @@ class NotScored(Exception):
 
 
 def missing_for_tasks(config: Config) -> Iterator[str]:
-    """Yield a refusal line if eval.tasks is set without lm_eval installed, one if eval.task_folder does not exist."""
+    """Yield a refusal line if eval.tasks needs lm_eval, not installed, one if eval.task_folder does not exist."""
     e = config.eval
     if e.tasks and find_spec("lm_eval") is None:
         yield f"{KEY}: needs the package lm_eval: pip install 'elastic-platform[eval]'"

@@ -12,9 +12,9 @@ from platform.train.protocol.asked import Choice
 
 
 def bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int) -> dict[str, Any]:
-    """Translate the first `samples` texts of a split of pairs, by a beam search, and return the BLEU of the
-    translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts that the
-    search keeps. Raises ConfigError for data that are no pairs of texts."""
+    """Let a trained model translate the first `samples` texts of a split of pairs, by a beam search, and return the
+    BLEU of the translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts
+    that the search keeps. Raises ConfigError for data that are no pairs of texts."""
     from sacrebleu.metrics import BLEU
 
     if not corpus.vocabulary or not isinstance(next(iter(corpus.parts[0].streams.values())), PairStream):

@@ -36,7 +36,7 @@ class CallbackGuard:
         self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
 
     def step(self, row: MetricsRow) -> None:
-        """Call the user's callback `on_step` with a copy of a committed step's row of metrics.jsonl."""
+        """Call the user's callback `on_step` with a copy of the run's newest row of metrics.jsonl."""
         self._call("on_step", row)
 
     def event(self, event: JournalEvent) -> None:

@@ -36,20 +36,21 @@ def encode(message: object) -> bytes:
 
 
 def text(value: object) -> bytes:
-    """Return a value as the JSON text that stands for it in a message of the control channel: a dataclass as the map of
-    its fields, a tuple as a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data."""
+    """Return a value as the JSON text that stands for it in a message between driver and worker: a dataclass as the map
+    of its fields, a tuple as a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data.
+    """
     return json.dumps(value, separators=(",", ":"), default=schema.fields_of).encode()
 
 
 def framed(payload: bytes) -> bytes:
-    """Put a control message's length, 4 bytes, big-endian, before its JSON text. Raises ValueError over LIMIT."""
+    """Put the length, 4 bytes, big-endian, before the JSON of a message to driver or worker. Raises ValueError."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload
 
 
 def read(kind: Any, message: object) -> Any:
-    """Validate a decoded JSON message of the control channel against `kind`, a dataclass in
+    """Validate a decoded JSON message between driver and worker against `kind`, a dataclass in
     `platform.cluster.wire.messages` or a union of them, and return it as an object of that kind. Raises Garbled if it
     does not fit."""
     try:
@@ -67,9 +68,9 @@ class Unframer:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the JSON messages that `data`, the next bytes received on a control connection, completes; the
-        incomplete rest is kept. The result must be iterated before the next call. Raises Garbled for a message longer
-        than `limit` bytes or one that is not a JSON object."""
+        """Yield the JSON messages that `data`, the next bytes that driver or worker received on the control connection,
+        completes; the incomplete rest is kept. The result must be iterated before the next call. Raises Garbled for a
+        message longer than `limit` bytes or one that is not a JSON object."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _HEADER.size:
@@ -85,7 +86,7 @@ class Unframer:
 
 
 def _parse(payload: bytearray) -> dict[str, Any]:
-    """Parse the JSON text of one message of the control channel. Raises Garbled if it is not a JSON object."""
+    """Parse the JSON text of one message between driver and worker. Raises Garbled if it is not a JSON object."""
     try:
         message = json.loads(payload.decode())
     except (ValueError, RecursionError) as error:

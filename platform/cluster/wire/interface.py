@@ -14,19 +14,19 @@ _SCOPES = ("00", "10")  # there: of global addresses and of loopback; addresses 
 
 
 def interface_of(address: str) -> str:
-    """Return the name of this machine's network interface with the IPv4 or IPv6 `address`; "" if none is found."""
+    """Return this machine's network interface with the IPv4 or IPv6 `address`, for workers to use; "" for none."""
     wanted = address.rpartition(":")[2] if "." in address else address  # an IPv4 address in IPv6's form
     return next((name for name, own in [*addresses(4), *addresses(6)] if own == wanted), "")
 
 
 def addresses(version: int) -> list[tuple[str, str]]:
-    """Return (interface, routable address of an IP version) of this machine's network interfaces, loopback last."""
+    """Return (interface, routable address of an IP version) of this machine, for driver and workers; loopback last."""
     found = _ipv4() if version == 4 else _ipv6(_INET6)
     return sorted(found, key=lambda pair: pair[0] == "lo")
 
 
 def _ipv4() -> list[tuple[str, str]]:
-    """Return (interface, address) of every network interface of this machine that has an IPv4 address."""
+    """Return (interface, address) of this machine's network interfaces with an IPv4 address, for workers to use."""
     found = []
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
         for _, name in socket.if_nameindex():

@@ -248,7 +248,7 @@ class Switchboard:
         self._close(connection)
 
     def _refuse(self, connection: _Connection) -> None:
-        """Close an unauthenticated connection and count it; log only counts 1, 10, 100, so that none fills the log."""
+        """Close a connection to the driver that proves no worker, and count it; log only counts 1, 10, 100, ..."""
         self._close(connection)
         self.refused += 1
         if self.refused == 10 ** (len(str(self.refused)) - 1):

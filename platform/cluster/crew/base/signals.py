@@ -82,8 +82,8 @@ class StopSignals:
             raise Stopped(self._requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a stop signal as the class describes; also the one that `request` sends to this process, which raises
-        Stopped unless stopping is deferred."""
+        """Handle a stop signal of the run as the class describes; also the one that `request` sends to this process,
+        which raises Stopped unless stopping is deferred."""
         if self._interrupting:  # the signal that `request` sent
             self._interrupting = False
             return None if self._deferred else self.check()
