@@ -59,7 +59,7 @@ def violations_of_values(config: Config) -> dict[str, list[str]]:
 
 
 def impossible_values(config: Config) -> list[str]:
-    """Return the lines of `violations_of_values` as one list, in the order in which the keys are declared."""
+    """Return the refusal lines of a configuration's illegal values, in the order in which the keys are declared."""
     return [line for lines in violations_of_values(config).values() for line in lines]
 
 

@@ -145,7 +145,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
-    """Yield a refusal line for scheme `serial` or `none`, which split nothing, with a table that splits something."""
+    """Yield a refusal line if scheme `serial` or `none`, which split nothing, is configured with a table that does."""
     constraint = "a table that splits something needs a name of its own"
     if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
         yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])

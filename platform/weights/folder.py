@@ -212,7 +212,7 @@ def _unit(part: MatrixPart) -> int:
 
 
 def _columns(part: MatrixPart, a: int, b: int) -> Box:
-    """Return the block of our parameter that columns [a, b) of its matrix in a saved model are, whole heads."""
+    """Return the block of our parameter that is in columns [a, b), whole heads, of its matrix in a saved model."""
     if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
         unit = prod(part.shape[2:])
         return Box((0, a // unit, *(0 for _ in part.shape[2:])), (part.shape[0], (b - a) // unit, *part.shape[2:]))

@@ -96,8 +96,8 @@ class Matched:
 
 
 def matched(names: Collection[str], wanted: Iterable[Stored], m: Model, family: Family) -> tuple[Matched, list[str]]:
-    """Match the names in the files of a checkpoint with the tensors `wanted` of a model; return the tensors found, and
-    a line for the missing and one for the foreign ones."""
+    """Match the names in the files of a model that transformers saved with the tensors `wanted`; return the tensors
+    found, and a line for the missing and one for the foreign ones."""
     known = {tensor.name for tensor in wanted}
     own = {name: name for name in names}
     if family.prefix and not any(name.startswith(family.prefix) for name in names):  # saved without the class's head

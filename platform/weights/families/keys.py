@@ -155,7 +155,7 @@ class Dropouts(Rule):
     default: float
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our model key dropout. Raises Inexpressible if the dropout keys of a config.json differ."""
+        """Return our model key dropout for transformers' config.json. Raises Inexpressible if its dropouts differ."""
         first, *others = self.names
         rate = value_of(found, first, self.default, (int, float))
         for name in others:

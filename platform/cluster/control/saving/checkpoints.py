@@ -126,7 +126,7 @@ class Checkpoints:
         )
 
     def check_hope(self) -> None:
-        """Raise GaveUp, to end the run, if the last FAILURES saves have failed, the first elastic.wait seconds ago."""
+        """Raise GaveUp, to end the run, if its last FAILURES checkpoints failed, the first elastic.wait seconds ago."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             where, count = urls.storage_key(self._config), count_of(self._failed, "checkpoint")
             raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
