@@ -26,8 +26,8 @@ class PlatformFirst:
 
 
 def install():
-    """Put the finder of this package in front of sys.meta_path; extend the standard library's `platform`, if it is
-    imported already, with this package's submodules."""
+    """Install this package's import hook: put its finder in front of sys.meta_path; extend the standard library's
+    `platform`, if it is imported already, with this package's submodules."""
     sys.meta_path.insert(0, PlatformFirst)
     std = sys.modules.get("platform")
     if std is not None and not hasattr(std, "__path__"):  # another .pth imported it first

@@ -117,7 +117,7 @@ def plan(config: Config, workers: int | None = None) -> Plan:
 
 
 def run(config: Config, callbacks: Callbacks | None = None) -> Result:
-    """Train to the last step, or go on where the run directory of `config` stopped, and return what became of it.
+    """Train to the last step, or go on where the run in the run directory of `config` stopped, and return its Result.
 
     Prints what the command prints. Signals stop it as they stop the command, so it must be called from the main thread.
     After an exception in a callback the run ends at the next safe moment, saved as after a signal, and the exception is
@@ -156,12 +156,12 @@ def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callback
 
 
 def _of_texts(what: str, given: Sequence[Any]) -> None:
-    """Raise ConfigError for arguments that are no texts."""
+    """Raise ConfigError for arguments of the Python API that are no texts."""
     refuse_all([violation(what, shown_value(value), "must be text") for value in given if type(value) is not str])
 
 
 def _path(what: str, given: Any) -> Path:
-    """Return an argument as a path. Raises ConfigError for one that is none."""
+    """Return an argument of the Python API as a path. Raises ConfigError if it is no path."""
     try:
         path = os.fspath(given)
         legal = type(path) is str and 0 < len(os.fsencode(path)) and "\0" not in path
@@ -200,7 +200,7 @@ def _result(status: int, directory: Path) -> Result:
 
 
 def _row(found: dict[str, Any]) -> MetricsRow:
-    """Build a row of metrics from a line of metrics.jsonl; a missing value is None."""
+    """Build a run's row of metrics, for its Result, from a line of metrics.jsonl; a missing value is None."""
     values: dict[str, Any] = {key: found.get(key) for key in MetricsRow.__dataclass_fields__}
     return MetricsRow(**values)
 
@@ -209,6 +209,6 @@ class _FromPython(Command):
     """Start of a run from Python, in the place of a command line; its only argument is the run directory."""
 
     def again(self, override: str = "") -> str:
-        """Return the line of Python that resumes the run, with `override` if one is given."""
+        """Return the line of Python that resumes a run that Python started, with `override` if one is given."""
         words = ", ".join(map(repr, [*self.arguments, *filter(None, [override])]))
         return f"from platform.api import resume; resume({words})"

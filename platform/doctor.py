@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    """Examine the workers of the run that the command line describes, and print the report; return the exit status."""
+    """Examine, for the doctor's command line, the workers of the run that it describes, and print the report; return
+    the exit status."""
     say: Callable[[str], None] = lambda line: print_line(line, sys.stderr if given.json else None)  # noqa: E731
     try:
         config = compose(given.overrides, given.config_dir)
@@ -74,8 +75,9 @@ def _answer(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _folder(config: Config) -> Iterator[Path]:
-    """Make the folder of the examination in the run directory, and remove it afterwards with all that was made for it;
-    only if a worker fails, its log stays. Raises ConfigError if the run directory cannot be used."""
+    """Make the doctor's folder in the run directory for its examination of workers, and remove it afterwards with all
+    that was made for it; only if a worker fails, its log stays. Raises ConfigError if the run directory cannot be used.
+    """
     from platform.train.recovery import urls
 
     folder, home = Path(config.run.dir) / _FOLDER, urls.home(config)
@@ -132,7 +134,7 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
 
 
 def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
-    """Return in which settings, files or versions members differ from the driver, lines by member number."""
+    """Return in which settings, files or versions workers differ from the driver, lines by member number."""
     from platform.cluster.control.forming import preflight
 
     crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
@@ -154,7 +156,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Return the worker's node for people: the machine's name, and the start of Ray's id of it."""
+        """Return the node of a worker in the doctor's report: the machine's name, and the start of Ray's id of it."""
         name, _, ray = self.node.partition("/")
         return f"{name}/{ray[:8]}" if ray else name
 
@@ -178,7 +180,7 @@ class Report:
         return {"status": self.status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
 
     def text(self) -> str:
-        """Return the report as text: a table of the workers, then the bad checks, with what to look at."""
+        """Return the doctor's report as text: a table of the workers, then the bad checks, with what to look at."""
         from platform.train.health.symptoms import BY_NAME, CHECKS
 
         checks = [check for check in CHECKS if any(check.name in row.findings["readings"] for row in self.rows)]

@@ -62,7 +62,7 @@ def _parser() -> CommandLine:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    """Measure the trained model that a command line names; return the exit status."""
+    """Run the command that measures a trained model, with its parsed command line; return the exit status."""
     overrides, others = sorted_words(given.words)
     wrong = [violation("argument", word, "is no KEY=VALUE of the configuration") for word in others]
     for flag, least in (("samples", 0), ("beams", 1), ("shots", 0)):
@@ -149,9 +149,9 @@ def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence
 
 
 def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
-    """Complete the keys of data in place: the tokenizer is the model's, in the folder `tokenizer`, a typed path is read
-    as a whole, and if the model keeps documents `apart`, so does the data. Raises ConfigError if the model has no
-    tokenizer, and text needs one."""
+    """Complete the keys of the data on which a trained model is measured, in place: the tokenizer is the model's, in
+    the folder `tokenizer`, a typed path is read as a whole, and if the model keeps documents `apart`, so does the data.
+    Raises ConfigError if the model has no tokenizer, and text needs one."""
     data = config.data
     if "data.tokenizer" not in typed and data.kind != "synthetic":
         if not tokenizer and data.kind != "tokens":
@@ -171,7 +171,7 @@ def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool
 
 
 def _splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
-    """Return the splits of a corpus to measure, by source. Raises ConfigError if there is none."""
+    """Return the splits of a corpus on which to measure a trained model, by source. Raises ConfigError without any."""
     if asked == "train":
         return {"": "train"}
     found = {name: split for name, (split, _) in corpus.validations.items()}

@@ -74,8 +74,8 @@ def answered(parser: CommandLine, run: Callable[[argparse.Namespace], int], argu
 
 
 def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the KEY=VALUE among the words of a command line, and the others; a text with an equals sign is no
-    KEY=VALUE unless it begins with a key or group of the configuration."""
+    """Split the words of a generate command line into its KEY=VALUE arguments and the others, which are prompts; a text
+    with an equals sign is no KEY=VALUE unless it begins with a key or group of the configuration."""
     from platform.composition.composer import CONF
 
     known = {*Config.__dataclass_fields__, *(path.name for path in CONF.iterdir())}
@@ -173,7 +173,7 @@ def plan_answers(
 
 
 def _of_trained(line: str, model: Model) -> str:
-    """Return a refusal line whose hints leave a trained model as it is: they name its own values, and other keys."""
+    """Return a refusal line whose hints do not change the trained model: they name its own values, and other keys."""
     refusal, legal, hint = line.partition(NEAREST)
     key = refusal.partition("=")[0].removeprefix("model.")
     items = [item for item in re.split(", or |, ", hint) if not item.startswith("model.")]
@@ -183,7 +183,8 @@ def _of_trained(line: str, model: Model) -> str:
 
 
 def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
-    """Apply `task` to each of `things`, and return the results. Raises ConfigError with the mistakes of all."""
+    """Apply `task` to each prompt or other thing of a command, and return the results. Raises ConfigError with the
+    mistakes of all."""
     found, wrong = [], []
     for thing in things:
         try:
@@ -195,7 +196,7 @@ def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
 
 
 def _violations_of_words(given: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line per mistake in the flags of a command line, whose prompts are `words`."""
+    """Yield a refusal line per mistake in the flags of a generate command line, whose prompts are `words`."""
     if bool(words) == bool(given.prompts):
         yield 'a prompt is needed: "TEXT" or --prompts FILE, one of them'
     if not (given.temperature >= 0 and math.isfinite(given.temperature)):
@@ -220,7 +221,7 @@ def _violations_of_words(given: argparse.Namespace, words: Sequence[str]) -> Ite
 
 
 def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of generated `ids` in the place after the ids `before`: the first token may differ there."""
+    """Return the text of the token ids generated after the ids `before`: the first token may differ there."""
     if vocabulary is None:
         return " ".join(map(str, ids))
     start, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])
@@ -240,7 +241,7 @@ def _print_answer(out: Any, given: Any, text: str, found: Any, *, alone: bool) -
 
 
 def note(line: str) -> None:
-    """Print to stderr a line that is no generated text."""
+    """Print to stderr a line of the generate command that is no generated text."""
     print_line(line, sys.stderr)
 
 

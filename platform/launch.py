@@ -61,7 +61,7 @@ UNREAD: dict[str, Callable[[Config], bool]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (default: this process's own) and return its exit status (listed in docs/run-directory.md)."""
+    """Run the command line that trains (default: this process's); return its exit status (docs/run-directory.md)."""
     from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
     parser = get_args_parser()
@@ -91,7 +91,7 @@ def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
 
 
 def _misread(message: str) -> NoReturn:
-    """Raise ConfigError for a command line that the parser of flags refuses, with its message."""
+    """Raise ConfigError for a launch command line that the parser of flags refuses, with its message."""
     raise ConfigError(f"command line: {message}; nearest legal: +experiment=NAME KEY=VALUE, --help")
 
 
@@ -109,7 +109,8 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
 
 @refusing_exits()
 def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
-    """Compose and complete the configuration of one job's arguments; return it, and one line per mistake in it."""
+    """Compose and complete the configuration of one launched job's arguments; return it, and one line per mistake in
+    it."""
     modules = typed_values(arguments).get("extend")  # first: other arguments may name what they register
     load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.load(arguments)
@@ -294,7 +295,7 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
 
 
 def _workers(config: Config) -> int | None:
-    """Return the number of workers available to a job if `parallel.data` is -1 (use all of them), else None."""
+    """Return the number of workers available to a launched job if `parallel.data` is -1 (all of them), else None."""
     if config.parallel.data != -1:
         return None
     from platform.cluster.run.resources import available_workers
@@ -303,7 +304,7 @@ def _workers(config: Config) -> int | None:
 
 
 def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
-    """Train one planned job to its end; return its exit status, and print a refusal or a traceback."""
+    """Train a planned job of the command line; return its exit status, and print a refusal or a traceback."""
     from platform.cluster import driver
 
     try:

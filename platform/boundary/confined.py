@@ -47,7 +47,7 @@ class Limits(NamedTuple):
 
 
 def limits(memory: int, seconds: float, output: int) -> Limits:
-    """Return one answer's limits for a child that parses foreign bytes: at most half the machine's memory."""
+    """Return the limits for a child's parsing of foreign bytes: memory (at most half the machine's), time, output."""
     itself = _ITSELF + _THREAD * (os.cpu_count() or 1)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Limits(min(itself + memory, max(itself, machine // 2)), int(seconds) + 1, output)

@@ -72,7 +72,7 @@ def one_line(foreign: object, most: int = 300) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Return the first line of an error, after its type: a device, a storage or a worker may add a long story."""
+    """Return the first line of an error's text, after its type: a device, a storage or a worker may add a long one."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

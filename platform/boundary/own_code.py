@@ -90,7 +90,7 @@ def _alarm(what: str, limit: float) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Return where an alarm has interrupted the user's code, such as ", at my_module.py:3"."""
+    """Return where an alarm has interrupted the user's own code, such as ", at my_module.py:3"."""
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _short(frame) != Path(__file__).name]
     return f", at {_short(frames[-1][0])}:{frames[-1][1]}" if frames else ""
 

@@ -71,7 +71,7 @@ def answer_requests(parser: str) -> None:
     answer: Answer = getattr(import_module(module), name)
 
     def send(kind: bytes, payload: bytes) -> None:
-        """Write a message to the parent process: its `kind`, such as DONE or WANTS, and its payload."""
+        """Write a message of this parser process to its parent: its `kind`, such as DONE or WANTS, and payload."""
         taken.write(REPLY.pack(kind, len(payload)))
         taken.write(payload)
         taken.flush()

@@ -49,8 +49,8 @@ def _with_references(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def _pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """Build the regular expression of all texts in `known`, (secret, replacement) pairs: replacements match first, so
-    that they stay, then secrets, longest first."""
+    """Build the regular expression that finds registered secrets in a text: of `known`, (secret, replacement) pairs,
+    replacements match first, so that they stay, then secrets, longest first."""
     shown = sorted({shown for _, shown in known if shown != REDACTED}, key=len, reverse=True)
     secrets = sorted((secret for secret, _ in known), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, [*shown, *secrets])))
@@ -89,7 +89,7 @@ def _masked(text: str) -> tuple[str, dict[int, str]]:
 
 
 def _is_reference(text: str) -> bool:
-    """Return True if a text consists of the characters that `_masked` put in the place of references."""
+    """Return True if a part of a URL consists of the characters that `_masked` put in the place of references."""
     return bool(text) and all(_PRIVATE <= ord(c) < _PRIVATE + 256 for c in text)
 
 

@@ -25,13 +25,13 @@ class ConfigError(ValueError):
 
 
 def refuse_all(lines: Iterable[str]) -> None:
-    """Raise ConfigError with refusal lines, each once, if there are any."""
+    """Raise ConfigError with the lines that refuse a user's mistakes, each once, if there are any."""
     if found := list(dict.fromkeys(lines)):
         raise ConfigError(found)
 
 
 def behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, then the one that it was raised from or while handling, and so on."""
+    """Yield an exception, then the one it was raised from or while handling, and so on, to find a refusal in it."""
     one: BaseException | None = error
     while one:
         yield one
@@ -56,7 +56,7 @@ def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) 
 
 @contextmanager
 def as_refusal(key: str, value: Any, *failures: type[Exception], why: str = "{}") -> Iterator[None]:
-    """Raise ConfigError, for a key's value, in place of such `failures` in the context; `why`: text with {} for one."""
+    """Raise ConfigError, for a configuration key's value, in place of `failures` in the context; `why`: its text."""
     try:
         yield
     except failures as error:
@@ -65,7 +65,7 @@ def as_refusal(key: str, value: Any, *failures: type[Exception], why: str = "{}"
 
 @contextmanager
 def rephrasing(change: Callable[[str], str]) -> Iterator[None]:
-    """Apply `change` to each line of a ConfigError that is raised within the context."""
+    """Apply `change` to each line that refuses a user's mistake, in a ConfigError raised within the context."""
     try:
         yield
     except ConfigError as error:
@@ -73,7 +73,7 @@ def rephrasing(change: Callable[[str], str]) -> Iterator[None]:
 
 
 def in_words(value: Any) -> str:
-    """Return a value of the configuration as a user writes it: true and false in lower case."""
+    """Return a refused or legal value of the configuration as a user writes it: true and false in lower case."""
     try:
         return str(value).lower() if isinstance(value, bool) else str(value)
     except (ValueError, RecursionError):  # integers of thousands of digits

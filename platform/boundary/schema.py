@@ -34,7 +34,7 @@ class Malformed(ValueError):
         self.reason, self.place = reason, place
 
     def within(self, key: str | int) -> Malformed:
-        """Return this error with its place as seen from the map or list whose part at `key` or index is wrong."""
+        """Return this error of foreign data with `key` of the map, or index of the list, in front of its place."""
         first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
         between = "." if self.place and not self.place.startswith("[") else ""
         return Malformed(self.reason, f"{first}{between}{self.place}")
@@ -120,7 +120,7 @@ def read(kind: type[T], value: Any) -> T:
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """Return a dataclass as the map that `read` converts back, without empty defaults; `default` of json.dumps."""
+    """Convert a dataclass to plain data that `read` converts back, without empty defaults; `default` of json.dumps."""
     if is_dataclass(value) and not isinstance(value, type):
         found = ((field, getattr(value, field.name)) for field in fields(value))
         return {f.name: each for f, each in found if each or f.default_factory is MISSING or f.default_factory()}
@@ -128,7 +128,7 @@ def fields_of(value: object) -> dict[str, Any]:
 
 
 def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return nested plain data with `change` of every value of type `kind` in it; names in maps stay."""
+    """Return nested plain data, before it is shown, with `change` of every value of type `kind`; map keys stay."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (str, int, float)):  # most of it: Mapping is slow to ask for
@@ -142,7 +142,7 @@ def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every text in nested plain data, names in maps excepted."""
+    """Yield every text in nested plain data, such as parsed JSON, names in maps excepted."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -160,7 +160,7 @@ def shown(value: Any) -> str:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True if plain data of any size has the declared type `kind`; an integer is accepted as a float."""
+    """Return True if foreign plain data of any size has the declared type `kind`; an integer is accepted as a float."""
     try:
         reader(kind, False)(value)
     except Malformed:
@@ -235,7 +235,7 @@ def _exactly(otherwise: str, *kinds: type) -> Reader:
 
 
 def _at(place: Any, read_part: Reader, part: Any) -> Any:
-    """Apply `read_part` to the part of foreign data at `place` (key or index), and add `place` to its Malformed."""
+    """Apply `read_part` to the part of foreign data at `place` (key or index), and add `place` to its error."""
     try:
         return read_part(part)
     except Malformed as error:
@@ -243,9 +243,9 @@ def _at(place: Any, read_part: Reader, part: Any) -> Any:
 
 
 def _any(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
-    """Check plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts, numbers,
-    booleans and null, at most DEEPEST levels of maps and lists; `plain`: the readers of texts and integers. Return it,
-    or raise Malformed."""
+    """Check foreign plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts,
+    numbers, booleans and null, at most DEEPEST levels of maps and lists. `plain`: the readers of texts and integers.
+    Return the data, or raise Malformed."""
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")
@@ -340,7 +340,7 @@ def _sequence(read_item: Reader, kind: type, span: Span | None) -> Reader:
 
 
 def _span_of(item: Any) -> Span | None:
-    """Return the bounds on integers declared as `item`, int or Annotated[int, Span(1, 9)]; None for other types."""
+    """Return the bounds on foreign data declared as int or Annotated[int, Span(1, 9)]; None for other types."""
     base, *bounds = get_args(item) if get_origin(item) is Annotated else (item,)
     if base is not int or not all(isinstance(bound, Span) for bound in bounds):
         return None

@@ -23,7 +23,7 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text, of lines that may quote names and files of anybody's, as a terminal may have it."""
+    """Escape the unprintable characters of a text for a terminal, except its line ends and tabs."""
     return printable(text, "\n\t")
 
 
@@ -76,7 +76,7 @@ class QuickExit:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """Flush the standard streams and end the process at once with the command's exit `status`, if it is set."""
+        """Flush the standard streams and end the command's process at once with its exit `status`, if it is set."""
         if self.status is not None:
             flush_streams()
             os._exit(self.status)

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     """Verify every byte of the checkpoints that the URL names, and print a line for each; return exit status 1 if any
-    is refused."""
+    is refused, for `python -m platform.checkpoint verify`."""
     folder, name = catalogue.split_url(given.url)
     storage = open_storage(folder, "url")
     directories = [name] if name else [a.directory for a in catalogue.attempts(storage)]

@@ -57,8 +57,8 @@ def write_safetensors(
     described: Mapping[str, tuple[str, Sequence[int]]],
     tensors: Iterable[Tensor],
 ) -> None:
-    """Write one safetensors file into a folder: the `tensors` in order, each in memory only while it is written.
-    `described`: their names in this order, with element type and shape."""
+    """Write one safetensors file, an export, into a folder: the `tensors` in order, each in memory only while it is
+    written. `described`: their names in this order, with element type and shape."""
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, (dtype, shape) in described.items():
@@ -69,7 +69,7 @@ def write_safetensors(
     head += b" " * (-len(head) % 8)
 
     def chunks() -> Iterator[memoryview]:
-        """Yield the bytes of the safetensors file: its header, then one tensor after another."""
+        """Yield the bytes of an exported safetensors file: its header, then one tensor after another."""
         yield memoryview(len(head).to_bytes(8, "little") + head)
         for tensor in tensors:
             yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -118,8 +118,8 @@ def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, F
 
 
 def _check_tiling(placed: Mapping[str, ForeignTensor], begin: int, size: int) -> None:
-    """Raise Malformed unless tensors, each with its place in a file of `size` bytes, tile the file from `begin` on: in
-    a file of safetensors no byte is of two tensors, and none is of no tensor."""
+    """Raise Malformed unless a safetensors file's tensors, each with its place in the file of `size` bytes, tile it
+    from `begin` on: no byte is of two tensors, and none is of no tensor."""
     at, before = begin, ""
     for name, t in sorted(placed.items(), key=lambda item: item[1].data_offsets):
         start, end = t.data_offsets
@@ -196,7 +196,7 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
     described = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
 
     def tensor(name: str) -> Tensor:
-        """Read one tensor, by its name, of the directory in torch.distributed.checkpoint's format."""
+        """Read one tensor, by its name, of a directory in torch.distributed.checkpoint's format, for import."""
         found = described[name]
         state = {name: torch.empty(found.size, dtype=found.properties.dtype)}  # type: ignore[union-attr]
         with _no_process_group():
@@ -214,7 +214,7 @@ def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
     shapes: dict[str, Sequence[int]] = {}
 
     def files() -> Iterator[list[Piece[Tensor]]]:
-        """Yield the pieces of one tensor after another, each with its part of the tensor."""
+        """Yield the pieces of one imported tensor after another, each with its part of the tensor."""
         for name, tensor in tensors:
             whole = Box.whole(tensor.shape)
             held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, whole)])
@@ -225,7 +225,7 @@ def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
 
 
 def _copy(wanted: Sequence[Piece[Tensor]], into: Sequence[Tensor]) -> None:
-    """Copy the elements of pieces of tensors into the memory given for each, uint8 [bytes]."""
+    """Copy the elements of pieces of imported tensors into the memory given for each, uint8 [bytes]."""
     for piece, memory in zip(wanted, into, strict=True):
         memory.copy_(piece.source.contiguous().view(-1).view(torch.uint8))
 
@@ -311,7 +311,7 @@ def _new_target(target: str) -> tuple[Storage, str]:
 
 
 def split_file(url: str) -> tuple[Storage, str]:
-    """Split the path or URL of a file of tensors, such as safetensors, into its folder's storage and its name."""
+    """Split the path or URL of a file of tensors to import or export into its folder's storage and its name."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
         return open_storage(folder, "target"), name

@@ -39,12 +39,12 @@ Blocks = dict[str, list[Block]]  # tensor -> a rank's own blocks of it, in order
 
 
 def gather_alone(value: Any) -> list[Any]:
-    """Return the value of the only rank as a list, like `AllGather` in a single process."""
+    """Return a value as the list [value]: the all-gather of a checkpoint's restore in a single process."""
     return [value]
 
 
 def exchange_nothing(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
-    """Check that there is nothing to send or receive, like `Exchange` in a single process."""
+    """Check that there are no messages: the exchange of a checkpoint's restore in a single process."""
     assert not sent and not received, "there is nobody to talk to"
 
 
@@ -90,15 +90,15 @@ def fill_blocks(
     blocks: Sequence[Block],
     world: World = ALONE,
 ) -> None:
-    """Fill this rank's `blocks` of training state from pieces of global tensors; all ranks call it together. `wanted`:
-    pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks whose blocks
-    it overlaps. For the other parameters see `restore`. Raises one of FAILURES on every rank alike."""
+    """Fill this rank's `blocks` of training state from stored pieces of global tensors; all ranks call it together.
+    `wanted`: pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks
+    whose blocks it overlaps. For the other parameters see `restore`. Raises one of FAILURES on every rank alike."""
     clear_padding(state, blocks)
     pass_on(readers_of(wanted, state, world), fetch, state, blocks, world)
 
 
 def readers_of(wanted: Sequence[Piece[S]], state: Sequence[HeldTensor], world: World) -> Iterator[list[list[Piece[S]]]]:
-    """Yield the pieces that each rank reads and passes on, turn by turn; for the parameters see `fill_blocks`."""
+    """Yield, by turn, the pieces of a checkpoint that each rank reads and passes on; arguments as of `fill_blocks`."""
     itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in wanted}
     placed = sum(box.size * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items())
     total = sum(piece.nbytes for piece in wanted)
@@ -151,8 +151,8 @@ def pass_on(
     blocks: Sequence[Block],
     world: World,
 ) -> None:
-    """Fill this rank's `blocks` of training state with the pieces that all ranks read and send to each other, one
-    exchange per turn; all ranks call it together.
+    """Fill this rank's `blocks` of training state with the stored pieces that all ranks read and send to each other,
+    one exchange per turn; all ranks call it together.
 
     `turns`: per turn and rank, the pieces that it passes on; `fetch`: gets their bytes; `state`: tensors with the
     present holders of their blocks; `turns` and `state` are equal on all ranks. Raises one of FAILURES on every rank
@@ -188,9 +188,9 @@ class _Region(NamedTuple):
 def _messages(
     pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, mine: Blocks, world: World
 ) -> tuple[list[tuple[int, Tensor]], Failure]:
-    """Fetch `pieces`, fill this rank's blocks (`mine`) with its own parts, and return the messages, (receiving rank,
-    uint8 [bytes]) each, of the parts that lie in others' blocks, and why `fetch` failed, as a rank that raised here
-    would leave its peers waiting for its message.
+    """Fetch a checkpoint's `pieces`, fill this rank's blocks (`mine`) with its own parts, and return the messages,
+    (receiving rank, uint8 [bytes]) each, of the parts that lie in others' blocks, and why `fetch` failed, as a rank
+    that raised here would leave its peers waiting for its message.
 
     A piece is fetched at once to where it belongs, a block of this rank or a message that takes it whole, and is copied
     from there to wherever else it belongs.
@@ -223,9 +223,9 @@ def _messages(
 def _empty_messages(
     pieces: Sequence[Piece[S]], holders: Holders, world: World
 ) -> tuple[list[tuple[int, Tensor]], list[_Region]]:
-    """Allocate a message (uint8) for each rank that lacks parts of `pieces` in its blocks, and return the messages with
-    their receivers, and the places of all parts in them; this rank sends itself no message. Ranks with the same parts
-    (replicas) get the same message."""
+    """Allocate a message (uint8) for each rank that lacks parts of a checkpoint's `pieces` in its blocks, and return
+    the messages with their receivers, and the places of all parts in them; this rank sends itself no message. Ranks
+    with the same parts (replicas) get the same message."""
     parts: list[list[tuple[int, Box]]] = [[] for _ in range(world.size)]
     for number, piece in enumerate(pieces):
         for held, ranks in holders.get(piece.name, ()):
@@ -244,7 +244,7 @@ def _empty_messages(
 
 
 def _own_memory(piece: Piece[S], mine: Blocks) -> Tensor | None:
-    """Return memory of this rank's blocks to read a stored piece into as it is, uint8 [bytes]; None if none suits."""
+    """Return memory of this rank's blocks into which a stored piece can be read, uint8 [bytes]; None if none suits."""
     for _, outer, tensor in mine.get(piece.name, ()):
         if piece.box.overlap(outer) == piece.box:
             place = tensor.detach()[piece.box.within(outer)]
@@ -260,15 +260,15 @@ def _raise_failures(failures: Iterable[Failure]) -> None:
 
 
 def _nbytes(pieces: Sequence[Piece[S]], mine: Blocks) -> int:
-    """Return the bytes of the message of another rank with the parts of `pieces` in this rank's blocks (`mine`)."""
+    """Return the bytes of another rank's message: the parts of stored `pieces` in this rank's blocks (`mine`)."""
     parts = ((p, p.box.overlap(outer)) for p in pieces for _, outer, _ in mine.get(p.name, ()))
     return sum(part.size * ITEMSIZE[piece.dtype] for piece, part in parts if part)
 
 
 def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: Blocks) -> None:
-    """Copy the message of another rank into this rank's blocks. `pieces`: the stored pieces that the sender read and
-    this rank did not; `mine`: tensor name -> this rank's blocks, sorted. The message holds the overlap of every piece
-    with every block of its tensor, by piece, then by block."""
+    """Copy another rank's message of restored state into this rank's blocks. `pieces`: the stored pieces that the
+    sender read and this rank did not; `mine`: tensor name -> this rank's blocks, sorted. The message holds the overlap
+    of every piece with every block of its tensor, by piece, then by block."""
     at = 0
     for piece in pieces:
         size = DTYPES[piece.dtype].itemsize

@@ -58,7 +58,7 @@ def _storage(journal: Sequence[JournalEvent]) -> Finding:
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]], workers: int) -> Finding:
-    """Return the finding of a cluster check that collectives ran, with the bytes by kind; `rows`: its metrics."""
+    """Return the finding of a cluster check that the run's collectives ran, and their bytes; `rows`: its metrics."""
     moved: Counter[str] = Counter()
     for row in rows:
         moved.update(row.get("comm_bytes") or {})

@@ -168,8 +168,8 @@ def _check_initial(config: Config, resumes: bool) -> None:
 
 
 def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Raise ConfigError if `vocabulary`, the data's (None if it has none or it is not known yet), differs from the
-    vocabulary of the weights of train.init."""
+    """Raise ConfigError for a run if `vocabulary`, its data's (None if it has none or it is not known yet), differs
+    from the vocabulary of the weights of train.init."""
     if vocabulary and config.train.init not in ("", "random"):
         from platform.checkpoint.storage.manifest import Refused
         from platform.weights.beside import check_tokenizer, files_beside
@@ -198,7 +198,7 @@ def _carried(config: Config, found: Selection | None, corpus: Corpus, say: Calla
 
 
 def _say_what_next(state: DriverState, config: Config, size: int) -> None:
-    """Print where the files of a finished run on `size` workers are, and what could follow."""
+    """Print where the files of a finished run on `size` workers are, and what the user could do next."""
     state.say(f"run directory: {state.directory.path}")
     if state.done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
@@ -226,9 +226,9 @@ def _corpus(
     *,
     fresh: bool = False,
 ) -> Corpus:
-    """Open the training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the cache
-    or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a file of
-    data, and then leaves no empty directories behind."""
+    """Open the run's training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the
+    cache or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a
+    file of data, and then leaves no empty directories behind."""
     made = missing_directories(cache.root(config.data.cache))
     shared = run_dir / "corpus" if resources.spans_machines(config.cluster) else None
     with relay_log("platform.data", say):
@@ -261,9 +261,9 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
 
 
 def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
-    """Start the crew and train to the run's last step, re-forming the mesh as often as it takes. `orphan`: the last
-    step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the last step
-    was to be saved and is not."""
+    """Start the run's crew of workers and train to the last step, re-forming the mesh as often as it takes. `orphan`:
+    the last step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the
+    last step was to be saved and is not."""
     job, say = run.job, run.monitor.say
     run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
@@ -318,8 +318,9 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a line for the user if elastic.max_workers or elastic.min_workers contradicts the plan's number of
-    workers, for what eval.tasks lacks on this machine, and for text that is asked of a model that gives none."""
+    """Yield a refusal line for each key that makes a run impossible: elastic.max_workers or elastic.min_workers that
+    contradict the plan's number of workers, what eval.tasks lacks on this machine, and text that is asked of a model
+    that gives none."""
     yield from missing_for_tasks(config)
     yield from violations_of_asking(config, plan)
     e, size = config.elastic, plan.mesh.size
@@ -351,13 +352,14 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
 
 @contextmanager
 def relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Pass to `say` the messages that are logged under the logger `name` during the block, at INFO or above."""
+    """Pass to `say`, which prints for the run's user, the messages logged under the logger `name` during the block, at
+    INFO or above."""
 
     class Handler(logging.Handler):
         """Passes each message to `say`."""
 
         def emit(self, record: logging.LogRecord) -> None:
-            """Pass the text of a logged message to `say`, which prints it for the user."""
+            """Pass the text of a message logged in a run's driver to `say`, which prints it for the user."""
             say(record.getMessage())
 
     logger, handler = logging.getLogger(name), Handler()

@@ -58,16 +58,16 @@ class DriverState:
     status: int = FAILED
 
     def say(self, text: str) -> None:
-        """Send a message to the user: through the monitor if it is open, else to the terminal."""
+        """Send a message on the run to the user: through the monitor if it is open, else to the terminal."""
         (self.monitor.say if self.monitor else print_line)(text)
 
     def event(self, event: events.JournalEvent) -> None:
-        """Take note of an event that the journal has recorded, and pass it to the user's callback."""
+        """Note an event that the run's journal has recorded, and pass it to the user's callback."""
         self.phases.event(event.word)
         self.guard.event(event)
 
     def step(self, row: MetricsRow) -> None:
-        """Take note of a committed training step, and pass its row of metrics to the user's callback."""
+        """Note a training step that the run has committed, and pass its row of metrics to the user's callback."""
         self.phases.step()
         self.guard.step(row)
 
@@ -137,7 +137,7 @@ def _gave_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
 
 
 def _unexpected(error: BaseException, state: DriverState) -> Ending:
-    """Describe, for journal and user, the end by an unforeseen exception, whose traceback it writes to a log."""
+    """Describe, for journal and user, a run's end by an unforeseen exception; write its traceback to a log."""
     cause = error_line(error)
     where = _write_down(error, state)
     text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {state.done}: {state.kept}"
@@ -157,7 +157,7 @@ STATUS: dict[type[events.End], int] = {events.Done: DONE, events.Drained: STOPPE
 
 
 def end(error: BaseException | None, state: DriverState) -> int:
-    """Report to journal and user how the run ended, the saved state and the cost of failures; return the exit status.
+    """Report to journal and user how a run ended, its saved state and the cost of failures; return the exit status.
     `error`: the exception that ended the run, None if its last step is done and saved."""
     if state.checkpoints and error:
         state.checkpoints.confirm()

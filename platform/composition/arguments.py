@@ -68,7 +68,7 @@ def _is_registered(group: str, name: str) -> bool:
 
 
 def quote(value: str) -> str:
-    """Quote the value of a command-line argument as a string in Hydra's grammar, unless it is quoted already."""
+    """Quote the value of a command-line argument KEY=VALUE as a string in Hydra's grammar, unless it is quoted."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return value
     # Each run of backslashes is read once: begun anywhere in it, a search would take time in the square of its length.
@@ -117,7 +117,7 @@ def _parse(argument: str) -> Override | None:
 
 
 def loader() -> Any:
-    """Return Hydra's config loader, which reads the groups of YAML files; None while Hydra is not initialised."""
+    """Return Hydra's loader of the YAML files that a command line chooses; None while Hydra is not initialised."""
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
@@ -235,14 +235,14 @@ def translate_error(argument: str, error: Exception) -> str:
 
 
 def _default(key: str) -> list[Any]:
-    """Return a key's default as a list of one value to suggest; [] if it is empty or there is no such key."""
+    """Return a key's default as a list of one value to suggest for a refused argument; [] without any."""
     value = flat_values(Config()).get(key)
     return [value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:
-    """Return up to three configuration keys or groups that the user may have meant by the unknown `key`: similar as a
-    whole, or in their last part."""
+    """Return up to three configuration keys or groups that the user may have meant by the unknown `key` of an argument:
+    similar as a whole, or in their last part."""
     group, _, part = key.partition(".")
     if group in ("tensor", "branch") and get_close_matches(part.partition(".")[0], ["axes"]) and "." in part:
         return [f"{group}.axes.{part.rpartition('.')[2]}"]  # an axis may have any name

@@ -67,7 +67,7 @@ class Composer:
     of the files, but for the groups of which an argument chooses another."""
 
     def __init__(self, own: Sequence[str], stored: Mapping[str, Any]):
-        """Prepare to compose, with Hydra's argument for the user's `own` folder, and a `stored` configuration."""
+        """Prepare to compose configurations with Hydra's argument for the user's `own` folder, over a `stored` one."""
         self.own, self.stored = list(own), stored
         self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
@@ -146,8 +146,8 @@ class Composer:
 
 
 def _composed(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Compose the files that Hydra's `arguments` choose; return them, open to new keys, and what they say to sweep
-    over. Raises any of `user_errors`."""
+    """Compose the YAML files that Hydra's `arguments` choose into one configuration; return it, open to new keys, and
+    what the files say to sweep over. Raises any of `user_errors`."""
     import hydra
     from omegaconf import OmegaConf
 
@@ -163,7 +163,7 @@ def _shipped(arguments: tuple[str, ...], stamps: tuple[int, ...]) -> tuple[DictC
 
 
 def _stamps() -> tuple[int, ...]:
-    """Return when each YAML file that this package ships in conf/ was changed, in order of their names."""
+    """Return when each YAML file of conf/, from which configurations are composed, was changed, in order of name."""
     return tuple(os.stat(file).st_mtime_ns for file in sorted(CONF.rglob("*.yaml")))
 
 
@@ -178,8 +178,8 @@ def _basic_sweep(hydra: DictConfig) -> dict[str, str]:
 
 
 def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:
-    """Find the arguments that `make`, which composes from a list of arguments, accepts; return its result for them,
-    these, and the refused ones with the errors (`user_errors`) that it raised.
+    """Find the command-line arguments that `make`, which composes a configuration from a list of them, accepts; return
+    its result for these, these, and the refused ones with the errors (`user_errors`) that it raised.
 
     Each argument is tried after those before it, but only if they are not accepted all at once.
     """

@@ -66,7 +66,7 @@ def unreadable(path: str) -> str:
 
 
 def _nesting(event: Any) -> int:
-    """Return by how much an event of a YAML stream changes the depth of nesting: 1, -1 or 0."""
+    """Return by how much an event in parsing a user's YAML file changes the depth of nesting: 1, -1 or 0."""
     from yaml.events import CollectionEndEvent, CollectionStartEvent
 
     return isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)

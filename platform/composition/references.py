@@ -22,8 +22,8 @@ _read: dict[str, str] = {}  # value -> the reference that read it
 
 
 def watch_environment() -> None:
-    """Replace OmegaConf's resolver of `${oc.env:NAME}` with one that remembers the values it reads, so that `resolve`
-    can register them as secrets."""
+    """Replace OmegaConf's resolver of `${oc.env:NAME}` in configurations with one that remembers the values it reads,
+    so that `resolve` can register them as secrets."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -71,7 +71,7 @@ def _reads(raw: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    """Return True if a text is a number or a legal choice of some configuration key, and so no secret."""
+    """Return True if a resolved text is a number or a legal choice of some configuration key, and so no secret."""
     return bool(re.fullmatch(r"[-+.\deE_]+", text)) or any(text in key.choices for key in KEYS.values())
 
 

@@ -30,13 +30,13 @@ class Phase(NamedTuple):
 
 
 def phases(train: Train) -> Sequence[Phase]:
-    """Return the phases of a run in which the batch size grows, each with one size, in order; the last has no end."""
+    """Return the phases of a run whose configured batch size grows, each with one size; the last has no end."""
     return _phases(train.global_batch, train.ramp_from, train.ramp_by, train.ramp_samples)
 
 
 @lru_cache(maxsize=16)
 def _phases(full: int, start: int, by: int, samples: int) -> Sequence[Phase]:
-    """Return the phases of batch sizes from `start` by steps of `by` to `full`, over `samples` samples."""
+    """Return the phases of configured batch sizes, from `start` by steps of `by` to `full`, over `samples` samples."""
     if not start:
         return (Phase(1, 0, full),)
     found, step, sample, sizes = [], 1, 0, range(start, full, by)
@@ -49,28 +49,28 @@ def _phases(full: int, start: int, by: int, samples: int) -> Sequence[Phase]:
 
 
 def batch_sizes(train: Train) -> list[int]:
-    """Return the sizes that batches of a run have, ascending; the last is train.global_batch."""
+    """Return the batch sizes that the configuration gives a run, ascending; the last is train.global_batch."""
     return [phase.batch for phase in phases(train)]
 
 
 def batch_of(train: Train, step: int) -> int:
-    """Return the batch size, in sequences, of training step `step` (from 1)."""
+    """Return the batch size that the configuration gives training step `step` (from 1), in sequences."""
     return _phase(train, step).batch
 
 
 def samples_before(train: Train, step: int) -> int:
-    """Return how many samples the training steps before `step` (from 1) consume."""
+    """Return how many samples the training steps before `step` (from 1) consume, by the configured batch sizes."""
     phase = _phase(train, step)
     return phase.sample + (step - phase.step) * phase.batch
 
 
 def samples_of(train: Train, step: int) -> tuple[int, int]:
-    """Return the samples [first, end) of the global order that training step `step` (from 1) consumes."""
+    """Return the samples [first, end) of the global order that training step `step` (from 1) is configured to take."""
     first = samples_before(train, step)
     return first, first + batch_of(train, step)
 
 
 def _phase(train: Train, step: int) -> Phase:
-    """Return the phase of the growing batch size that training step `step` (from 1) belongs to."""
+    """Return the phase of the configured, growing batch size that training step `step` (from 1) is in."""
     found = phases(train)
     return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)]

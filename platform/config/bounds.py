@@ -59,7 +59,7 @@ def violations_of_values(config: Config) -> dict[str, list[str]]:
 
 
 def impossible_values(config: Config) -> list[str]:
-    """Return the lines of `violations_of_values` as one list, in the order in which the keys are declared."""
+    """Return the refusal lines of a configuration's illegal values, in the order in which the keys are declared."""
     return [line for lines in violations_of_values(config).values() for line in lines]
 
 
@@ -120,6 +120,6 @@ def _violations_of_text(where: str, legal: Key, text: str) -> Iterator[str]:
 
 
 def _holds(number: float, comparison: str, limit: str) -> bool:
-    """Return True if `number` COMPARISON `limit` holds, such as >= "0" or < "inf"; never for NaN."""
+    """Return True if a configured `number` COMPARISON `limit` holds, such as >= "0" or < "inf"; never for NaN."""
     compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
     return compare(number, inf if limit == "inf" else float(limit))  # every comparison with NaN is False

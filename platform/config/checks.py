@@ -41,7 +41,7 @@ class _Sound:
         self._part, self._wrong, self._prefix = part, wrong, prefix
 
     def __getattr__(self, name: str) -> Any:
-        """Return a key's value, or a group of keys wrapped alike; reading a key that is already wrong ends the rule."""
+        """Return a configuration key's value, or a group of keys wrapped alike; a key already refused ends the rule."""
         if (key := f"{self._prefix}{name}") in self._wrong:
             raise _WrongByItself(key)
         value = getattr(self._part, name)
@@ -49,7 +49,7 @@ class _Sound:
 
 
 def _broken_rules(config: Any) -> Iterator[str]:
-    """Yield a refusal line for each way in which a configuration breaks the rules."""
+    """Yield a refusal line for each way in which a configuration breaks the rules that relate keys."""
     for rule in (rule for file in FILES for rule in file.RULES):
         with suppress(_WrongByItself):
             yield from rule(config)

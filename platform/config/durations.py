@@ -11,8 +11,8 @@ _DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit 
 
 
 def rhythm_of(every: int | str) -> tuple[int, float]:
-    """Parse `checkpoint.every`, a number of steps or a duration such as 1h30m, into (steps, seconds), at least one of
-    them 0. Raises ValueError if it is neither."""
+    """Parse the configuration key `checkpoint.every`, a number of steps or a duration such as 1h30m, into (steps,
+    seconds), at least one of them 0. Raises ValueError if it is neither."""
     if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
         if (steps := int(every)) < 0:
             raise ValueError(every)
@@ -26,15 +26,15 @@ def rhythm_of(every: int | str) -> tuple[int, float]:
 
 
 def nearest_rhythms(every: str) -> list[str]:
-    """Return legal values to suggest for a malformed `checkpoint.every`: its first number as steps, and as minutes."""
+    """Return legal values to suggest for a malformed key `checkpoint.every`: its first number as steps, as minutes."""
     found = re.search(r"[0-9]{1,9}", every)
     number = int(found[0]) if found else 30
     return [str(number), f"{number or 1}m"]
 
 
 def seconds_of(duration: str) -> float:
-    """Parse a duration in seconds, M:SS or H:MM:SS, as `run.time_limit` takes it, into seconds: 90, 1:30 and 0:01:30
-    are 90; "" is 0. Raises ValueError for any other form."""
+    """Parse a duration that a configuration gives in seconds, M:SS or H:MM:SS, as `run.time_limit` takes it, into
+    seconds: 90, 1:30 and 0:01:30 are 90; "" is 0. Raises ValueError for any other form."""
     parts = duration.split(":") if duration else ["0"]
     numbers = [float(part) for part in parts]
     seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))
@@ -44,8 +44,8 @@ def seconds_of(duration: str) -> float:
 
 
 def job_seconds(limit: str) -> int:
-    """Parse a job's time limit, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
-    Raises ValueError for any other form."""
+    """Parse the time limit that a user sets for a job, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH,
+    D-HH:MM or D-HH:MM:SS. Raises ValueError for any other form."""
     if not re.fullmatch(r"([0-9]{1,6}-[0-9]{1,6}(:[0-9]{1,6}){0,2})|([0-9]{1,6}(:[0-9]{1,6}){0,2})", limit):
         raise ValueError(limit)
     days, dash, rest = limit.rpartition("-")
@@ -55,5 +55,5 @@ def job_seconds(limit: str) -> int:
 
 
 def hms(seconds: int) -> str:
-    """Format seconds as H:MM:SS, as a job's time limit has them."""
+    """Format seconds as H:MM:SS, the form of a duration that a user sets, such as a job's time limit."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

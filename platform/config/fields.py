@@ -135,12 +135,12 @@ OBJECTIVES: dict[str, Sequence[str]] = {
 
 
 def allow_objective(kind: str, name: str) -> None:
-    """Add `name` to the values of data.objective that go with a kind of model."""
+    """Add `name` to the values of the configuration key data.objective that go with a kind of model."""
     OBJECTIVES[kind] = tuple(dict.fromkeys((*OBJECTIVES.get(kind, ()), name)))
 
 
 def objective_of(config: Config) -> str:
-    """Return the training objective: `data.objective`, else the default for `model.kind` and the data."""
+    """Return a configuration's training objective: `data.objective`, else the default for `model.kind` and the data."""
     default = "pairs" if config.data.kind == "pairs" else OBJECTIVES.get(config.model.kind, ("",))[0]
     return config.data.objective or default
 
@@ -155,10 +155,10 @@ def loss_of(config: Config) -> str:
 
 
 def short_hash(values: Any) -> str:
-    """Return a short hash of plain data, the same in every process: 12 hexadecimal digits."""
+    """Return a short hash of a configuration's values, plain data, the same in every process: 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def shown_value(value: Any) -> str:
-    """Return any value, whose own methods may fail, as a refusal shows it: by its type, unless that is plain."""
+    """Return a configuration's value, of any type, as a refusal shows it: by its type, unless that is plain."""
     return in_words(value) if fits(value, Any) else f"a {type(value).__name__}"

@@ -41,7 +41,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the values by which a run is the same run (docs/contract.md), nested by group, secrets redacted."""
+    """Return the configuration's values by which a run is the same run (docs/contract.md), nested, without secrets."""
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
@@ -115,7 +115,7 @@ def _freed(key: str, allow: Sequence[str]) -> bool:
 
 
 def _freeable(key: str) -> str:
-    """Return the entry of FREE that a key is, or lies in, such as data.sources; "" if there is none."""
+    """Return the entry of FREE, keys that resume.allow may free, that `key` is or lies in; "" if there is none."""
     return next((free for free in FREE if f"{key}.".startswith(f"{free}.")), "")
 
 

@@ -59,12 +59,12 @@ def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: 
 
 
 def refused(config: Any, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:
-    """Return the refusal line of `key`, at odds with others: `constraint` says why, `legal` are values to suggest."""
+    """Return the refusal line of configuration key `key`: `constraint` says why, `legal` are values to suggest."""
     return violation(key, attrgetter(key)(config), constraint, legal)
 
 
 def own_settings(what: str) -> Any:
-    """Make the field of a key with the settings of a user's `what`, see `platform.config.extending.own_settings`."""
+    """Make the field of the key that configures a user's `what`: see `platform.config.extending.own_settings`."""
     constraint = "what its dataclass declares"
     return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint)
 

@@ -27,18 +27,19 @@ _PARTS = {  # key -> (what its entries are called, their legal names)
 
 
 def allow_dims(names: Iterable[str]) -> None:
-    """Add the dims of a user's model to the dims that `tensor.layout` and scheme tables may name."""
+    """Add the dims of a user's model to the dims that the key `tensor.layout` and scheme tables may name."""
     KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
 def axes_of(tensor: Tensor) -> list[str]:
-    """Return the mesh axes of a tensor-parallel scheme, outer to inner: `tensor.order`, else its tables'."""
+    """Return the configured mesh axes of a tensor scheme, outer to inner: `tensor.order`, else its tables'."""
     tables = [*tensor.regions.values(), *tensor.parameters.values()]
     return tensor.order or list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
 
 
 def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[Rules, Rules]:
-    """Parse `tensor.layout`, a user's own layout over the mesh axes `axes`, into its rules (of regions, of parameters).
+    """Parse the configuration key `tensor.layout`, a user's own layout over the mesh axes `axes`, into its rules (of
+    regions, of parameters).
 
     `layout` has one of three forms; the first two apply to every region and every parameter:
         "batch:rows;heads:cols"        dims separated by `;`, `,`, `|` or spaces; two axes on one dim: "heads:a+b"
@@ -69,8 +70,8 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
 
 
 def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Read `tensor.layout` as a map: a text "dim:axis;dim:axis+axis" becomes dim -> "axis+axis", YAML is parsed, a map
-    returned as it is. Raises ConfigError for a malformed text or a dim given twice."""
+    """Read the configuration key `tensor.layout` as a map: a text "dim:axis;dim:axis+axis" becomes dim -> "axis+axis",
+    YAML is parsed, a map returned as it is. Raises ConfigError for a malformed text or a dim given twice."""
     if isinstance(layout, str) and layout.lstrip().startswith("{"):
         try:
             layout = yaml.load(layout, _Strict)  # noqa: S506
@@ -90,8 +91,8 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _axis_list(dim: str, value: Any) -> list[str]:
-    """Return the mesh axes that `tensor.layout` gives for a dim as a list of names: `value` is "a+b", a list, or None.
-    Raises ConfigError for anything else."""
+    """Return the mesh axes that the configuration key `tensor.layout` gives for a dim as a list of names: `value` is
+    "a+b", a list, or None. Raises ConfigError for anything else."""
     names = value.split("+") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -139,12 +140,12 @@ def _unordered(tensor: Tensor) -> Iterator[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as text that a user can type: joined by commas."""
+    """Return names of axes or dims as the text that a user types in a configuration: joined by commas."""
     return f"[{','.join(names)}]"
 
 
 def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
-    """Yield a refusal line for scheme `serial` or `none`, which split nothing, with a table that splits something."""
+    """Yield a refusal line if scheme `serial` or `none`, which split nothing, is configured with a table that does."""
     constraint = "a table that splits something needs a name of its own"
     if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
         yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
@@ -153,14 +154,14 @@ def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
 
 
 def _unknown(key: str, names: Iterable[str], what: str, legal: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line, as a value of `key`, for each name not in `legal`; `what`: their kind, like "region"."""
+    """Yield a refusal line for each of configuration key `key`'s names not in `legal`; `what`: such as "region"."""
     for name in names:
         if name not in legal:
             yield violation(key, name, f"no such {what}", closest(name, legal))
 
 
 def _repeated(key: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line, as a value of `key`, for each name that occurs more than once in `names`."""
+    """Yield a refusal line for each name that occurs more than once in `names`, the value of a configuration key."""
     for name in dict.fromkeys(name for name in names if list(names).count(name) > 1):
         yield violation(key, name, "named twice; once is enough", [",".join(dict.fromkeys(names))])
 

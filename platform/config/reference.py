@@ -62,7 +62,7 @@ def summary() -> str:
 
 
 def _groups() -> Iterator[tuple[str, str, list[Entry]]]:
-    """Yield each group of keys as (name, docstring of its class, rows of its keys); first "", the keys without one."""
+    """Yield each group of configuration keys: (name, docstring of its class, rows of its keys); "" for no group."""
     fields = key_fields()
     for group, kind in {"": Config, **declared(Config)[1]}.items():
         hints, _ = declared(kind)

@@ -55,8 +55,9 @@ def violations_of_surroundings(config: Config) -> list[str]:
 
 
 def _variables(config: Config) -> Iterator[str]:
-    """Yield a refusal line per environment variable of torchrun, Ray, W&B, cuBLAS or NCCL, as far as this run reads it,
-    that is malformed or asks for what the run cannot have; torchrun's also if one is missing."""
+    """Yield a refusal line per environment variable of torchrun, Ray, W&B, cuBLAS or NCCL, as far as this
+    configuration's run reads it, that is malformed or asks for what the run cannot have; torchrun's also if one is
+    missing."""
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
     read = {
         **({"RAY_ADDRESS": _RAY} if config.cluster.kind == "ray" and not torchrun else {}),
@@ -71,8 +72,8 @@ def _variables(config: Config) -> Iterator[str]:
 
 
 def _unusable(path: str) -> str:
-    """Return why `path`, of a run directory, cache or checkpoints, is no writable directory and cannot become one; ""
-    if it is or can."""
+    """Return why `path`, configured for a run directory, cache or checkpoints, is no writable directory and cannot
+    become one; "" if it is or can."""
     path = os.path.abspath(path)
     if path.strip("/") == "":
         return "is the root of the file system"
@@ -89,7 +90,7 @@ def _unusable(path: str) -> str:
 
 
 def _is_there(path: str) -> bool:
-    """Return True if anything exists at `path`. Raises OSError for an impossible one, such as a 300-character name."""
+    """Return True if a configured `path` exists. Raises OSError for an impossible one, such as a 300-character name."""
     try:
         os.lstat(path)
     except FileNotFoundError:

@@ -51,8 +51,8 @@ class Console:
         self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) of recent steps, for the time left
 
     def step(self, row: MetricsRow) -> None:
-        """Show a committed step: print its metrics if a line is due, and its validation loss if it has one; refresh the
-        status line."""
+        """Show a committed step on the run's console: print its metrics if a line is due, and its validation loss if it
+        has one; refresh the status line."""
         step = row.step
         if self._pace and step <= self._pace[-1][0]:  # rolled back: time lost is no part of the pace
             self._pace.clear()
@@ -104,7 +104,7 @@ class Console:
 
 
 def _some(scores: dict[str, float]) -> str:
-    """Return the first scores of a run's evaluation tasks as text for the console, and how many more there are."""
+    """Return the first scores of a run's evaluation tasks as text for its console, and how many more there are."""
     shown = "".join(f"  {name} {score:.4f}" for name, score in list(scores.items())[:_SCORES])
     return shown + (f"  and {len(scores) - _SCORES} more" if len(scores) > _SCORES else "")
 

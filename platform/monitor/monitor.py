@@ -39,7 +39,7 @@ class RunMonitor:
         self._metrics, self._console, self._services, self._on_step = metrics, console, dict(services), on_step
 
     def step(self, row: MetricsRow) -> None:
-        """Write a committed step's row to metrics.jsonl, and show it on the console, to the services and `on_step`."""
+        """Record a committed step's row: in metrics.jsonl, on the console, at services such as W&B, by `on_step`."""
         self._metrics.write(row)
         self._console.step(row)
         self._to_services(lambda service: service.step(for_wandb(row)))
@@ -54,7 +54,7 @@ class RunMonitor:
         self._console.say(text)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Record numbers of the whole run by name, such as its goodput, with the services."""
+        """Record numbers of the whole run by name, such as its goodput, with outside services (W&B, Prometheus)."""
         named = {f"elastic/{key}": value for key, value in values.items()}
         self._to_services(lambda service: service.summary(named))
 

@@ -18,7 +18,7 @@ class Best(NamedTuple):
 
 
 def learned_out(rows: Iterable[Mapping[str, Any]], e: Eval) -> Best | None:
-    """Return the best evaluation if eval.patience evaluations in a row have not been better by more than
+    """Return a run's best evaluation if eval.patience evaluations in a row have not been better by more than
     eval.least_gain; else None. `rows`: rows of metrics.jsonl, in order."""
     best, worse = Best(0, inf), 0
     for row in rows:

@@ -18,7 +18,7 @@ class RayGauges:
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
 
     def step(self, values: dict[str, float]) -> None:
-        """Set the Prometheus gauges to a step's values by name, making new ones; do nothing once Ray is gone."""
+        """Set a run's Prometheus gauges to a step's values by name, making new ones; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
 

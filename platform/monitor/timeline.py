@@ -35,15 +35,15 @@ class RankRecord(Protocol):
 
     @property
     def sections(self) -> Sequence[Interval]:
-        """Return the sections of a rank's step (compute, wait, ...), with their times."""
+        """Return the sections of a rank's step (compute, wait, ...) with their times, for the timeline."""
 
     @property
     def spans(self) -> Sequence[Interval]:
-        """Return the spans of the model's parts that a rank computed in a step, with their times."""
+        """Return the intervals in which a rank computed parts of the model in a step, for the timeline."""
 
     @property
     def collectives(self) -> Sequence[Collective]:
-        """Return the collectives that a rank launched in a step, with their times."""
+        """Return the collectives that a rank launched in a step, with their times, for the timeline."""
 
 
 class Timeline:
@@ -54,13 +54,13 @@ class Timeline:
     def __init__(
         self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
     ):
-        """Prepare the picture of each step's pipeline `schedules` for ranks of these `names` and pipeline `stages`."""
+        """Prepare the timeline of a run's steps by pipeline `schedules`, for ranks of these `names` and `stages`."""
         self._schedules, self._names, self._stages = schedules, names, stages
         self._actions = [{str(a): a for row in of_stage for a in row} for of_stage in rows]  # per stage: by name
         self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
 
     def step(self, step: int, start: float, ranks: Sequence[RankRecord]) -> dict[str, float] | None:
-        """Add what every rank did in the step that began at `start`, seconds on the driver's clock.
+        """Add to the timeline what every rank did in the step that began at `start`, seconds on the driver's clock.
 
         Returns the bubble of the pipeline, {"planned", "measured"}, both in units of the busiest worker's computing
         time; None without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
@@ -81,11 +81,11 @@ class Timeline:
         (directory / "timeline.svg").write_text(self._picture())
 
     def _ran(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
-        """Return, per rank, the pipeline schedule's actions that were measured in one step, with their times."""
+        """Return, per rank, the pipeline actions measured in a step, with their times, for the run's timeline."""
         return [executed(s, self._actions[s], own.sections) for s, own in zip(self._stages, ranks, strict=True)]
 
     def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
-        """Simulate a step's pipeline schedule with each action kind's measured mean time; `ran`: actions per rank."""
+        """Simulate a step's pipeline with each kind of action's mean time in the timeline; `ran`: actions per rank."""
         microbatches = 1 + max(event.action.microbatch for events in ran for event in events)
         schedule = next(s for s in self._schedules if s.microbatches == microbatches)
         seconds: dict[Kind, list[float]] = defaultdict(list)
@@ -94,8 +94,8 @@ class Timeline:
         return simulate(schedule, {kind: fmean(found) for kind, found in seconds.items()})
 
     def _picture(self) -> str:
-        """Return an SVG of the last step: the simulated schedule above the measured actions of one rank per stage, with
-        what it computed of the model and its collectives."""
+        """Draw the timeline of the last step as SVG: the simulated schedule above the measured actions of one rank per
+        stage, with what it computed of the model and its collectives."""
         step, _, ranks = self._steps[-1]
         ran = self._ran(ranks)
         planned = self._planned(ran)
@@ -109,9 +109,9 @@ class Timeline:
         )
 
     def _trace(self) -> Iterator[dict[str, Any]]:
-        """Yield what the ranks did in the kept steps as trace events, times in microseconds since the first of these
-        steps: a process per rank, with a thread each for actions, spans of the model and, as they overlap, as many
-        collectives as are under way at once.
+        """Yield the trace events of what the ranks did in the kept steps, times in microseconds since the first of
+        these steps: a process per rank, with a thread each for actions, computed parts (spans) of the model and, as
+        they overlap, as many collectives as are under way at once.
 
         Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
         """
@@ -129,8 +129,8 @@ class Timeline:
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
     def _events(self, rank: int, step: int, own: RankRecord) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
-        """Yield the computing, waiting and collectives of a rank's step, for the trace, as (thread, start, end, further
-        fields of a trace event)."""
+        """Yield the computing, waiting and collectives of a rank's step, for the timeline's trace, as (thread, start,
+        end, further fields of a trace event)."""
         actions = self._actions[self._stages[rank]]
         for name, start, end in own.sections:
             if action := actions.get(name):
@@ -149,7 +149,7 @@ class Timeline:
 
 
 def _thread(number: int) -> dict[str, str]:
-    """Return the name of a thread in the timeline's trace, as the arguments of a trace event."""
+    """Return the name of a thread of a rank in the timeline's trace, as the arguments of a trace event."""
     return {"name": ("actions", MODEL, COMMUNICATION)[number] if number < 3 else f"{COMMUNICATION} {number - 1}"}
 
 
@@ -165,9 +165,9 @@ def lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
-    """Yield the rows of the timeline's picture beneath the actions of a rank, (name, bars): its computation, by spans
-    of the model if these are known, up to the end of the step; and its collectives, with the wait for each. `zero`: the
-    picture's begin, seconds since the step's barrier."""
+    """Yield the rows of the timeline's picture beneath the actions of a rank, (name, bars): its computation, by parts
+    (spans) of the model if these are known, up to the end of the step; and its collectives, with the wait for each.
+    `zero`: the picture's begin, seconds since the step's barrier."""
 
     def bar(kind: str, start: float, end: float, label: str, text: str) -> Bar:
         """Return a bar of the timeline's picture, from `start` to `end`, counted from the picture's begin."""
@@ -187,8 +187,9 @@ def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
 
 
 def executed(stage: int, actions: dict[str, Action], sections: Sequence[Interval]) -> list[TimedAction]:
-    """Return the schedule's actions among the measured sections of a rank of `stage` in one step, in order. A
-    computation begins when the input that it waited for arrived. `actions`: name -> action of the stage."""
+    """Return the pipeline schedule's actions among the measured sections of a rank of `stage` in one step, in order,
+    for the timeline. A computation begins when the input that it waited for arrived. `actions`: name -> action of the
+    stage."""
     events, arrived = [], 0.0
     for name, start, end in sections:  # ordered by end: a wait comes before the action that waited
         if name == WAIT:
@@ -199,8 +200,8 @@ def executed(stage: int, actions: dict[str, Action], sections: Sequence[Interval
 
 
 def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
-    """Return the pipeline bubble that was measured in a step, makespan / ideal - 1; ideal: the computing time of the
-    busiest rank. `ran`: per rank, its measured actions."""
+    """Return the pipeline bubble that the timeline measured in a step, makespan / ideal - 1; ideal: the computing time
+    of the busiest rank. `ran`: per rank, its measured actions."""
     computed = [[e for e in events if e.action.kind in COMPUTE] for events in ran]
     makespan = max(e.end for events in computed for e in events) - min(e.start for events in computed for e in events)
     return makespan / max(sum(e.end - e.start for e in events) for events in computed) - 1

@@ -71,7 +71,7 @@ class WandbLog:
         self._run.log(values)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Record numbers of the whole run by name, which W&B shows beside the name of the run."""
+        """Record numbers of the whole run by name on W&B, which shows them beside the name of the run."""
         self._run.summary.update(values)
 
     def close(self, status: int) -> None:

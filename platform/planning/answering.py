@@ -35,7 +35,7 @@ def answering_model(config: Config, source: int = 0) -> Any:
 
 
 def groups_of(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of a run's process groups: of its training steps and, if it asks for text, of generation."""
+    """Return the mesh axes of the process groups that a run's plan needs: for steps and, if any, text generation."""
     found = {*process_groups(plan)}
     if asking_keys(config):
         found |= pass_groups(plan, answering_model(config))

@@ -41,5 +41,5 @@ def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _unfused(dropout: float) -> str:
-    """Return the remark of a refused attention kernel that dropout may be why no attention is fused; or ""."""
+    """Return the remark of an attention kernel refused for a plan that model.dropout may be why none fits; or ""."""
     return " (model.dropout draws masks that no kernel draws; model.fused_dropout=true lets it)" if dropout else ""

@@ -40,16 +40,16 @@ def register_pipeline(name: str, generator: Callable[..., Any], settings: type |
 
 
 def generator_of(pipeline: Pipeline) -> Generator | None:
-    """Return the function that generates the table of pipeline.kind, given its settings; None for `none` and `file`."""
+    """Return the function that generates the pipeline schedule of pipeline.kind; None for `none` and `file`."""
     if pipeline.kind not in SCHEDULES:  # none, or a file
         return None
     return with_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
 
 
 def count_microbatches(config: Config, data: int) -> int:
-    """Return the number of microbatches, each spread over `data` replicas, of one global batch: the fewest that hold
-    the batch and that the configured schedule takes. Missing sequences are padding, which weighs nothing. (A table in a
-    file fixes its own number; `schedule_of` refuses any other.)
+    """Choose the number of microbatches of a run's plan, each spread over `data` replicas, of one global batch: the
+    fewest that hold the batch and that the configured pipeline schedule takes. Missing sequences are padding, which
+    weighs nothing. (A table in a file fixes its own number; `schedule_of` refuses any other.)
 
     Raises ConfigError if the schedule's table would be too long to make.
     """
@@ -60,8 +60,8 @@ def count_microbatches(config: Config, data: int) -> int:
         return needed
 
     def forward_passes(stages: int, microbatches: int) -> int:
-        """Return the number of forward passes that all stages together make of at least `microbatches` microbatches: of
-        as many as the schedule takes at least."""
+        """Return the number of forward passes of a pipeline schedule's stages over at least `microbatches`
+        microbatches: over as many as the schedule takes at least."""
         least = least_microbatches(kind, stages, chunks, microbatches) if kind in SHIPPED else microbatches
         return stages * chunks * least
 
@@ -85,8 +85,8 @@ def count_microbatches(config: Config, data: int) -> int:
 
 
 def schedule_of(config: Config, data: int) -> Schedule:
-    """Return the schedule's table that a run over `data` replicas follows: generated as pipeline.kind says, or read
-    from pipeline.file.
+    """Make the pipeline schedule that a configured run over `data` replicas follows: generated as pipeline.kind says,
+    or read from pipeline.file.
 
     Without a pipeline it is 1F1B on one stage: each microbatch's backward pass right after its forward pass. Raises
     ConfigError with every violation.
@@ -109,9 +109,9 @@ def schedule_of(config: Config, data: int) -> Schedule:
 
 
 def schedules_of(config: Config, data: int) -> list[Schedule]:
-    """Return the schedules that the steps of a run over `data` replicas follow, by number of microbatches, ascending:
-    one for each size of a batch that grows (`platform.config.batch_ramp`); the last is `schedule_of`'s. Raises
-    ConfigError as `schedule_of` does."""
+    """Make the pipeline schedules of a configured run over `data` replicas, by number of microbatches, ascending: one
+    for each size of a batch that grows (`platform.config.batch_ramp`); the last is `schedule_of`'s. Raises ConfigError
+    as `schedule_of` does."""
     sizes = batch_sizes(config.train)
     found = [schedule_of(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes]
     return list({schedule.microbatches: schedule for schedule in found}.values())

@@ -35,8 +35,8 @@ DEEP = 32  # models of more layers are first planned with two, so that a refusal
 
 
 def zero_group(config: Config, data: int) -> int:
-    """Return how many of the `data` replicas share the tensors that ZeRO shards: the largest divisor of `data` up to
-    parallel.zero_group, or all of them where that is 0 or ZeRO is off."""
+    """Return how many of the `data` replicas of a configuration share the tensors that ZeRO shards: the largest divisor
+    of `data` up to parallel.zero_group, or all of them where that is 0 or ZeRO is off."""
     most = config.parallel.zero_group or data
     return max(n for n in range(1, min(most, data) + 1) if data % n == 0) if config.parallel.zero else data
 
@@ -108,7 +108,7 @@ def _replicas(config: Config, inner: int, workers: int) -> int:
 
 
 def _with_updates(config: Config, plan: Plan) -> Plan:
-    """Return the plan, noting which parameters are frozen, updated as whole matrices (Muon) or factored (Adafactor)."""
+    """Return the plan with the names of its parameters that are frozen, whole matrices (Muon), factored (Adafactor)."""
     plan = replace(plan, frozen=_frozen(config, plan))
     if config.optimizer.kind == "muon":
         return replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))
@@ -118,7 +118,7 @@ def _with_updates(config: Config, plan: Plan) -> Plan:
 
 
 def _few_units(config: Config, units: int) -> str:
-    """Return the refusal line of more pipeline chunks than the model has `units` (embedding, blocks, head), else ""."""
+    """Return the refusal line of a plan with more pipeline chunks than its model has `units` (blocks, ...), or ""."""
     stages, chunks = config.pipeline.stages, config.pipeline.chunks
     if stages * chunks <= units:
         return ""
@@ -145,7 +145,7 @@ def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:
 
 
 def _blind(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a refusal line if data.document_mask is set and the model does not read where documents begin."""
+    """Yield a refusal line for a plan whose model does not read where documents begin, if data.document_mask is set."""
     if config.data.document_mask and "begins" not in plan.readers:
         constraint = f"model.kind={config.model.kind} does not read `begins`, where a token's document begins"
         yield violation("data.document_mask", True, constraint, [False])

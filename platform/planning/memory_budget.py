@@ -54,14 +54,14 @@ class MemoryBudget:
         return (updated + self._count * used) / split <= self.memory
 
     def holds(self, config: Config, plan: Plan) -> bool:
-        """Return True if the predicted peak memory of every worker under the plan fits the budget."""
+        """Return True if the predicted peak memory of every worker under a candidate's plan fits the budget."""
         if self.memory == inf:
             return True
         return max(_weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
 
 
 def needed_bytes(config: Config, plan: Plan) -> int:
-    """Return the predicted peak memory, in bytes, of the worker of the plan that needs most."""
+    """Return the predicted peak memory, in bytes, of the worker that needs most under a configuration's plan."""
     return max(footprints(config, plan), key=lambda f: f.total).total
 
 
@@ -79,7 +79,7 @@ def footprints(config: Config, plan: Plan) -> list[Footprint]:
 
 
 def training(config: Config, plan: Plan) -> list[Footprint]:
-    """Return the predicted memory in a training step of one worker of every pipeline stage, in stage order."""
+    """Predict the memory of one worker of every pipeline stage in a training step of a plan, in stage order."""
     model, moments = build_model(config.model), kept_numbers(config)
     lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
     device = device_kind(config)
@@ -104,7 +104,7 @@ def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) 
 
 
 def _scratch(config: Config, plan: Plan, stage: int, device: str) -> int:
-    """Return the temporary bytes of an optimizer update on a stage's worker that has a block of every tensor."""
+    """Predict the temporary bytes of an optimizer update on a plan's stage, for a worker with all its blocks."""
     o, at = config.optimizer, {**plan.mesh.coordinates(0), "stage": stage}
     decays = {p.name: p.decay and o.weight_decay * factors_of(o, p.name)[1] > 0 for p in plan.parameters}
     return OPTIMIZERS[o.kind].scratch(o, Update(plan.at(stage), at, device, dict(parts_of(plan, at, decays))))
@@ -117,7 +117,7 @@ def device_kind(config: Config) -> str:
 
 
 def _schedule(config: Config, plan: Plan) -> Schedule:
-    """Return the run's pipeline schedule, or one of fewer microbatches that has the same peak memory."""
+    """Return the pipeline schedule of a plan whose memory is predicted, or a shorter one of the same peak memory."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
         return schedule_of(config, config.parallel.data)
@@ -127,6 +127,6 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:
-    """Return, by pipeline stage, the bytes of parameters, gradients and optimizer state on a worker with all blocks."""
+    """Return a plan's bytes of parameters, gradients and optimizer state, by stage, on a worker with all blocks."""
     moments, first = kept_numbers(config), plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

@@ -62,7 +62,7 @@ def more_room(config: Config, plan: Plan) -> str:
 
 
 def _shown(changes: Iterable[tuple[str, int]]) -> list[str]:
-    """Format the first SHOWN of the changes that fit, each with the bytes that the neediest worker then needs."""
+    """Format the first SHOWN of the configuration changes that fit the memory, with the neediest worker's bytes."""
     return [f"{change} ({human(n)}B)" for change, n in islice(changes, SHOWN)]
 
 

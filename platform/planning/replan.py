@@ -171,16 +171,16 @@ class _Search:
         return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Return True if the model has a legal plan at these sizes of tensor and branch axes; planned once and
-        remembered. One replica is tried, as any number of data replicas divides."""
+        """Return True if the model has a legal plan at these candidate sizes of tensor and branch axes; planned once
+        and remembered. One replica is tried, as any number of data replicas divides."""
         if (tensor, branch) not in self._legal:
             self._legal[tensor, branch] = is_legal(self.configured(_Sizes(tensor, branch, 1, 1)), 1)
         return self._legal[tensor, branch]
 
     def _bound(self, sizes: _Sizes) -> float:
-        """Return a lower bound of the bytes that a plan of these mesh sizes communicates per step: without stages,
-        which only add traffic, and extrapolated linearly in the layers from models of 2 and 3; 0 for a model of at most
-        FEW_LAYERS, or if one of these cannot be planned."""
+        """Return a lower bound of the bytes that a re-planned mesh of these sizes communicates per step: without
+        stages, which only add traffic, and extrapolated linearly in the layers from models of 2 and 3; 0 for a model of
+        at most FEW_LAYERS, or if one of these cannot be planned."""
         layers, one = self.config.model.layers, sizes._replace(stages=1)
         if layers <= FEW_LAYERS:
             return 0.0
@@ -192,8 +192,8 @@ class _Search:
         return self._bounds[one]
 
     def configured(self, sizes: _Sizes) -> Config:
-        """Return the run's configuration with these mesh sizes; a schedule from a file, which is only for the
-        configured stages and microbatches, becomes a shipped one, and one stage has no pipeline."""
+        """Return the configuration that a re-planned run has at these mesh sizes; a schedule from a file, which is only
+        for the configured stages and microbatches, becomes a shipped one, and one stage has no pipeline."""
         c, kind = self.config, self.config.pipeline.kind
         if kind == "file":  # its table is only for the configured stages and microbatches
             kind = "1f1b" if c.pipeline.chunks == 1 else "interleaved"
@@ -209,7 +209,7 @@ class _Search:
         )
 
     def _distance(self, sizes: _Sizes) -> tuple:
-        """Return a sort key of nearness to the configured mesh sizes: axes that differ, then the sum of differences."""
+        """Return how far a candidate mesh is from the configured one: axes that differ, then the sum of differences."""
         pairs = list(zip(sizes.flat, self.own.flat, strict=True))
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
 

@@ -29,12 +29,12 @@ class SnapshotPrice(NamedTuple):
 
     @property
     def interval(self) -> int:
-        """Return the fewest steps between snapshots that last as long as a transfer; 1 if it is not known how long."""
+        """Return the fewest steps to plan between snapshots, so that a transfer fits; 1 if its time is unknown."""
         return max(1, ceil(self.seconds / self.step)) if self.step else 1
 
 
 def snapshot_price(config: Config, plan: Plan, per_node: int) -> SnapshotPrice:
-    """Compute the price of a snapshot of a run under `plan`, of whose consecutive ranks `per_node` are on a node."""
+    """Predict what a snapshot costs a run under `plan`, of whose consecutive ranks `per_node` are on a node."""
     count = leaving_bytes(config, plan, per_node)
     peak = dense_bf16_peak(config.cluster.gpu) if device_kind(config) == "cuda" else None
     step = peak and plan.flops_per_token * plan.tokens_per_step / (plan.mesh.size * peak * USED)
@@ -42,8 +42,8 @@ def snapshot_price(config: Config, plan: Plan, per_node: int) -> SnapshotPrice:
 
 
 def leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
-    """Return the most bytes of a snapshot that leave a node of `per_node` consecutive ranks: the masters and moments
-    that no rank of another node holds, once each. They are 0 where there is one node."""
+    """Predict, from a plan, the most bytes of a snapshot that leave a node of `per_node` consecutive ranks: the masters
+    and moments that no rank of another node holds, once each. They are 0 where there is one node."""
     if plan.mesh.size <= per_node:
         return 0
     kept, lonely = kept_numbers(config), Counter[int]()
@@ -61,6 +61,6 @@ def leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
 
 
 def settle_interval(config: Config, plan: Plan, per_node: int) -> None:
-    """Settle elastic.snapshot_every=auto in `config`, so that all workers take the same steps' snapshots."""
+    """Settle elastic.snapshot_every=auto of a configuration by its plan, so that all workers take like snapshots."""
     if config.elastic.snapshot_every == AUTO:
         config.elastic.snapshot_every = snapshot_price(config, plan, per_node).interval

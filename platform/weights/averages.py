@@ -9,8 +9,8 @@ from platform.optimizer.optimizers import AVERAGE
 
 
 def with_averages(manifest: Manifest) -> Manifest:
-    """Return the manifest of a checkpoint whose weights are their averages; frozen ones, which have none, are as they
-    are. Raises Refused if the checkpoint holds no averages."""
+    """Return the manifest of a checkpoint with averaged weights (train.ema) in place of the trained ones; frozen
+    weights, which have none, are as they are. Raises Refused if the checkpoint holds no averages."""
     averages = {n.partition(".")[2]: t for n, t in manifest.tensors.items() if n.startswith(f"{AVERAGE}.")}
     if not averages:
         raise Refused("holds no averaged weights: its run had train.ema=0")

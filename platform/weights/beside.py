@@ -65,7 +65,7 @@ def to_export(source: str, storage: Storage, directory: str, manifest: Manifest,
 
 
 def vocabulary_in(files: Mapping[str, bytes]) -> Vocabulary | None:
-    """Return the vocabulary whose tokenizer is in the `files` beside a model; None if none is there or readable."""
+    """Return the vocabulary of the tokenizer in the `files` beside a model's weights; None if none is readable."""
     try:
         return vocabulary_of(files) if JSON in files else None
     except Malformed:
@@ -73,7 +73,7 @@ def vocabulary_in(files: Mapping[str, bytes]) -> Vocabulary | None:
 
 
 def token_ids(vocabulary: Vocabulary | None, model: Model) -> dict[str, Any]:
-    """Return the keys of a model's config.json that say which ids begin and end texts, and pad them."""
+    """Return the keys of an exported model's config.json with the ids that begin, end and pad texts."""
     if vocabulary is None:
         return {}
     start = {"decoder_start_token_id": vocabulary.special.start} if model.kind == "encoder_decoder" else {}
@@ -96,8 +96,9 @@ def files_beside(url: str) -> tuple[str, dict[str, bytes]]:
 
 
 def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Mapping[str, bytes]) -> None:
-    """Raise ConfigError if the tokenizer of data, None if it has none, differs from a model's, which is among the
-    `files` at `place`: the model would read other tokens than it knows. data.foreign_tokenizer=true allows it."""
+    """Raise ConfigError if the tokenizer of the data, None if the data has none, differs from that beside a model's
+    weights, among the `files` at `place`: the model would read other tokens than it knows. data.foreign_tokenizer=true
+    allows it."""
     if given is None or JSON not in files or data.foreign_tokenizer or given.files.get(JSON) == files[JSON]:
         return
     try:
@@ -112,7 +113,7 @@ def check_tokenizer(data: Data, given: Vocabulary | None, place: str, files: Map
 
 
 def _otherwise(known: ConfinedTokenizer, here: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
-    """Compare tokenizers: return how many tokens of `known`, but special ones, differ in `here`, and of how many."""
+    """Compare a model's tokenizer (`known`) with the data's: (tokens that differ, tokens), without special ones."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
     there = here.get_vocab()

@@ -49,11 +49,11 @@ class Exportable:
 
     @cached_property
     def tensors(self) -> list[Stored]:
-        """List the tensors, in transformers' order, by which it stores the exported model."""
+        """List the tensors of a model to export, named and ordered as transformers stores them."""
         return stored_tensors(self.model, self.family)
 
     def type_of(self, stored: Stored) -> str:
-        """Return the element type in which a tensor of transformers is exported, such as "bfloat16"."""
+        """Return the element type in which a tensor is exported for transformers, such as "bfloat16"."""
         kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
         return self.dtype or max(kinds, key=TYPES[::-1].index)
 
@@ -108,7 +108,7 @@ def _config(model: Model, family: str, source: Found | None, ids: Found) -> dict
 
 
 def _says(source: Found, model: Model) -> bool:
-    """Return True if a config.json of transformers describes the same model as `model`."""
+    """Return True if a config.json of transformers describes the model to export, `model`."""
     names = () if model.tied else ("lm_head.weight",)
     with suppress(ConfigError):
         return meaning(Model(**model_keys(source, names))) == meaning(model)
@@ -116,12 +116,12 @@ def _says(source: Found, model: Model) -> bool:
 
 
 def _is_free(family: Family, key: str) -> bool:
-    """Return True if a key of a family's config.json does not matter to the model's numbers, or is a token's id."""
+    """Return True if a key of transformers' config.json does not matter to the model's numbers, or is a token's id."""
     return any(key in rule.names for rule in family.rules if isinstance(rule, Free)) or key.endswith("_token_id")
 
 
 def _lacking(found: Exportable) -> Iterator[str]:
-    """Yield a line for the parameters that a checkpoint to export lacks, and one for parameters of another shape."""
+    """Yield a line for the weights that a checkpoint to export lacks, and one for weights of another shape."""
     there, lacks, other = found.manifest.tensors, [], []
     for name, (_, shape) in parameters_of(found.model).items():
         if f"model.{name}" not in there:
@@ -155,8 +155,8 @@ def sharded(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 def export_model(
     found: Exportable, folder: Storage, most: int = SHARD, more: Mapping[str, bytes] | None = None
 ) -> list[str]:
-    """Write a model into `folder` as transformers saves it, one tensor of theirs in memory at a time: files of
-    safetensors of at most `most` bytes, their index if there are several, and config.json; `more`: further files by
+    """Export a checkpoint's model into `folder` as transformers saves it, one of its tensors in memory at a time: files
+    of safetensors of at most `most` bytes, their index if there are several, and config.json; `more`: further files by
     name, such as the tokenizer's. Return the names of all files; there are all of them, or none (`all_or_nothing`).
 
     Raises FileExistsError if one is there already, Refused or OSError if the checkpoint cannot be read.

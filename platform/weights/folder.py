@@ -106,7 +106,7 @@ class SavedModel:
         return found
 
     def _tensors(self, files: dict[str, int | None]) -> dict[str, tuple[str, ForeignTensor]]:
-        """Return tensor name -> (file, description) of safetensors files (name -> bytes), cached until one changes."""
+        """Return the saved model's tensors, name -> (file, description), from its files; cached until one changes."""
         versions = [f"{file} {size} {self._folder.version(file)}" for file, size in files.items() if size is not None]
         key = self._folder.url, *versions
         if len(versions) < len(files) or key not in _HEADERS:
@@ -129,8 +129,8 @@ class SavedModel:
             yield from ((name, (file, t)) for name, t in described.items())
 
     def pieces(self, stored: Stored, name: str) -> list[Piece[Place]]:
-        """Return the pieces of the parameters that the tensor `stored` holds, called `name` in the files, each of at
-        most LARGEST_BLOCK bytes and a row, in the order of the file where it can be."""
+        """Return the pieces of our parameters in the tensor `stored` of a saved model, called `name` in its files, each
+        of at most LARGEST_BLOCK bytes and a row, in the order of the file where it can be."""
         file, t = self.tensors[name]
         dtype, size = str(t.type).removeprefix("torch."), t.type.itemsize
         begin, _ = t.data_offsets
@@ -200,19 +200,19 @@ def is_saved(url: str) -> bool:
 
 
 def _opened(source: str) -> tuple[Storage, str]:
-    """Open the folder of a saved model; return it, and the .safetensors file that `source` names, "" for none."""
+    """Open the folder of a model that transformers saved; return it, and the .safetensors file in `source`, or ""."""
     if source.rstrip("/").endswith(".safetensors"):
         return split_file(source)
     return open_storage(source, "source"), ""
 
 
 def _unit(part: MatrixPart) -> int:
-    """Return the width of one index of a parameter's first column dim in its stored matrix: d_kv for heads, else 1."""
+    """Return the width of one index of a first column dim in a weight's saved matrix: d_kv for heads, else 1."""
     return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
 
 
 def _columns(part: MatrixPart, a: int, b: int) -> Box:
-    """Return the block of a parameter that columns [a, b) of its stored matrix are; they contain whole heads."""
+    """Return the block of our parameter that is in columns [a, b), whole heads, of its matrix in a saved model."""
     if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
         unit = prod(part.shape[2:])
         return Box((0, a // unit, *(0 for _ in part.shape[2:])), (part.shape[0], (b - a) // unit, *part.shape[2:]))

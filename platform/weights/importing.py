@@ -73,7 +73,7 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
 
 
 def _complete_tokenizer(config: Config, source: str) -> list[str]:
-    """Set data.tokenizer in place to that beside the saved model at `source`; return a refusal line if none is."""
+    """Set data.tokenizer in place to the one beside the saved model at `source`; return a refusal line if none is."""
     folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
     if not has_tokenizer(folder):
         reason = f"there is none beside the model in {folder}, and one that is trained gives other tokens than it knows"
@@ -83,8 +83,8 @@ def _complete_tokenizer(config: Config, source: str) -> list[str]:
 
 
 def importable(source: str, key: str, model: Model | None = None, drop: Sequence[str] = ()) -> Importable:
-    """Read the headers of the model at `source`, and check them against `model`, by default what its config.json says.
-    `drop`: patterns of names to leave out.
+    """Read the headers of the saved model at `source`, and check them against `model`, by default what its config.json
+    says. `drop`: patterns of names to leave out.
 
     Raises ConfigError with a line for each key that we do not express, and for missing, foreign and misshapen tensors,
     all of them named.
@@ -96,7 +96,7 @@ def importable(source: str, key: str, model: Model | None = None, drop: Sequence
 
 
 def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[Stored, str]]:
-    """Return the tensors of a model that transformers saved, each with its name in the files, as `importable` does."""
+    """Return the tensors of a model that transformers saved, each with its name in the files, for `importable`."""
     family = family_of(saved.config)
     wanted = stored_tensors(model, family)
     names = [name for name in saved.tensors if not any(fnmatchcase(name, pattern) for pattern in drop)]
@@ -108,7 +108,7 @@ def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[S
 
 
 def _naming(saved: SavedModel) -> AbstractContextManager[None]:
-    """Name the saved model, by its URL, at the start of every line of a ConfigError within the context."""
+    """Put the saved model's URL at the start of every line of a ConfigError raised within the context."""
     return rephrasing(lambda line: f"{saved.url}: {line}")
 
 

@@ -65,8 +65,8 @@ def initial_weights(config: Config) -> InitialWeights:
 
 
 def _listed(url: str) -> dict[str, int]:
-    """Return name -> bytes of the files at train.init. Raises ConfigError if there are none, or they cannot be
-    listed."""
+    """Return the files in which a run's initial weights are (train.init), name -> bytes. Raises ConfigError if there
+    are none, or they cannot be listed."""
     try:
         if found := open_storage(url, KEY).list(""):
             return found
@@ -108,13 +108,14 @@ class _AddedRows(NamedTuple):
 
 
 def _as_large(model: Model, there: Model) -> Model:
-    """Return `model` with the vocabulary size of the weights that it starts from, if that is smaller."""
+    """Return `model` with the vocabulary size of the weights that it is initialised from, if that is smaller."""
     return replace(model, vocab=min(model.vocab, there.vocab))
 
 
 def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
-    """Extend weights of the model `there` to weights of `model`, whose vocabulary may be larger: each new token's row
-    is the mean of the rows of its table, summed in the order of the files, so that it is the same under every plan."""
+    """Extend the initial weights, of the model `there`, to weights of `model`, whose vocabulary may be larger: each new
+    token's row is the mean of the rows of its table, summed in the order of the files, so that it is the same under
+    every plan."""
     if model.vocab <= there.vocab:
         return found
     old: dict[str, list[Piece[Any]]] = defaultdict(list)
@@ -125,7 +126,7 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
 
     @cache
     def mean(name: str) -> Tensor:
-        """Return the mean of all rows that the weights have of the table `name`, summed in the order of the files."""
+        """Return the mean of all rows of the table `name` in the initial weights, summed in the order of the files."""
         total = torch.zeros(tables[name][1:], dtype=torch.float64)
         for piece in old[name]:
             memory = torch.empty(piece.nbytes, dtype=torch.uint8)
@@ -136,7 +137,7 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
         return total / there.vocab
 
     def fetch(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
-        """Read the wanted pieces of the weights, and fill the rows of new tokens with the mean row of their table."""
+        """Read wanted pieces of the initial weights; fill the rows of new tokens with the mean row of their table."""
         pairs = [*zip(wanted, into, strict=True)]
         kept = [pair for pair in pairs if not isinstance(pair[0].source, _AddedRows)]
         found.fetch([piece for piece, _ in kept], [memory for _, memory in kept])
@@ -150,7 +151,7 @@ def _grown(found: InitialWeights, model: Model, there: Model) -> InitialWeights:
 
 
 def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
-    """Yield the pieces of an embedding table, from row `first` on, that are the rows of added tokens."""
+    """Yield the pieces of an initial embedding table, from row `first` on, that are the rows of added tokens."""
     step = max(1, LARGEST_BLOCK // (prod(shape[1:]) * ITEMSIZE[dtype]))
     for a in range(first, shape[0], step):
         box = Box((a, *(0 for _ in shape[1:])), (min(step, shape[0] - a), *shape[1:]))
@@ -158,7 +159,7 @@ def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterat
 
 
 def _differences(there: Model, here: Model) -> list[str]:
-    """Return a line per key by which the model `here` computes otherwise than `there`, whose weights it starts from."""
+    """Return a line per key by which the model `here` computes otherwise than the one whose weights initialise it."""
     mine, theirs = meaning(here), meaning(there)
     return [
         f"model.{key}={getattr(here, key)} here, {getattr(there, key)} where the weights come from"

@@ -70,7 +70,7 @@ def stored_tensors(m: Model, family: Family) -> list[Stored]:
 
 
 def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
-    """Yield (tensor's name at transformers, our parameters' names, row) for a family's table of names, by layer."""
+    """Yield (tensor's name at transformers, names of our parameters, row) for a family's table of names, by layer."""
     for numbered, group in groupby(rows, lambda row: "{i}" in row.theirs):
         some = list(group)
         for i in range(layers if numbered else 1):
@@ -79,7 +79,7 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
 
 
 def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
-    """Describe parameter `p` as transformers stores it, a matrix [rows, columns]; one column if `vector`."""
+    """Describe our parameter `p` as transformers stores it, a matrix [rows, columns]; one column if `vector`."""
     if vector or len(shape) == 1:
         return MatrixPart(p.name, shape, prod(shape), 1)
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
@@ -96,8 +96,8 @@ class Matched:
 
 
 def matched(names: Collection[str], wanted: Iterable[Stored], m: Model, family: Family) -> tuple[Matched, list[str]]:
-    """Match the names in the files of a checkpoint with the tensors `wanted` of a model; return the tensors found, and
-    a line for the missing and one for the foreign ones."""
+    """Match the names in the files of a model that transformers saved with the tensors `wanted`; return the tensors
+    found, and a line for the missing and one for the foreign ones."""
     known = {tensor.name for tensor in wanted}
     own = {name: name for name in names}
     if family.prefix and not any(name.startswith(family.prefix) for name in names):  # saved without the class's head

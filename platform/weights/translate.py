@@ -76,8 +76,8 @@ def stored_model(identity: Mapping[str, Any]) -> Model:
 
 
 def meaning(m: Model) -> dict[str, Any]:
-    """Return the keys of a model that determine its function, in one form, to compare models at transformers and here:
-    sizes in place of zeros, and no key that others make meaningless."""
+    """Return the keys of a model that determine its function, in one form, to compare a model at transformers with
+    ours: sizes in place of zeros, and no key that others make meaningless."""
     out = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
     out |= {key: dim_sizes(m)[key] for key in SIZES}
     attention = m.attention_bias or ("all" if m.bias else "none")
@@ -94,7 +94,7 @@ def meaning(m: Model) -> dict[str, Any]:
 
 
 def config_of(m: Model, family: Family) -> dict[str, Any]:
-    """Return a model's config.json of transformers, without its element type. Raises ConfigError, a line per key."""
+    """Return transformers' config.json for our model, without element type. Raises ConfigError, a line per key."""
     out: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
     rules: Iterable[Rule] = (*family.rules, *COMMON)
     for rule in rules:
@@ -104,7 +104,7 @@ def config_of(m: Model, family: Family) -> dict[str, Any]:
 
 
 def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
-    """Yield a line for each key of the model that is another one when its config.json, as `written` for transformers,
+    """Yield a line for each key of our model that is another one when its config.json, as `written` for transformers,
     is read again."""
     try:
         again = meaning(Model(**model_keys(written, () if m.tied else ["lm_head.weight"])))
@@ -120,7 +120,7 @@ def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
 
 
 def expressing(m: Model, name: str = "") -> Family:
-    """Return the family of transformers' models (GPT-2, Llama, ...) that expresses a model: the one called `name`, or
+    """Choose the family of transformers' models (GPT-2, Llama, ...) that expresses our model: the one called `name`, or
     the first that does. Raises ConfigError with what it, or the nearest family, does not express, and which do."""
     refused = {family.name: _violations_of_family(m, family) for family in FAMILIES.values()}
     fitting = [family for family, lines in refused.items() if not lines]

@@ -37,8 +37,8 @@ def violation_of_protocol(url: str, writing: bool = True) -> str:
 
 
 def _special_file(url: str) -> str:
-    """Return the path of a pipe, socket or device of this machine that a URL, or a part of its chain, names; "" if none
-    does."""
+    """Return the path of a pipe, socket or device of this machine that a file's URL, or a part of its chain, names; ""
+    if none does."""
     from fsspec.implementations.local import LocalFileSystem
 
     for part in url.split("::"):

@@ -56,7 +56,7 @@ def _runs(spans: Sequence[FileRange]) -> Iterator[list[FileRange]]:
 
 
 def _hashes_of_run(storage: Storage, run: Sequence[FileRange], into: Sequence[memoryview]) -> list[str]:
-    """Return the SHA-256 of adjacent blocks of a storage's file, by one request; `into`: memory for each, or none."""
+    """Return the SHA-256 of adjacent blocks of a storage's file, by one request; `into`: memory per block, or none."""
     spare = memoryview(bytearray(0 if into else AT_ONCE))
     with storage.open(run[0].file, run[0].at, run[-1].at + run[-1].size) as source:
         return [_hash_next(source, span.size, memory, spare) for span, memory in zip_longest(run, into)]

@@ -22,21 +22,21 @@ class Box(NamedTuple):
 
     @classmethod
     def of(cls, spans: Sequence[Sequence[int]]) -> Box:
-        """Make the block of a global tensor from the (offset, extent) of every dim."""
+        """Make the block of a stored global tensor from the (offset, extent) of every dim."""
         return cls(tuple(o for o, _ in spans), tuple(n for _, n in spans))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the box of all elements of a global tensor of this shape."""
+        """Return the block that is a whole global tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Return the number of elements in this block of a global tensor."""
+        """Return the number of elements in this block of a checkpoint's global tensor."""
         return prod(self.extent)
 
     def overlap(self, other: Box) -> Box | None:
-        """Return the box of the elements that this box and `other`, of the same global tensor, have in common, or None
+        """Return the block of elements that this block and `other`, of the same global tensor, have in common, or None
         if there are none."""
         offset, extent = [], []
         for a, m, b, n in zip(self.offset, self.extent, other.offset, other.extent, strict=True):
@@ -48,7 +48,7 @@ class Box(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that select this block in an array of the elements of `outer`, a block around it."""
+        """Return the slices that select this block of a global tensor in an array of the larger block `outer`."""
         spans = zip(self.offset, outer.offset, self.extent, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in spans)
 
@@ -58,8 +58,9 @@ class Box(NamedTuple):
 
 
 def stretch(box: Box, first: int, last: int) -> list[Box]:
-    """Return the boxes that together hold the elements [first, last) of a flattened (row-major) `box`, in their order:
-    the end of a row, whole rows, the beginning of a row. So a shard of a flattened block becomes blocks of the tensor.
+    """Return the blocks of a global tensor that together hold the elements [first, last) of a flattened (row-major)
+    block `box`, in their order: the end of a row, whole rows, the beginning of a row. So a shard of a flattened block
+    becomes blocks of the tensor.
 
     >>> [str(b) for b in stretch(Box.whole((3, 4)), 2, 12)]
     ['[0:1, 2:4]', '[1:3, 0:4]']
@@ -72,11 +73,11 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
     row, inner = prod(extent), Box(tuple(offset), tuple(extent))
 
     def rows(i: int, j: int) -> list[Box]:
-        """Return the box of the whole rows [i, j) of `box`, as a list; [] if there are none."""
+        """Return the block of the whole rows [i, j) of the tensor's block `box`, as a list; [] if there are none."""
         return [Box((origin + i, *offset), (j - i, *extent))] if i < j else []
 
     def part(i: int, a: int, b: int) -> list[Box]:
-        """Return the boxes that hold the elements [a, b) of row `i` of `box`."""
+        """Return the blocks that hold the elements [a, b) of row `i` of the tensor's block `box`."""
         return [Box((origin + i, *o), (1, *n)) for o, n in stretch(inner, a, b)]
 
     i, a = divmod(first, row)
@@ -88,8 +89,8 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
 
 
 def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Return the faults that keep `boxes` from tiling a tensor of `shape`, a line each; [] if they cover it exactly
-    once.
+    """Return the faults that keep the `boxes`, a tensor's blocks in a checkpoint, from tiling its `shape`, a line each;
+    [] if they cover it exactly once.
 
     The number of boxes that cover an element is the sum of the signs of all corners at or before it along every dim. So
     the boxes tile the tensor if at every corner their signs sum to the whole tensor's, and the first hole or overlap
@@ -115,8 +116,9 @@ def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
 
 
 def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int, tuple[int, int]], int] | None:
-    """Find the first cell of a tensor, in row-major order, that its blocks do not cover exactly once, for `gaps`:
-    return (cut dim -> (offset, extent) of the cell, number of blocks that cover it minus 1), or None if there is none.
+    """Find the first cell of a checkpoint's tensor, in row-major order, that its blocks do not cover exactly once, for
+    `gaps`: return (cut dim -> (offset, extent) of the cell, number of blocks that cover it minus 1), or None if there
+    is none.
 
     `cut`: the dims along which any block is smaller than the tensor. `ends`: int [blocks + 1, len(cut), 2], the start
     and end index of every block along these dims; the last row is the whole tensor.

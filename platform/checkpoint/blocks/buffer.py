@@ -72,9 +72,10 @@ class Buffer:
         self.start(blocks)()
 
     def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
-        """Start copying every part of this buffer out of `blocks`, which must not change before the returned function
-        has been called: it waits until all is copied. Out of tensors on a GPU the copies run in a stream of their own,
-        after all work queued by now and beside later work; several threads may wait for them."""
+        """Start copying every part of this checkpoint's or snapshot's buffer out of the live tensors `blocks`, which
+        must not change before the returned function has been called: it waits until all is copied. Out of tensors on a
+        GPU the copies run in a stream of their own, after all work queued by now and beside later work; several threads
+        may wait for them."""
         if not self._pinned:
             self._copy(blocks)
             return lambda: None
@@ -97,8 +98,8 @@ class Buffer:
         return [self.data[at:end].view(DTYPES[held.dtype]).view(box.extent) for (held, box), at, end in self.places]
 
     def read(self, part: Share) -> Tensor | None:
-        """Return a view of the bytes of `part`, uint8 [*extent, bytes of an element]; None if no one part contains
-        it."""
+        """Return a view of the bytes of a tensor's `part` in this checkpoint's buffer, uint8 [*extent, bytes of an
+        element]; None if no one part contains it."""
         for outer, at, end in self._at.get(part.tensor.name, ()):
             if part.box.overlap(outer) == part.box:
                 return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]
@@ -107,5 +108,5 @@ class Buffer:
 
 @cache
 def _stream_of_copies() -> torch.cuda.Stream:
-    """Return the one stream of this process in which all buffers are filled."""
+    """Return this process's CUDA stream in which buffers of checkpoints and snapshots are filled."""
     return torch.cuda.Stream()  # torch hands out 32 in turn: of many, some would be the streams of collectives

@@ -49,9 +49,9 @@ class Chain:
     def parts(
         self, first: int, last: int, names: Collection[str] | None = None, most: int | None = None
     ) -> list[Share]:
-        """Return the tensor blocks, or parts of them, at bytes [first, last) of this chain, in order; both ends are
-        starts of rows. `names`: the tensors wanted, by default all. A block larger than `most` bytes is cut at the rows
-        nearest to the multiples of `most`."""
+        """Return the blocks of tensors, or parts of them, at bytes [first, last) of this chain of a checkpoint's or
+        snapshot's blocks, in order; both ends are starts of rows. `names`: the tensors wanted, by default all. A block
+        larger than `most` bytes is cut at the rows nearest to the multiples of `most`."""
         out: list[Share] = []
         for number in range(bisect_right(self.ends, first), len(self.ends)):
             block, end = self.blocks[number], self.ends[number]
@@ -73,7 +73,7 @@ class Chain:
 
 
 def chains_of(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chain]:
-    """Join the blocks of all tensors that the same ranks hold, end to end; only blocks of `rank`, if it is given."""
+    """Join the tensor blocks of the training state that the same ranks hold, end to end; only `rank`'s, if given."""
     found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():
@@ -83,8 +83,8 @@ def chains_of(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chai
 
 
 def shares(state: Iterable[HeldTensor], rank: int) -> list[Share]:
-    """Return the parts of the state that `rank` writes into a checkpoint: about 1/n of the bytes of all blocks that it
-    and its n - 1 replicas hold. None is larger than LARGEST_BLOCK and a row."""
+    """Return the parts of the training state that `rank` writes into a checkpoint: about 1/n of the bytes of all blocks
+    that it and its n - 1 replicas hold. None is larger than LARGEST_BLOCK and a row."""
     out: list[Share] = []
     for chain in chains_of(state, rank):
         out += chain.parts(*chain.share(chain.holders.index(rank), len(chain.holders)), most=LARGEST_BLOCK)
@@ -92,7 +92,7 @@ def shares(state: Iterable[HeldTensor], rank: int) -> list[Share]:
 
 
 def _row(extent: tuple[int, ...], itemsize: int) -> int:
-    """Return the number of elements of a row of a block of `extent`: its largest part of whole trailing dims with at
-    most LARGEST_ROW bytes, at least one element."""
+    """Return the number of elements of a row of a tensor's block of shape `extent`, at whose starts blocks are cut: its
+    largest part of whole trailing dims with at most LARGEST_ROW bytes, at least one element."""
     parts = (prod(extent[d:]) for d in range(len(extent) + 1))
     return next(n for n in parts if n * itemsize <= LARGEST_ROW or n == 1)

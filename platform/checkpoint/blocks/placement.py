@@ -85,9 +85,9 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[Hel
 
 
 def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
-    """Return the tensors that one rank has of a kind of training state, as views: its blocks of the `planned_tensors`
-    of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for all parameters of
-    which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh."""
+    """Return the blocks of a kind of training state that one rank saves or restores, as views: its blocks of the
+    `planned_tensors` of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for
+    all parameters of which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh."""
     out = []
     for p in plan.parameters:
         if p.name not in tensors:
@@ -101,9 +101,8 @@ def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinat
 
 
 def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
-    """Return the boxes of parameter `p` of which the rank at `coordinates` keeps master copy and optimizer state: its
-    block, or, if the plan shards that state, the boxes that make up its shard of the block, in order; [] if it has
-    none."""
+    """Return the blocks of parameter `p` whose master copy and optimizer state the rank at `coordinates` saves: its
+    block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has none."""
     if not plan.present(p, coordinates):
         return []
     if not plan.sharded:
@@ -124,7 +123,7 @@ class Piece(NamedTuple, Generic[S]):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this piece of a global tensor, which one rank reads and sends to others."""
+        """Return the bytes of this piece of a stored tensor, which one rank reads and sends to others."""
         return self.box.size * ITEMSIZE[self.dtype]
 
 
@@ -136,5 +135,5 @@ class Share(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this block, or part of a block, of a global tensor."""
+        """Return the bytes of this block of a global tensor, or part of a block, that a rank stores."""
         return self.box.size * self.tensor.itemsize

@@ -31,8 +31,8 @@ class Copy(NamedTuple):
 
 
 def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
-    """Assign one in-memory copy, in another failure domain, to all that only ranks of one domain hold, so that the
-    state survives the loss of any one domain. `domains`: the domain of every rank.
+    """Assign one in-memory copy, at a rank of another failure domain, of all training state that only ranks of one
+    domain hold, so that the state survives the loss of any one domain. `domains`: the domain of every rank.
 
     The result is equal on all ranks, and as balanced as possible: with N ranks, n of them in domain D, and b bytes that
     only D holds, a rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and at most LARGEST_ROW more. Method:
@@ -72,7 +72,7 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
 
 
 def peers_of(copies: Iterable[Copy], rank: int) -> set[int]:
-    """Return the ranks that keep copies of the state in memory for `rank`, or for which it does; `copies`: all."""
+    """Return the ranks that keep in-memory copies of the state for `rank`, or whose copies it keeps; `copies`: all."""
     return {end for copy in copies if rank in (pair := (copy.sender, copy.receiver)) for end in pair} - {rank}
 
 

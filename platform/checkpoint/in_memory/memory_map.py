@@ -49,7 +49,7 @@ class MemoryMap:
         return out
 
     def readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
-        """Map each rank to the ranks of another mesh that can read its snapshots; `seats`: rank here -> there."""
+        """Map each rank to another mesh's ranks that can read its in-memory snapshots; `seats`: rank here -> there."""
         assert not (distrusted and self._divided), "who may be distrusted keeps all that it holds"
         living: dict[Hashable, list[int]] = defaultdict(list)
         for old, new in seats.items():

@@ -20,8 +20,8 @@ Read = Callable[[Share, Tensor], None]
 
 
 def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]) -> list[Chain]:
-    """Return the state left in memory after a failure, as chains of tensor blocks with the ranks that can read them; a
-    chain that no rank can read is replaced by the copies of its parts.
+    """Return the training state left in memory after a failure, as chains of tensor blocks with the ranks that can read
+    them; a chain that no rank can read is replaced by the copies of its parts.
 
     `chains`: blocks held before, by old rank; `kept`: their copies; `readers`: old rank -> ranks in the result that can
     read its memory.
@@ -41,7 +41,7 @@ def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[in
 
 
 def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
-    """Return the names of tensors of `state` that are not whole in `survived`, a result of `surviving`."""
+    """Return the names of the training `state`'s tensors that are not whole in the memory that survived a failure."""
     left: dict[str, int] = defaultdict(int)
     for chain in survived:
         for tensor, box in chain.blocks:
@@ -50,7 +50,7 @@ def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
 
 
 def lost_to(held: MemoryMap, alive: Collection[int], distrusted: Collection[int] = ()) -> list[str]:
-    """Return names of tensors that ranks `alive` cannot recover from memory, without memory of `distrusted` ranks."""
+    """Return the tensors that ranks `alive` cannot recover from snapshots in memory, `distrusted` ones left out."""
     readers = held.readers({rank: rank for rank in alive}, distrusted)
     return lost(held.state, surviving(held.chains, held.copies, readers))
 
@@ -95,7 +95,7 @@ def recover(
     clear_padding(state, blocks)
 
     def fetch(wanted: Sequence[Piece[Share]], into: Sequence[Tensor]) -> None:
-        """Fill each tensor of `into` with the wanted piece from this rank's snapshot."""
+        """Fill each tensor of `into` with the wanted piece of training state from this rank's snapshot in memory."""
         for part, memory in zip(wanted, into, strict=True):
             read(part.source, memory)
 
@@ -151,5 +151,5 @@ def _turns(
 
 
 def _between(chain: Chain, first: int, last: int, position: int) -> int:
-    """Return the start of a row at bytes [first, last) of a chain of tensor blocks nearest to `position`, or `last`."""
+    """Return the row start in bytes [first, last) of a chain of tensor blocks nearest to `position`, or `last`."""
     return min(max(chain.row_at(min(max(position, first), last)), first), last)

@@ -30,14 +30,14 @@ class SharedMemory:
 
     @property
     def address(self) -> list[int]:
-        """Return where other processes find this memory: [process id, its file descriptor, device, inode]."""
+        """Return where other processes find the snapshots' memory: [process id, file descriptor, device, inode]."""
         found = os.fstat(self._file.fileno())
         return [os.getpid(), self._file.fileno(), found.st_dev, found.st_ino]
 
     @classmethod
     def find(cls, address: Sequence[int]) -> SharedMemory | None:
-        """Open the shared memory of another process at its `address`; None if it is not to be found from here, as where
-        the two see other processes, or belong to other users."""
+        """Open the snapshots' shared memory of another process at its `address`; None if it is not to be found from
+        here, as where the two see other processes, or belong to other users."""
         process, number, device, inode = map(int, address)
         path = f"/proc/{process}/fd/{number}"
         try:
@@ -55,11 +55,11 @@ class SharedMemory:
             os.truncate(self._file.fileno(), count)
 
     def map(self, at: int, count: int) -> mmap.mmap:
-        """Map `count` bytes (at least 1) of this memory into the process, from byte `at` on, a multiple of PAGE."""
+        """Map `count` bytes (at least 1) of the snapshots' memory into the process, from `at`, a multiple of PAGE."""
         return mmap.mmap(self._file.fileno(), count, offset=at)
 
     def free(self, at: int, count: int) -> None:
-        """Give `count` bytes of this memory from `at` on, a multiple of PAGE, back to the system: they become 0."""
+        """Give `count` bytes of the snapshots' memory back to the system, from `at`, a multiple of PAGE; now zeros."""
         if hasattr(mmap, "MADV_REMOVE") and count:
             with self.map(at, count) as here:
                 here.madvise(mmap.MADV_REMOVE)
@@ -68,9 +68,9 @@ class SharedMemory:
 def open_node(
     memory: SharedMemory, nodes: Sequence[Hashable], rank: int, all_gather: Callable[[Any], list[Any]]
 ) -> dict[int, SharedMemory] | None:
-    """Open the memories of all ranks of this rank's node: rank -> memory, its own included; None if any rank of the job
-    cannot open its node's. All ranks call it together. `nodes`: every rank's node; `all_gather`: gathers one value of
-    every rank on all."""
+    """Open the memories of snapshots of all ranks of this rank's node: rank -> memory, its own included; None if any
+    rank of the job cannot open its node's. All ranks call it together. `nodes`: every rank's node; `all_gather`:
+    gathers one value of every rank on all."""
     addresses = all_gather(memory.address)
     found = {
         mate: memory if mate == rank else SharedMemory.find(addresses[mate])

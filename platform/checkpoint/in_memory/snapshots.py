@@ -62,7 +62,7 @@ class Snapshot:
 
     @staticmethod
     def size(own: Sequence[Share], copies: Sequence[Share]) -> int:
-        """Return the bytes of shared memory that a snapshot of these parts takes."""
+        """Return the bytes of shared memory that a snapshot of these parts of the training state takes."""
         return HEADER + _pages(own) + _pages(copies)
 
     @property
@@ -185,7 +185,7 @@ class RankSnapshots:
 
     @property
     def steps(self) -> list[int]:
-        """Return the steps of which this rank has a complete snapshot, in the order in which they were taken."""
+        """Return the steps of which this rank has a complete in-memory snapshot, in the order of taking."""
         found = (self._places[place].step for place in self._order)
         return [step for step in found if step is not None]
 
@@ -194,7 +194,7 @@ class RankSnapshots:
         return next(snapshot for snapshot in self._places.values() if snapshot.step == step)
 
     def keep_only(self, step: int) -> None:
-        """Free every snapshot of this rank except the one of `step`."""
+        """Free every in-memory snapshot of this rank except the one of `step`."""
         for place in self._order:
             if self._places[place].step != step:
                 self._outgoing.pop(place)
@@ -224,9 +224,9 @@ class RankSnapshots:
     def take_over(
         self, passed: Sequence[Copy], step: int, rank: int, transfer: Transfer, distrusted: Collection[int] = ()
     ) -> None:
-        """Send the parts in `passed` (a result of `handed_over`) that this rank is the sender of, and receive those
-        meant for it; all ranks of the call, of which this one is `rank`, do so together before a generation in which
-        some survivors have no seat."""
+        """Send the parts of in-memory state in `passed` (a result of `handed_over`) that this rank is the sender of,
+        and receive those meant for it; all ranks of the call, of which this one is `rank`, do so together before a
+        generation in which some survivors have no seat."""
         node = self.of_node(step, distrusted)
         sent, kept = exchanged(passed, rank)
         handed = Buffer(_all(kept))
@@ -248,7 +248,7 @@ class RankSnapshots:
         copied, kept, outgoing = snapshot.own.start(blocks), snapshot.copies, self._outgoing[place]
 
         def pass_on() -> None:
-            """Wait for the copies of this rank's parts, then exchange peers' parts."""
+            """Wait until this rank's part of the snapshot is copied, then exchange the parts that peers keep."""
             copied()
             _transfer([(peer, _together(parts)) for peer, parts in outgoing], self._kept, kept, transfer)
 
@@ -258,7 +258,7 @@ class RankSnapshots:
         self._begun = _Begun(copied, passed, lambda: snapshot.complete(step, values()))
 
     def finish(self) -> None:
-        """Finish the snapshot of the state that `begin` has begun, on all ranks; raise what its thread raised."""
+        """Finish the in-memory snapshot that `begin` has begun, on all ranks; raise what its thread raised."""
         if self._begun:
             self._begun.copied()  # first the device, which is what the caller says that it waits for
             with PROGRESS.waiting("transfer"):
@@ -272,7 +272,7 @@ class RankSnapshots:
         return self._begun is not None
 
     def abandon(self) -> None:
-        """Give up the snapshot that `begin` has begun, whose transfer was interrupted, and release its tensors."""
+        """Give up the in-memory snapshot that `begin` has begun, whose transfer was interrupted; free its tensors."""
         begun, self._begun = self._begun, None
         if begun:
             futures.wait([begun.passed_on], ABANDONED)  # not for ever: gloo may have forgotten a message
@@ -297,7 +297,7 @@ class RankSnapshots:
 
 
 def _pages(parts: Sequence[Share]) -> int:
-    """Return the bytes of whole memory pages that these parts of a snapshot take."""
+    """Return the bytes of whole memory pages that these parts of an in-memory snapshot take."""
     return -(-sum(part.nbytes for part in parts) // PAGE) * PAGE
 
 
@@ -317,8 +317,8 @@ def _all(kept: Mapping[int, Sequence[Share]]) -> list[Share]:
 def _transfer(
     sent: Sequence[tuple[int, Tensor]], kept: Mapping[int, Sequence[Share]], buffer: Buffer, transfer: Transfer
 ) -> None:
-    """Send the parts that peers keep, and receive the parts kept for them here (sender -> parts) into `buffer`, which
-    holds just these; all ranks call it together."""
+    """Send the parts of a snapshot that peers keep, and receive the parts kept for them here (sender -> parts) into
+    `buffer`, which holds just these; all ranks call it together."""
     sizes = [sum(part.nbytes for part in parts) for parts in kept.values()]
     transfer(sent, list(zip(kept, buffer.data[: sum(sizes)].split(sizes), strict=True)) if sizes else [])
 

@@ -24,7 +24,7 @@ CarriedFiles = Mapping[str, bytes]
 
 
 def hashes(files: CarriedFiles) -> dict[str, dict[str, str]]:
-    """Return {"files": {name: SHA-256}} for a checkpoint's metadata, of the files that it carries; {} for none."""
+    """Return {"files": {name: SHA-256}} of the files that a checkpoint carries, for its metadata; {} for none."""
     return {VALUE: {name: sha256(raw).hexdigest() for name, raw in files.items()}} if files else {}
 
 

@@ -68,8 +68,8 @@ def select(url: str, key: str = "url", none: str = "") -> tuple[Storage, str, Ma
 
 
 def begin(storage: Storage, step: int) -> str:
-    """Choose the name of the directory for a new attempt at a checkpoint of `step`, numbered above all that the storage
-    has. Writes nothing. Raises OSError if no number is left."""
+    """Choose the name of the directory for a new attempt at a checkpoint of training step `step`, numbered above all
+    that the storage has. Writes nothing. Raises OSError if no number is left."""
     newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
     name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
     if not re.fullmatch(_DIRECTORY, name):
@@ -171,12 +171,12 @@ class Selection:
 
     @property
     def step(self) -> int:
-        """Return the number of updates in the checkpoint, 0 if there is none."""
+        """Return the number of updates in the selected checkpoint, 0 if there is none."""
         return self.manifest.meta.step if self.manifest else 0
 
     @property
     def url(self) -> str:
-        """Return the URL of the checkpoint: its directory in the storage."""
+        """Return the URL of the selected checkpoint: its directory in the storage."""
         return f"{self.storage.url}/{self.directory}"
 
 
@@ -217,7 +217,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
 
 
 def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
-    """Return [the complete checkpoint at the lowest validation loss]; `losses`: step -> loss; [] if none has one."""
+    """Return the complete checkpoint at the lowest validation loss, as a list; `losses`: step -> loss; [] for none."""
     known = [attempt for attempt in complete if attempt.step in losses]
     return sorted(known, key=lambda attempt: (losses[attempt.step], attempt.step))[:1]
 
@@ -226,7 +226,8 @@ def dispensable(
     complete: Sequence[Attempt], last: int, every: int, losses: Mapping[int, float] | None = None
 ) -> list[Attempt]:
     """Return the complete checkpoints (newest first) that may be deleted: all but the `last` newest (at least one), the
-    newest of every step that `every` divides (0: none), and the one that is the `lowest` by `losses`."""
+    newest at every step that is a multiple of `every` (0: none), and the checkpoint that is the `lowest` by `losses`.
+    """
     keep = {*complete[: max(1, last)], *lowest(complete, losses or {})}
     if every:
         keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
@@ -234,8 +235,9 @@ def dispensable(
 
 
 def prune(storage: Storage, last: int, every: int = 0, losses: Mapping[int, float] | None = None) -> list[str]:
-    """Delete checkpoints that are neither among the newest `last` nor at a step that is a multiple of `every` (0: no
-    such step) nor the `lowest` by `losses`, and the remains of attempts that never became one; return their names.
+    """Delete the storage's checkpoints that are neither among the newest `last` nor at a step that is a multiple of
+    `every` (0: no such step) nor the `lowest` by `losses`, and the remains of attempts that never became one; return
+    their names.
 
     Only checkpoints that `load_manifest` accepts are counted, so that a damaged one never displaces a good one.
     Quarantined ones stay, and attempts newer than the newest complete one, which may be under way. Raises OSError,
@@ -261,6 +263,6 @@ def prune(storage: Storage, last: int, every: int = 0, losses: Mapping[int, floa
 
 
 def discard(storage: Storage, directory: str) -> None:
-    """Delete a checkpoint, manifest first: a crash in between leaves an incomplete one."""
+    """Delete a checkpoint from its storage, manifest first: a crash in between leaves an incomplete one."""
     storage.delete(f"{directory}/{manifests.NAME}")
     storage.delete(directory)

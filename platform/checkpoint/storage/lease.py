@@ -45,8 +45,8 @@ class Lease:
         return lease
 
     def check(self) -> None:
-        """Raise Superseded if another driver holds the lease on the storage now, OSError if the storage does not say.
-        If its file was removed, take it again."""
+        """Raise Superseded if another driver holds the lease on the storage of checkpoints now, OSError if the storage
+        does not say. If its file was removed, take it again."""
         if not _found(self._storage):
             write_note(self._storage, self._name, self._owner)
         newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)
@@ -55,7 +55,7 @@ class Lease:
             raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {there} now")
 
     def _holder(self, name: str) -> str:
-        """Return the driver that a lease file names as its owner, with the file; the file alone if it is unreadable."""
+        """Return the driver that a lease file on the checkpoints' storage names, with the file, or the file alone."""
         with suppress(OSError):
             return f"{read_note(self._storage, name)} ({name})"
         return name

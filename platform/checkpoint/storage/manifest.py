@@ -147,8 +147,8 @@ class Manifest:
         return lines
 
     def encode(self) -> bytes:
-        """Return the manifest as the bytes of `manifest.json`, sealed by their SHA-256. Raises ValueError for metadata
-        that JSON cannot hold, such as NaN."""
+        """Return a checkpoint's manifest as the bytes of `manifest.json`, sealed by their SHA-256. Raises ValueError
+        for metadata that JSON cannot hold, such as NaN."""
         tensors = ",\n".join(_json(vars(t)) for t in self.tensors.values())
         body = (
             f'{{\n"kind": {_json(KIND)},\n"format": {FORMAT},\n"meta": {_json(asdict(self.meta))},\n'
@@ -158,9 +158,9 @@ class Manifest:
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
-        """Parse the bytes of `manifest.json`. Raises Corrupt if they are damaged: they do not have the SHA-256 in their
-        last line, or a field is malformed; OtherFormat if their format is not FORMAT; else Refused if another program
-        wrote them."""
+        """Parse the bytes of a checkpoint's `manifest.json`. Raises Corrupt if they are damaged: they do not have the
+        SHA-256 in their last line, or a field is malformed; OtherFormat if their format is not FORMAT; else Refused if
+        another program wrote them."""
         body = raw[: raw.rfind(b'"sha256": ')]
         if raw != body + _seal(body):
             raise Corrupt(f"{NAME} is torn or damaged: its SHA-256 does not hold")
@@ -193,7 +193,7 @@ def _json(value: Any) -> str:
 
 
 def _seal(body: bytes) -> bytes:
-    """Return the last line of a manifest of any format: the SHA-256 of the lines before it (`body`)."""
+    """Return the last line of a checkpoint's manifest: the SHA-256 of the lines before it (`body`)."""
     return f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
 
@@ -209,7 +209,7 @@ class _Document:
 
 
 def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:
-    """Raise Refused if the manifest lacks any of `tensors` (name -> global shape) or holds it in another shape."""
+    """Raise Refused if a checkpoint's manifest lacks any of `tensors` (name -> global shape) or has other shapes."""
     wrong = [f"has no {n}" for n in tensors if n not in manifest.tensors] + [
         f"{n} is {list(manifest.tensors[n].shape)} there, {list(shape)} here"
         for n, shape in tensors.items()

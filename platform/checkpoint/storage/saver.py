@@ -70,7 +70,7 @@ class Saver:
         meta = replace(meta, values={**meta.values, **hashes(files)})
 
         def write_all(directory: str) -> Sequence[FileReport]:
-            """Let the workers write their block files into `directory`, and add the files that it carries."""
+            """Let the workers write their files of a checkpoint into `directory`, and add the files that it carries."""
             reports = write(directory)
             write_carried(self._storage, directory, files)
             return reports
@@ -91,13 +91,13 @@ class Saver:
         return out
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the checkpoint being saved, at most `timeout` seconds; return True if that is over."""
+        """Wait for the checkpoint being saved, at most `timeout` seconds; return True if the save is over."""
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.busy
 
     def _save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
-        """Run one save in the saver's thread: try until a checkpoint is committed, the tries are used up, the save is
+        """Save one checkpoint in the saver's thread: try until it is committed, the tries are used up, the save is
         cancelled or the lease is lost; delete superseded checkpoints after a success."""
         for attempt in range(1, self._tries + 1):
             try:
@@ -109,8 +109,8 @@ class Saver:
                 return
 
     def _try(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
-        """Try once to have the workers write a checkpoint and to commit it, with an event for either outcome; return
-        True if it is committed. Raises Superseded."""
+        """Try once to have the workers write a checkpoint and to commit it, with an event for success or failure;
+        return True if it is committed. Raises Superseded."""
         directory, start = "", time.monotonic()
         try:
             self._check()

@@ -248,7 +248,7 @@ class Controller:
 
     @staticmethod
     def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
-        """Return the Failure of a rank whose `tensors` differ from its replicas', and so are damaged in its memory."""
+        """Return the failure of the rank whose worker's memory is damaged: its `tensors` differ from its replicas'."""
         number, job = generation.seats[rank], generation.job
         more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
         cause = f"its {tensors[0]}{more} is not what its replicas hold"
@@ -279,8 +279,9 @@ class Controller:
         self._monitor.step(row)
 
     def _hold(self, crew: Crew, generation: Generation) -> bool:
-        """Let the workers' memory hold the state after the last committed step, if `Worker.step` takes a snapshot of it
-        (every elastic.snapshot_every steps): on GPUs it would do so beside the next step. Return True if it is held."""
+        """Let all workers keep a snapshot in memory of the run's last committed step, if `Worker.step` takes any (every
+        elastic.snapshot_every steps): on GPUs it would take this one beside the next step. Return True if they hold it.
+        """
         if not (every := self._config.elastic.interval) or self.done % every:
             return False
         if self._held != self.done:
@@ -302,7 +303,7 @@ class Controller:
             self._drain(crew)
 
     def _drain(self, crew: Crew) -> None:
-        """Save the state if it is unsaved, then raise Stopped, if a stop of the run was requested; else do nothing."""
+        """Save an unsaved state of the run, then raise Stopped, if a stop of the run was requested; else do nothing."""
         if self._signals.requested:
             self._checkpoints.confirm()
             self._save_now(crew)
@@ -310,11 +311,11 @@ class Controller:
 
     @property
     def _unsaved(self) -> bool:
-        """Return True if no checkpoint has the state after the last committed step, and a stop would save it."""
+        """Return True if no checkpoint has the run's state after its last committed step, and a stop would save one."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:
-        """Save and wait for the last committed step's state, if `_unsaved`; return True if storage holds it now."""
+        """Save a checkpoint of the run's last committed step, if `_unsaved`; return True if storage holds it now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
             self._checkpoints.save(crew, self.done, self.take_useful_seconds())
@@ -340,7 +341,7 @@ class Controller:
             raise Reform(proposal.reason)
 
     def _loses_nothing(self, crew: Crew, generation: Generation) -> bool:
-        """Return True if re-forming now loses no step: the state is in memory or, without snapshots, saved now."""
+        """Return True if re-forming the mesh of workers loses no training step: their state is in memory or saved."""
         if self._config.elastic.interval:
             return self._hold(crew, generation)
         return bool(self._config.checkpoint.every) and self._save_now(crew)
@@ -392,6 +393,6 @@ class Controller:
         return RunState.FORMING
 
     def take_useful_seconds(self) -> float:
-        """Return the seconds of the steps committed since an event last reported them, and reset them to 0."""
+        """Return the seconds of the run's steps committed since a journal event last reported them; reset them to 0."""
         useful, self._useful = self._useful, 0.0
         return useful

@@ -44,7 +44,7 @@ class Evaluations:
         return losses, self._scores(crew, plan, step, within)
 
     def _losses(self, crew: Crew, within: float) -> dict[str, float]:
-        """Return source of held-out data -> mean loss per token; "" is the mean of all, by their shares in training."""
+        """Return the run's validation losses, source of data -> mean per token; "" is the mean of all, by share."""
         held, count = self._corpus.validations, self._config.eval.batches * self._config.train.global_batch
         by_split = crew.call("evaluate", {split: count for split, _ in held.values()}, within=within)[0]
         found = {name: by_split[split] for name, (split, _) in held.items()}
@@ -58,7 +58,7 @@ class Evaluations:
             self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{text}")
 
     def _texts(self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf) -> list[str]:
-        """Return each prompt with the model's continuation of `tokens` tokens, or an encoder-decoder's answer alone."""
+        """Return each prompt with the run's model's continuation of `tokens` tokens, or an encoder-decoder's alone."""
         config, corpus = self._config, self._corpus
         asked = self._asked(partial(crew.call, within=within), plan)
         ids = [corpus.encode(prompt) for prompt in prompts]

@@ -18,24 +18,24 @@ class Pace:
         self._seconds = array("d")
 
     def __len__(self) -> int:
-        """Return the number of training steps whose durations are recorded."""
+        """Return the number of the run's training steps whose durations are recorded."""
         return len(self._seconds)
 
     def add(self, step: int, seconds: float) -> None:
-        """Append the duration of training step `step`, which must follow the last one added and not taken back."""
+        """Append the duration of the run's step `step`, which must follow the last one added and not taken back."""
         if not self._seconds:
             self._before = step - 1
         assert step == self._before + len(self._seconds) + 1, f"step {step} does not follow"
         self._seconds.append(seconds)
 
     def take_back(self, step: int) -> float:
-        """Forget the durations of the training steps after `step`, rolled back; return their sum in seconds."""
+        """Forget the durations of the run's steps after `step`, which are rolled back; return their sum in seconds."""
         kept = max(0, step - self._before)
         lost = sum(self._seconds[kept:])
         del self._seconds[kept:]
         return lost
 
     def usual(self, since: int) -> float | None:
-        """Return the median seconds of the last USUAL_STEPS training steps after step `since`; None without any."""
+        """Return the median seconds of the run's last USUAL_STEPS steps after step `since`; None without any."""
         known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None

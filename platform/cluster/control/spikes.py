@@ -15,16 +15,16 @@ class Spikes:
     median a loss may be; 0: any."""
 
     def __init__(self, factor: float):
-        """Prepare to detect loss spikes; no loss is known. `factor`: train.spike, in medians of recent losses."""
+        """Prepare to detect a run's loss spikes; none is known. `factor`: train.spike, in medians of recent losses."""
         self._factor = factor
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
 
     @property
     def limit(self) -> float:
-        """Return the highest loss that is no spike: `factor` x the median of recent ones; inf if few or factor is 0."""
+        """Return the run's highest loss that is no spike: `factor` x the recent median; inf if few or factor is 0."""
         return self._factor * median(self._losses) if self._factor and len(self._losses) >= _FEWEST else inf
 
     def add(self, loss: float) -> None:
-        """Add the loss of a committed training step to the recent ones, by which spikes are judged, if it is finite."""
+        """Add the loss of the run's committed step to the recent ones, by which spikes are judged, if it is finite."""
         if isfinite(loss):
             self._losses.append(loss)

@@ -20,8 +20,8 @@ _LOGIT = 8  # bytes: tokens are chosen in double precision
 
 
 def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, beams: int) -> Iterator[str]:
-    """Yield a refusal line if `rows` texts at a time, each of `tokens` with its answer and so many `beams`, need more
-    memory than all workers have together: weights, keys and values, and logits, each counted once."""
+    """Yield a refusal line if the workers have too little memory together to generate `rows` texts at a time, each of
+    `tokens` with its answer and so many `beams`: weights, keys and values, and logits, each counted once."""
     weights = plan.parameter_count * plan.itemsize["compute"]
     row = _bytes_of_row(config.model, padded(tokens, ROOM), plan.itemsize["compute"])
     needed, there = weights + row * rows * beams, _memory(config, plan.mesh.size)
@@ -39,14 +39,14 @@ def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, bea
 
 
 def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
-    """Return the bytes that a text of so many `tokens` takes in generation: its keys, values and logits."""
+    """Return the bytes that a text of so many `tokens` takes as a model generates it: keys, values and logits."""
     width = (model.kv_heads or model.heads) * (model.d_kv or model.d_model // model.heads)
     seen = tokens + (model.source_length or model.length) * (model.kind == "encoder_decoder")
     return 2 * model.layers * seen * width * itemsize + model.vocab * _LOGIT
 
 
 def _memory(config: Config, workers: int) -> float:
-    """Return the bytes of memory that all workers have together; inf if it is not known before they are there."""
+    """Return the bytes of memory that all workers have to generate texts; inf if unknown before they start."""
     cluster = config.cluster
     if cluster.gpu and (of_one := memory_of(cluster.gpu)):
         return of_one * workers

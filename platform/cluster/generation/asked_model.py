@@ -32,7 +32,7 @@ class Reader:
     bare: bool = False
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt. Raises ConfigError for one that the model does not read."""
+        """Return the token ids of a prompt for a trained model. Raises ConfigError if the model cannot read it."""
         kind = next(kind for kind in KINDS if kind in prompt.given)
         value = prompt.given[kind]
         found = self._of_ids(value, prompt.where) if kind == "ids" else self._of_text(kind, value, prompt.where)
@@ -78,7 +78,7 @@ class Reader:
 
 
 def as_prompt(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
-    """Return a text's token ids with the token that begins a document in front or, in an encoder, its end behind."""
+    """Return a prompt's token ids with the token that begins a document in front or, in an encoder, its end behind."""
     if model.kind == "encoder_decoder":
         return [*ids, special.end]
     return [special.begin, *ids] if special.begin >= 0 else [*ids]
@@ -92,7 +92,7 @@ def _whole(text: str, where: str) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all strings in a conversation, plain data: in lists, and keys and values of mappings, at any depth."""
+    """Yield all strings in a conversation, a prompt, as plain data: in lists, and keys and values of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -106,7 +106,7 @@ class AskedModel:
     vocabulary's."""
 
     def __init__(self, ask: Ask, model: Model, vocabulary: Vocabulary | None, batch: int = 16, special: Any = None):
-        """Prepare to ask a model by `ask`, a call of its workers, in batches of `batch` texts."""
+        """Prepare to ask a trained model's workers, by calls of `ask`, in batches of `batch` texts."""
         self._ask, self._batch, self.model, self.vocabulary = ask, batch, model, vocabulary
         self.pairs = self.model.kind == "encoder_decoder"
         special = special or (vocabulary.special if vocabulary else SpecialIds())
@@ -141,9 +141,9 @@ class AskedModel:
                         yield n, replace(found, ids=written[n])
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Scored]:
-        """Return the log-probability of each text after its context, for `pairs` (context, text) of token ids. Of a
-        context the last tokens are read that fit; without one, or by a decoder that follows an encoder, a text is
-        scored after the token that begins a text."""
+        """Return the log-probability that a trained model gives each text after its context, for `pairs` (context,
+        text) of token ids. Of a context the last tokens are read that fit; without one, or by a decoder that follows an
+        encoder, a text is scored after the token that begins a text."""
         found: list[Scored | None] = [None] * len(pairs)
         rows = [self._row(*pair) for pair in pairs]
         for numbers in self._batches(sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))):
@@ -154,8 +154,8 @@ class AskedModel:
         return [scored for scored in found if scored]
 
     def _row(self, context: Ids, text: Ids) -> tuple[list[int], int, list[int]]:
-        """Return the input from which a model scores a text after a context: the decoder's ids, the index at which the
-        text begins there, and the encoder's ids, [] without an encoder."""
+        """Return the input from which a trained model scores a text after a context: the decoder's ids, the index at
+        which the text begins there, and the encoder's ids, [] without an encoder."""
         most = self.model.length + 1  # the last token is only predicted
         if self.pairs:
             read = self.model.source_length or self.model.length
@@ -165,8 +165,8 @@ class AskedModel:
         return ids, max(1, len(ids) - len(text)), []
 
     def score_whole(self, texts: Sequence[Ids]) -> list[float]:
-        """Return the log-probability of each of several texts of any length, in nats: each token once, after the token
-        that begins a text or the tokens before it in its window, as long as the model."""
+        """Return the log-probability that a trained model gives each of several texts of any length, in nats: each
+        token once, after the token that begins a text or the tokens before it in its window, as long as the model."""
         most = self.model.length
         windows, owners = [], []
         for number, ids in enumerate(texts):

@@ -53,26 +53,26 @@ class HarnessModel(TemplateLM):
         return self._asked.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the ids of a text, after the token that begins a document unless `add_special_tokens` is False."""
+        """Return a text's token ids for lm-eval, behind the first one of a document unless it asks for none."""
         begins = add_special_tokens is not False and not self._asked.pairs
         return [*([self._asked.begin] if begins else []), *self._vocabulary.encode(encodable(string))]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation of a context, and whether its tokens are the likeliest."""
+        """Return the log-probability of each continuation that lm-eval asks about, and if it is the likeliest."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return found
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-        """Return the log-probability of each tokenised continuation, and if its tokens are the likeliest."""
+        """Return the log-probability of each continuation, as token ids, for lm-eval, and if it is the likeliest."""
         scored = self._asked.score([(context, text) for _, context, text in requests])
         return [(found.log_probability, found.greedy) for found in scored]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, of any length."""
+        """Return the model's log-probability of each text of an lm-eval task, of any length."""
         return self._asked.score_whole([self.tok_encode(r.args[0], add_special_tokens=False) for r in requests])
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each text, up to the first of the texts that its task says end it."""
+        """Return the model's continuation of each text of an lm-eval task, up to the first of the task's stop texts."""
         asked = [self._question(*r.args) for r in requests]
         alike: dict[tuple[Choice, int], list[int]] = {}
         for number in sorted(range(len(asked)), key=lambda n: -len(asked[n].ids)):
@@ -145,8 +145,8 @@ class HarnessTasks:
         return ""
 
     def results(self, asked: AskedModel, limit: int = 0) -> dict[str, dict[str, float]]:
-        """Return the results of a model by task (the named ones first): metric -> value. `limit`: the most documents of
-        each task, 0: all. Raises any error of `asked` or of a task."""
+        """Return the scores of a trained model by lm-eval task (the named ones first): metric -> value. `limit`: the
+        most documents of each task, 0: all. Raises any error of `asked` or of a task."""
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
         with _seeded():
@@ -159,7 +159,7 @@ class HarnessTasks:
 
 
 def _manager(names: set[str], folder: str) -> TaskManager:
-    """Return a TaskManager of `folder` alone if it has all `names` (lm-eval's own take seconds to read), else both."""
+    """Return lm-eval's TaskManager of the user's `folder` alone if that has all tasks `names`, else of both."""
     own = TaskManager(include_path=folder, include_defaults=False) if folder else None
     return own if own and names <= {*own.all_subtasks} else TaskManager(include_path=folder or None)
 
@@ -189,7 +189,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Set the process's random numbers as lm-eval's own command does, and put them back after the context."""
+    """Set the process's random numbers as lm-eval's own command does, and restore them after the context."""
     before = random.getstate(), np.random.get_state()
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)

@@ -27,8 +27,8 @@ class Measured:
     samples: int
 
     def plain(self) -> dict[str, Any]:
-        """Return a row of the table of losses as plain data: source, samples, loss, the numbers of tokens, words and
-        bytes, the perplexity per each, and bits per byte; None where words or bytes are unknown."""
+        """Return a row of the table of a model's losses as plain data: source, samples, loss, the numbers of tokens,
+        words and bytes, the perplexity per each, and bits per byte; None where words or bytes are unknown."""
         per = {"token": self.tokens, "word": self.words, "byte": self.size}
         found: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
         for unit, count in per.items():
@@ -39,7 +39,7 @@ class Measured:
 
 
 def _perplexity(nats: float, count: int) -> float | None:
-    """Return e^(nats / count), None if that is no finite number."""
+    """Return the perplexity e^(nats / count) of a trained model on a text, None if that is no finite number."""
     try:
         return math.exp(nats / count)
     except OverflowError:
@@ -47,8 +47,8 @@ def _perplexity(nats: float, count: int) -> float | None:
 
 
 def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: int) -> list[Measured]:
-    """Measure the model's loss on held-out text. `ask`: calls its workers; `splits`: source -> split of the corpus;
-    `most`: samples of each split to evaluate, 0 for all."""
+    """Measure a trained model's loss on held-out text. `ask`: calls its workers; `splits`: source -> split of the
+    corpus; `most`: samples of each split to evaluate, 0 for all."""
     samples = {split: min(there := corpus.samples_of(split), most or there) for split in splits.values()}
     losses, rows = ask("evaluate", samples)[0], []
     for name, split in splits.items():
@@ -59,8 +59,8 @@ def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: in
 
 
 def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
-    """Return the words, between spaces, and the bytes of the text that the labels of the first samples of a split
-    spell, without special tokens; zeros if the corpus has no tokenizer."""
+    """Count the words, between spaces, and the bytes of the held-out text on which a model's loss is measured: what the
+    labels of a split's first samples spell, without special tokens; zeros if the corpus has no tokenizer."""
     vocabulary = corpus.vocabulary
     if vocabulary is None:
         return 0, 0
@@ -81,7 +81,7 @@ def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
 
 
 def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
-    """Print the table of losses and perplexities per token, word and byte, a row per held-out text."""
+    """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text."""
     say(
         f"{'source':<20} {'tokens':>12} {'loss':>9} {'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     )

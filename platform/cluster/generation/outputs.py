@@ -20,13 +20,13 @@ class Lines:
     the file is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
 
     def __init__(self, path: str, flag: str):
-        """Create the file of a command's results at `path`, which option `flag` names. Raises ConfigError."""
+        """Create the file for a model's answers at `path`, which an option `flag` names. Raises ConfigError."""
         self._path, self._flag, self._whole = path, flag, 0
         with _named(flag, path):
             self._file = open(path, "xb", buffering=0)
 
     def add(self, text: str) -> None:
-        """Append a line to a command's file of results. Raises ConfigError, naming the option, if that fails."""
+        """Append a line to the file of a model's answers. Raises ConfigError, naming the option, if that fails."""
         raw = memoryview(f"{text}\n".encode())
         with _named(self._flag, self._path):
             while raw:
@@ -34,11 +34,11 @@ class Lines:
         self._whole = self._file.tell()
 
     def __enter__(self) -> Lines:
-        """Return this file of a command's results, which `__exit__` closes."""
+        """Return this file of a model's answers, which `__exit__` closes."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Close a command's file of results, cut after its last whole line, and remove it if it has none."""
+        """Close the file of a model's answers, cut after its last whole line, and remove it if it has none."""
         with suppress(OSError):
             self._file.truncate(self._whole)
         self._file.close()
@@ -52,8 +52,8 @@ class WholeFile:
     it, the old contents stay. Raises ConfigError if it cannot be written."""
 
     def __init__(self, path: str, flag: str):
-        """Check that a command's file of results at `path`, which option `flag` names, can be written, and leave its
-        contents. Raises ConfigError if it cannot."""
+        """Check that the file for a model's results at `path`, which a command's option `flag` names, can be written,
+        and leave its contents. Raises ConfigError if it cannot."""
         self._path, self._flag, self._target = Path(path), flag, Path(os.path.realpath(path))
         with _named(flag, path):
             if self._path.is_dir():
@@ -68,11 +68,11 @@ class WholeFile:
 
     @property
     def _special(self) -> bool:
-        """Return True if the file of results is a device or a pipe, which is written to and never replaced."""
+        """Return True if the file for a model's results is a device or pipe, which is written to, not replaced."""
         return self._path.exists() and not self._path.is_file()
 
     def write(self, text: str) -> None:
-        """Replace a file of results by the text, all of it or nothing; write it to a device. Raises ConfigError."""
+        """Replace the file of a model's results by the text as a whole; write it to a device. Raises ConfigError."""
         with _named(self._flag, self._path):
             if self._special:
                 self._path.write_text(text)
@@ -82,7 +82,7 @@ class WholeFile:
 
 @contextmanager
 def _named(flag: str, path: str | Path) -> Iterator[None]:
-    """Raise ConfigError, naming the command's option `flag`, for an OSError on its file of results in the block."""
+    """Raise ConfigError, naming the option `flag`, for an OSError on the file of a model's answers in the block."""
     try:
         yield
     except OSError as error:

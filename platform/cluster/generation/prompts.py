@@ -30,8 +30,8 @@ class Prompt:
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """Read the prompts in a file: one per line of text, or per object of .jsonl, by `prompt`, `messages` or `ids`.
-    Raises ConfigError, naming the line."""
+    """Read the prompts that a model is to continue from a file: one per line of text, or per object of .jsonl, by
+    `prompt`, `messages` or `ids`. Raises ConfigError, naming the line."""
     try:
         text = documents.read_bytes(Path(path), LARGEST).decode()
     except (OSError, Malformed, UnicodeDecodeError) as error:
@@ -45,7 +45,7 @@ def read_prompts(path: str) -> list[Prompt]:
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
-    """Return the object in a line of .jsonl, if it is a prompt. Raises ConfigError."""
+    """Parse a line of a .jsonl file of prompts; return its object. Raises ConfigError if that is no prompt."""
     with as_refusal("--prompts", where, Malformed, why="no JSON: {}"):
         found = documents.from_json(line.encode())
     kinds = [kind for kind in KINDS if isinstance(found, dict) and kind in found]
@@ -55,7 +55,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
-    """Return the token ids that end documents, chat messages, or texts by `generation`, a JSON file's bytes."""
+    """Return the token ids that end a model's answer: of documents, chat messages, or in generation_config.json."""
     found = set(_said(generation))
     if vocabulary is not None:
         found.add(vocabulary.special.end)
@@ -64,7 +64,7 @@ def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
 
 
 def _said(generation: bytes) -> Iterator[int]:
-    """Yield the token ids that a generation_config.json names as the end of a text; none if it is not readable."""
+    """Yield the token ids by which a generation_config.json ends a model's answer; none if it is not readable."""
     try:
         found = documents.from_json(generation or b"{}").get("eos_token_id")
     except (Malformed, AttributeError):
@@ -73,13 +73,13 @@ def _said(generation: bytes) -> Iterator[int]:
 
 
 def room(rows: Sequence[Sequence[int]], model: Model) -> int:
-    """Return how many tokens of the model's length the longest prompt of `rows` leaves for its answer; at least 1."""
+    """Return how many tokens of a model's length the longest prompt of `rows` leaves for an answer; 1 or more."""
     read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
     return max(1, model.length - read)
 
 
 def too_long(prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], model: Model, tokens: int) -> Iterator[str]:
-    """Yield a refusal line for each prompt that does not fit, with `tokens` to come, into the model's length."""
+    """Yield a refusal line for each prompt that, with `tokens` of answer, does not fit into the model's length."""
     for prompt, ids in zip(prompts, rows, strict=True):
         if model.kind == "encoder_decoder":
             most = model.source_length or model.length

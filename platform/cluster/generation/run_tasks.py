@@ -25,7 +25,7 @@ class NotScored(Exception):
 
 
 def missing_for_tasks(config: Config) -> Iterator[str]:
-    """Yield a refusal line if eval.tasks is set without lm_eval installed, one if eval.task_folder does not exist."""
+    """Yield a refusal line if eval.tasks needs lm_eval, not installed, one if eval.task_folder does not exist."""
     e = config.eval
     if e.tasks and find_spec("lm_eval") is None:
         yield f"{KEY}: needs the package lm_eval: pip install 'elastic-platform[eval]'"
@@ -34,7 +34,7 @@ def missing_for_tasks(config: Config) -> Iterator[str]:
 
 
 def open_tasks(config: Config) -> RunTasks | None:
-    """Read the tasks of a run, None if it has none. Raises ConfigError for tasks that are unknown or cannot be read."""
+    """Load the lm-eval tasks of a run (eval.tasks), None without any. Raises ConfigError if that fails."""
     if not config.eval.tasks:
         return None
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's progress bars would run into the console's lines
@@ -51,7 +51,7 @@ class RunTasks:
         self._limit, self._tasks, self._named = config.eval.task_samples, tasks, config.eval.tasks[0]
 
     def check(self, vocabulary: Vocabulary | None) -> None:
-        """Raise ConfigError if the run's data has no vocabulary, which eval.tasks need."""
+        """Raise ConfigError if the run's data has no tokenizer, which the lm-eval tasks of eval.tasks need."""
         if vocabulary is None:
             raise ConfigError(violation(KEY, self._named, "tasks are texts, and the data has no tokenizer", [[]]))
 

@@ -29,9 +29,9 @@ from platform.weights.initial import initial_weights
 def open_session(
     config: Config, plan: Plan, say: Callable[[str], None], *, corpus: str = "", writes: bool = True
 ) -> Iterator[Crew]:
-    """Open a crew under `plan` whose ranks have the weights of train.init, and close it after the block. `corpus`: the
-    folder of the tokens that they evaluate on; `writes`: they are asked to continue or score texts. Raises ConfigError,
-    before any process starts unless only workers can see it; WorkerFailed if one fails."""
+    """Open a crew of workers under `plan` that hold the trained weights of train.init, to be asked, and close it after
+    the block. `corpus`: the folder of the tokens that they evaluate on; `writes`: they are asked to continue or score
+    texts. Raises ConfigError, before any process starts unless only workers can see it; WorkerFailed if one fails."""
     if writes:
         config = replace(config, monitor=replace(config.monitor, sample=1))  # as a run that asks its model
         answering_model(config)

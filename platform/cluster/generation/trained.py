@@ -45,8 +45,9 @@ class TrainedModel:
 
 
 def find_trained(given: str) -> TrainedModel:
-    """Find the model that `given` names: the directory of a run, a storage of checkpoints, which stands for its newest,
-    one checkpoint, or a folder that transformers saved; paths or URLs. Only documents are read. Raises ConfigError."""
+    """Find the trained model that `given` names: the directory of a run, a storage of checkpoints, which stands for its
+    newest, one checkpoint, or a folder that transformers saved; paths or URLs. Only documents are read. Raises
+    ConfigError."""
     url = given if "://" in given else os.path.abspath(os.path.expanduser(given))
     local = Path(url)
     if url.endswith(".safetensors"):
@@ -62,7 +63,7 @@ def find_trained(given: str) -> TrainedModel:
 
 
 def _of_run(directory: Path) -> str:
-    """Return the storage to which the run in a directory saves its checkpoints. Raises ConfigError."""
+    """Return the storage in which the run in a directory has its trained model's checkpoints. Raises ConfigError."""
     with as_refusal(NAME, directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
         config = traces.configuration(directory)
         assert config
@@ -81,7 +82,7 @@ def _of_folder(url: str) -> TrainedModel:
 
 
 def _of_checkpoint(url: str) -> TrainedModel:
-    """Return the model of a checkpoint, or of the newest good one in a storage."""
+    """Return the trained model in a checkpoint, or in the newest good checkpoint of a storage."""
     with as_refusal(NAME, bare_url(url), Refused, OSError):
         storage, name, manifest = catalogue.select(url, NAME, none="holds no checkpoint")
         identity = manifest.meta.identity

@@ -12,9 +12,9 @@ from platform.train.protocol.asked import Choice
 
 
 def bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int) -> dict[str, Any]:
-    """Translate the first `samples` texts of a split of pairs, by a beam search, and return the BLEU of the
-    translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts that the
-    search keeps. Raises ConfigError for data that are no pairs of texts."""
+    """Let a trained model translate the first `samples` texts of a split of pairs, by a beam search, and return the
+    BLEU of the translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts
+    that the search keeps. Raises ConfigError for data that are no pairs of texts."""
     from sacrebleu.metrics import BLEU
 
     if not corpus.vocabulary or not isinstance(next(iter(corpus.parts[0].streams.values())), PairStream):
@@ -31,5 +31,5 @@ def bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int
 
 
 def _text(corpus: Corpus, ids: list[int]) -> str:
-    """Return the text of a translation's token ids, without the id that ends it."""
+    """Decode the token ids of a model's translation to text, without the id that ends it."""
     return corpus.decode([i for i in ids if i != corpus.special.end])

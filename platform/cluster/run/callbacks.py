@@ -36,11 +36,11 @@ class CallbackGuard:
         self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
 
     def step(self, row: MetricsRow) -> None:
-        """Call the user's `on_step` with a copy of a committed step's row of metrics.jsonl."""
+        """Call the user's callback `on_step` with a copy of the run's newest row of metrics.jsonl."""
         self._call("on_step", row)
 
     def event(self, event: JournalEvent) -> None:
-        """Call the user's `on_event` with a copy of an event of the journal."""
+        """Call the user's callback `on_event` with a copy of an event of the run's journal."""
         self._call("on_event", event)
 
     def _call(self, name: str, value: MetricsRow | JournalEvent) -> None:

@@ -52,7 +52,7 @@ def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], N
 
 
 def report(found: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]) -> None:
-    """Report the keys that `changes` returns, if any: a `changed` event in the journal, and a line each to the user."""
+    """Report a resumed run's changed configuration keys, which `changes` returns, in the journal and to the user."""
     if found:
         journal.write(events.Changed(keys=dict(found)))
     for key, (there, here) in found.items():

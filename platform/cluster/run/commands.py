@@ -48,7 +48,7 @@ class Command:
         return ""
 
     def _line(self, arguments: Iterable[str]) -> str:
-        """Format a command of these arguments for the user's shell, quoted, and with secrets hidden."""
+        """Format the run's command line with these arguments for the user's shell, quoted, and with secrets hidden."""
         own = ["--config-dir", self.config_dir] if self.config_dir else []
         words = [*own, *map(_shown, arguments)]
         secret = any(word.endswith(f"={REDACTED}") for word in words)
@@ -56,13 +56,13 @@ class Command:
 
 
 def _key(argument: str) -> str:
-    """Return the configuration key of a command-line argument such as "+train.steps=5"."""
+    """Return the configuration key of an argument of a run's command line, such as "+train.steps=5"."""
     return argument.partition("=")[0].lstrip("+")
 
 
 def _shown(argument: str) -> str:
-    """Return a command-line argument fit to be printed: if it contains a secret, with a reference to the environment
-    variable that the secret came from, else with REDACTED as its value."""
+    """Return an argument of a run's command line fit to be printed: if it contains a secret, with a reference to the
+    environment variable that the secret came from, else with REDACTED as its value."""
     shown = redact(argument)
     hidden = REDACTED in shown or "://" in shown
     return argument if shown == argument else f"{argument.partition('=')[0]}={REDACTED}" if hidden else shown
@@ -84,7 +84,7 @@ def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:
 
 
 def _sizes(axes: str, workers: int) -> Iterator[list[str]]:
-    """Yield lists of overrides of the sizes of a tensor scheme's mesh axes, named by the letters of `axes`, whose
+    """Yield command-line overrides of the sizes of a tensor scheme's mesh axes, named by the letters of `axes`, whose
     product is `workers`; first [], which keeps the sizes that the experiment configures."""
     yield []
     divisors = [k for k in range(1, workers + 1) if workers % k == 0] if workers < 1 << 16 else [1, workers]

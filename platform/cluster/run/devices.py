@@ -33,8 +33,8 @@ def device_of(config: Config, kind: str, workers: int) -> Device | None:
 
 
 def _seen() -> Device | None:
-    """Return the GPU of this machine that has the least memory; None if there is no GPU. CUDA is not started in this
-    process, which would keep a context on a GPU for the whole run."""
+    """Return the GPU of this machine that has the least memory, for the run's workers; None if there is no GPU. CUDA is
+    not started in this process, which would keep a context on a GPU for the whole run."""
     if not gpu_count():
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # by number or UUID, as the command takes them
@@ -61,13 +61,13 @@ def _labelled(config: Config) -> Device | None:
 
 
 def _named(gpu: str) -> Device | None:
-    """Return the accelerator of this model name, e.g. "H100", with its memory; None for a model that is not known."""
+    """Return the accelerator of this model name, e.g. "H100", as a worker's device; None for an unknown model."""
     memory = memory_of(gpu)
     return Device(memory, f"{gpu}") if memory else None
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory of this machine, or of its container if that has a lower limit."""
+    """Return the bytes of memory that this machine's workers share, or its container's limit if that is lower."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         limit = min(limit, int(_LIMIT.read_text()))

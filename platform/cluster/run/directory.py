@@ -32,7 +32,7 @@ class RunDirectory:
     time."""
 
     def __init__(self, path: Path | str):
-        """Initialise the paths only: nothing is read or created."""
+        """Set the paths of the files in a run directory: nothing is read or created."""
         self.path = Path(path)
         self.journal = self.path / JOURNAL
         self._config, self._plan, self._lock = (self.path / name for name in (traces.CONFIG, traces.PLAN, traces.LOCK))
@@ -93,9 +93,9 @@ class RunDirectory:
 
     @contextmanager
     def _left_as_found(self, made: list[Path], own_logs: bool) -> Iterator[None]:
-        """Remove the files and directories that this driver created, if a ConfigError ends a run that had not begun
-        before and took no step. `made`: directories that did not exist; `own_logs`: the user already had a folder
-        `logs` there."""
+        """Remove the run directory's files and directories that this driver created, if a ConfigError ends a run that
+        had not begun before and took no step. `made`: directories that did not exist; `own_logs`: the user already had
+        a folder `logs` there."""
         begun = self._config.exists() or self.journal.exists()
         try:
             yield
@@ -110,7 +110,7 @@ class RunDirectory:
             raise
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """Write `plan.json`, the summary of the newest mesh's plan; the journal's `forming` events have each mesh."""
+        """Write the run directory's `plan.json`, the summary of the newest mesh's plan; the journal has each mesh."""
         replace_text(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
@@ -129,8 +129,8 @@ class RunDirectory:
 
 
 def lock_or_owner(lock: int) -> str:
-    """Lock an open file for this process, by its descriptor, write this process's id and host into it, and return "";
-    if another process has locked it, return that one's. Raises OSError."""
+    """Lock the lock file of a run directory for this process, by its descriptor, write this process's id and host into
+    it, and return ""; if another process has locked it, return that process's id and host. Raises OSError."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

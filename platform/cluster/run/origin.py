@@ -82,13 +82,13 @@ def check_writable(config: Config) -> None:
 
 
 def answering(url: str, key: str) -> Storage:
-    """Open the storage at `url`, list it once and return it. Raises ConfigError, naming the configuration key `key`
-    that the URL is from, if it cannot be reached or has not answered after ANSWER_SECONDS: client libraries alone would
-    retry for minutes."""
+    """Open the checkpoint storage at `url`, list it once and return it. Raises ConfigError, naming the configuration
+    key `key` that the URL is from, if it cannot be reached or has not answered after ANSWER_SECONDS: client libraries
+    alone would retry for minutes."""
     found: list[Storage | BaseException] = []
 
     def ask() -> None:
-        """Open and list the storage in a thread of its own, and note it, or the error, for the waiting caller."""
+        """Open and list a checkpoint storage in a thread; keep it, or the error, for the waiting caller."""
         try:
             storage = open_storage(url, key)
             storage.list("")

@@ -38,17 +38,17 @@ class Phases:
         self.seconds.setdefault(phase, (monotonic() if when is None else when) - self._start)
 
     def event(self, word: str) -> None:
-        """Record the phase that begins with an event of the journal, if one does; `word`: names the event's kind."""
+        """Record the phase of the run that an event of its journal begins, if any; `word`: the event's kind."""
         if phase := _EVENTS.get(word):
             self.reach(phase)
 
     def step(self) -> None:
-        """Record that a training step is committed: the last one, as far as is known."""
+        """Record the time at which the run has committed a training step: the last one, as far as is known."""
         self.seconds["last_step"] = monotonic() - self._start
 
 
 def command_start() -> float:
-    """Return when this process was started, on the monotonic clock; the time now where /proc does not say."""
+    """Return when the run's command was started, on the monotonic clock; the time now where /proc does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's start
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -58,7 +58,7 @@ def command_start() -> float:
 
 
 def phase_table(seconds: Mapping[str, float]) -> str:
-    """Format the phases that were reached as a table for the user: how long each took, and when it was over."""
+    """Format the phases that a run reached as a table for the user: how long each took, and when it was over."""
     lines, before = ["   took  until  phase (seconds, since the command)"], 0.0
     for phase, what in PHASES.items():
         if phase in seconds:

@@ -51,7 +51,7 @@ def crew_kind(cluster: Cluster) -> str:
 
 
 def spans_machines(cluster: Cluster) -> bool:
-    """Return True if workers may run on other machines than this one."""
+    """Return True if the run's workers may run on other machines than this one."""
     kind = crew_kind(cluster)
     return kind == "ray" or (kind == "torchrun" and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"])
 
@@ -163,8 +163,8 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
 
 
 def _supply(kind: str, cluster: Cluster) -> Supply:
-    """Return the GPUs and CPUs that a launcher of this kind could use now: free ones of the Ray cluster for "ray", on
-    nodes with cluster.labels, else all of this machine."""
+    """Return the GPUs and CPUs that a launcher of this kind could use for workers now: free ones of the Ray cluster for
+    "ray", on nodes with cluster.labels, else all of this machine."""
     if kind != "ray":
         return Supply(gpu_count(), usable_cores(), "on this machine")
     from platform.cluster.crew.launchers import ray_session
@@ -176,7 +176,7 @@ def _supply(kind: str, cluster: Cluster) -> Supply:
 
 
 def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
-    """Return the workers' device, cpu | cuda: cluster.device; for "auto" cuda if the fewest workers get a GPU each."""
+    """Choose the workers' device, cpu | cuda: cluster.device; for "auto" cuda if the fewest workers get a GPU each."""
     if device == "auto":
         return "cuda" if supply.gpus >= min(needed, least) else "cpu"
     return device

@@ -13,7 +13,8 @@ from platform.config.key import SECONDS
 
 def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: float | None = None) -> float | None:
     """Return the seconds from now until the run should begin to stop by itself, so that `run.time_margin` seconds are
-    left for the last checkpoint; None if it has no limit. `now`: seconds since the epoch, None for the clock's.
+    left for the last checkpoint; None if the run has no time limit. `now`: seconds since the epoch, None for the
+    clock's.
 
     The limit is `run.time_limit` or, if that is not set, the end of the Slurm allocation, in SLURM_JOB_END_TIME of
     `environment` (seconds since the epoch).

@@ -77,7 +77,7 @@ def finished(directory: Path, steps: int, e: Eval) -> int:
 
 
 def noticed(directory: Path) -> bool:
-    """Return True if the last driver ended as all workers or its node were to go away. Raises Malformed, OSError."""
+    """Return True if a run's last driver ended as its node, or all workers, were to go. Raises Malformed, OSError."""
     return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in _last_life(directory))
 
 
@@ -96,7 +96,7 @@ def has_nothing_saved(directory: Path) -> bool:
 
 
 def steps(directory: Path) -> int:
-    """Return the highest step done by a run directory's journal or last metrics, or 0. Raises Malformed, OSError."""
+    """Return the last training step done by a run directory's journal or metrics, or 0. Raises Malformed, OSError."""
     done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
     with suppress(FileNotFoundError, NotADirectoryError):
         done += [row["step"] for row in _last_rows(directory / METRICS)]
@@ -116,5 +116,5 @@ def orphaned(directory: Path) -> int | None:
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the last rows of metrics in a metrics.jsonl."""
+    """Return the last rows of metrics in a run's metrics.jsonl."""
     return records.last(path, metrics.read_row)

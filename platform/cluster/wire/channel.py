@@ -31,25 +31,26 @@ class Garbled(Exception):
 
 
 def encode(message: object) -> bytes:
-    """Encode a message as a frame: length, then JSON text. Raises TypeError as `text`, ValueError as `framed` does."""
+    """Encode a message between driver and worker as a frame: length, then JSON text. Raises TypeError, ValueError."""
     return framed(text(message))
 
 
 def text(value: object) -> bytes:
-    """Return a value as the JSON text that stands for it in a message of the control channel: a dataclass as the map of
-    its fields, a tuple as a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data."""
+    """Return a value as the JSON text that stands for it in a message between driver and worker: a dataclass as the map
+    of its fields, a tuple as a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data.
+    """
     return json.dumps(value, separators=(",", ":"), default=schema.fields_of).encode()
 
 
 def framed(payload: bytes) -> bytes:
-    """Return the frame of a JSON text: its length, 4 bytes, big-endian, then itself. Raises ValueError over LIMIT."""
+    """Put the length, 4 bytes, big-endian, before the JSON of a message to driver or worker. Raises ValueError."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload
 
 
 def read(kind: Any, message: object) -> Any:
-    """Validate a decoded JSON message of the control channel against `kind`, a dataclass in
+    """Validate a decoded JSON message between driver and worker against `kind`, a dataclass in
     `platform.cluster.wire.messages` or a union of them, and return it as an object of that kind. Raises Garbled if it
     does not fit."""
     try:
@@ -62,14 +63,14 @@ class Unframer:
     """Cuts the bytes received on a control connection into JSON messages, each of at most `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT):
-        """Start to split received bytes into messages; none yet. `limit`: most bytes of one message."""
+        """Start to split the bytes from driver or worker into messages, each of at most `limit` bytes."""
         self.limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the JSON messages that `data`, the next bytes received on a control connection, completes; the
-        incomplete rest is kept. The result must be iterated before the next call. Raises Garbled for a message longer
-        than `limit` bytes or one that is not a JSON object."""
+        """Yield the JSON messages that `data`, the next bytes that driver or worker received on the control connection,
+        completes; the incomplete rest is kept. The result must be iterated before the next call. Raises Garbled for a
+        message longer than `limit` bytes or one that is not a JSON object."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _HEADER.size:
@@ -85,7 +86,7 @@ class Unframer:
 
 
 def _parse(payload: bytearray) -> dict[str, Any]:
-    """Parse the JSON text of one message of the control channel. Raises Garbled if it is not a JSON object."""
+    """Parse the JSON text of one message between driver and worker. Raises Garbled if it is not a JSON object."""
     try:
         message = json.loads(payload.decode())
     except (ValueError, RecursionError) as error:
@@ -125,19 +126,19 @@ class Line:
         self.payload: Any = None
 
     def send(self, frame: bytes) -> None:
-        """Send the driver one frame, as `encode` makes it. Raises OSError if it has closed the connection."""
+        """Send the driver one frame, as `encode` makes it. Raises OSError if the driver has closed the connection."""
         with self._lock:
             self._connection.sendall(frame)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the driver's messages, unvalidated JSON objects, until it hangs up. Raises OSError, Garbled."""
+        """Yield the driver's messages to its worker, unvalidated JSON, until it hangs up. Raises OSError, Garbled."""
         yield from self._frames.feed(b"")  # what came in one read with the message that was the last to be taken
         while data := self._connection.recv(READ_BYTES):
             yield from self._frames.feed(data)
 
     @property
     def host(self) -> str:
-        """Return the address of this machine at which the driver, and so other workers, reach it."""
+        """Return the address of this worker's machine at which the driver, and so other workers, reach it."""
         address: str = self._connection.getsockname()[0]
         return address
 
@@ -189,7 +190,7 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
 
 
 def _first(line: Line, kind: Any) -> Any:
-    """Return the peer's next message of the greeting. Raises OSError, or PermissionError unless it is a `kind`."""
+    """Return the driver's next message of the greeting. Raises OSError, or PermissionError unless it is a `kind`."""
     if (message := next(line.messages(), None)) is None:
         raise ConnectionResetError("it hung up")
     try:

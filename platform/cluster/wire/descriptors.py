@@ -25,7 +25,7 @@ def allow_many_files() -> int:
 
 
 def lack_of_files(members: int) -> str:
-    """Raise the limit on open files; return why it is still too low for `members` workers, "" if it is not."""
+    """Raise the driver's limit on open files; return why it is too low for `members` workers, "" if it is not."""
     needed, limit = PER_MEMBER * members + OWN, allow_many_files()
     if limit >= needed:
         return ""

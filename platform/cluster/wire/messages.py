@@ -19,7 +19,7 @@ class Printable(NamedTuple):
     most: int
 
     def check(self, value: str) -> None:
-        """Raise Malformed if `value` has an unprintable character or more than `most` characters."""
+        """Raise Malformed if a text in a worker's message is not printable or longer than `most` characters."""
         if len(value) > self.most or not value.isprintable():
             raise Malformed(f"{shown(value)} is no printable text of at most {self.most} characters")
 

@@ -33,10 +33,10 @@ def proof(own: str, who: str, challenge: str, nonce: str) -> str:
 
 
 def same(given: str, wanted: str) -> bool:
-    """Compare two proofs in time independent of where they differ; `given`, from the peer, may be any text."""
+    """Compare two proofs of a worker's or driver's secret, in constant time; `given`: any text, from the peer."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
 
 
 def _hmac(key: str, *words: str) -> str:
-    """Return the HMAC-SHA256 under `key` of `words`, joined by NUL, as 64 hexadecimal digits."""
+    """Return the HMAC-SHA256 under `key` of `words`, joined by NUL, to authenticate a worker: 64 hex digits."""
     return hmac.new(key.encode(), "\0".join(words).encode(), hashlib.sha256).hexdigest()

@@ -73,7 +73,7 @@ class Switchboard:
         self.expected.update(numbers)
 
     def send(self, number: int, frame: bytes) -> None:
-        """Send member `number` an encoded message, or queue it, without blocking; drop it if the member is gone."""
+        """Send worker `number` an encoded message, or queue it, without blocking; drop it if the worker is gone."""
         if connection := self._members.get(number):
             connection.outgoing.append(memoryview(frame))
             if len(connection.outgoing) == 1:
@@ -100,9 +100,9 @@ class Switchboard:
                 return events
 
     def _patience(self, deadline: float) -> float:
-        """Return the seconds that `poll`, due to return at `deadline`, may wait for its sockets: 0 if an event is
-        pending, less if the pause in accepting (`_rest`) ends earlier. Registers the listener again if that pause is
-        over."""
+        """Return the seconds that `poll`, due to return at `deadline`, may wait for the workers' connections: 0 if an
+        event is pending, less if the pause in accepting (`_rest`) ends earlier. Registers the listener again if that
+        pause is over."""
         now = monotonic()
         if self._accept_from > now:
             deadline = min(deadline, self._accept_from)
@@ -112,7 +112,7 @@ class Switchboard:
         return 0.0 if self._events else min(max(0.0, deadline - now), 3600.0)  # epoll rejects infinity
 
     def hang_up(self, number: int) -> None:
-        """Close the connection to a member, forbid it to dial in, and drop its events that `poll` has not returned."""
+        """Close the driver's connection to a worker, forbid it to dial in, and drop its unread messages."""
         if connection := self._members.get(number):
             self._close(connection)
         self.expected.discard(number)
@@ -152,24 +152,24 @@ class Switchboard:
                 self._make_room()
 
     def _most_strangers(self) -> int:
-        """Return how many unauthenticated connections may be open, so that descriptors are left for all members."""
+        """Return how many unauthenticated connections the driver may have open, leaving descriptors for all workers."""
         members = len(self._members) + len(self.expected)
         return max(_FEW_STRANGERS, min(_STRANGERS, self._files - OWN - PER_MEMBER * members))
 
     def _make_room(self) -> bool:
-        """Close the oldest unauthenticated connection, to make room for another; return False if there is none."""
+        """Close the driver's oldest unauthenticated connection, to make room for one; return False without any."""
         if self._strangers:
             self._refuse(next(iter(self._strangers)))
             return True
         return False
 
     def _rest(self) -> None:
-        """Stop accepting for _REST_SECONDS as no descriptor is free: `poll` would spin on the ready listener."""
+        """Accept no connections of workers for _REST_SECONDS, as no descriptor is free: `poll` would spin."""
         self._selector.unregister(self._listener)
         self._accept_from = monotonic() + _REST_SECONDS
 
     def _drop_the_silent(self) -> None:
-        """Close the connections whose peer has not authenticated within _GREETING_SECONDS of connecting."""
+        """Close connections to the driver whose peer has not authenticated within _GREETING_SECONDS."""
         while self._strangers:
             oldest, since = next(iter(self._strangers.items()))
             if monotonic() < since + _GREETING_SECONDS:
@@ -177,8 +177,8 @@ class Switchboard:
             self._refuse(oldest)
 
     def _read(self, connection: _Connection) -> None:
-        """Read the bytes that a connection has received, and handle the messages that they complete; close the
-        connection if its peer has closed it or anything is wrong with them."""
+        """Read the bytes that a connection to the driver has received, and handle the messages that they complete;
+        close the connection if its peer has closed it or anything is wrong with them."""
         if connection.closed:  # while an earlier event of this turn was handled
             return
         try:
@@ -198,7 +198,7 @@ class Switchboard:
             self._lose(connection)
 
     def _hear(self, connection: _Connection, message: dict[str, Any]) -> None:
-        """Admit a peer by its first message; add a member's message to the events of `poll`. Raises Garbled."""
+        """Admit a peer of the driver by its first message; queue a worker's message for `poll`. Raises Garbled."""
         if connection.number is None:
             self._admit(connection, message)
         else:
@@ -219,8 +219,8 @@ class Switchboard:
         self.send(number, encode(Welcome(secret.proof(token, secret.DRIVER, *nonces), self.payload)))
 
     def _write(self, connection: _Connection) -> None:
-        """Write the queued messages of a connection until its socket takes no more; `poll` continues when it does
-        again."""
+        """Write the queued messages to a worker's connection until its socket takes no more; `poll` continues when it
+        does again."""
         if connection.closed:
             return
         outgoing = connection.outgoing
@@ -242,13 +242,13 @@ class Switchboard:
             self._selector.modify(connection.socket, selectors.EVENT_READ | write, connection)
 
     def _lose(self, connection: _Connection) -> None:
-        """Close a connection that was closed by its peer or failed; report a member's loss as an event of `poll`."""
+        """Close a worker's connection that its peer has closed or that failed; let `poll` report the loss."""
         if connection.number is not None:
             self._events.append((connection.number, None))
         self._close(connection)
 
     def _refuse(self, connection: _Connection) -> None:
-        """Close an unauthenticated connection and count it; log only counts 1, 10, 100, so that none fills the log."""
+        """Close a connection to the driver that proves no worker, and count it; log only counts 1, 10, 100, ..."""
         self._close(connection)
         self.refused += 1
         if self.refused == 10 ** (len(str(self.refused)) - 1):
@@ -256,7 +256,7 @@ class Switchboard:
             _LOG.warning("at the driver's port %d %s not prove to be a worker of this run", self.refused, what)
 
     def _close(self, connection: _Connection) -> None:
-        """Close a connection, drop its unsent messages, and forget its stranger or member."""
+        """Close a connection of the driver to a worker or stranger, drop its unsent messages, and forget the peer."""
         self._selector.unregister(connection.socket)
         connection.socket.close()
         connection.closed = True

@@ -33,7 +33,7 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
 
 @contextmanager
 def refusing_exits() -> Iterator[None]:
-    """Raise ConfigError in place of a SystemExit, or anything else that is no Exception, from a user's function."""
+    """Raise ConfigError in place of a SystemExit, or anything else that is no Exception, from the user's own code."""
     try:
         with own_code("extend", (Exception,), inf):
             yield

@@ -59,8 +59,9 @@ def settings_key(key: str) -> str:
 
 
 def admit(key: str, name: str, settings: type | None, *functions: Any) -> None:
-    """Add `name` to the legal values of a key, as `platform.config.bounds.allow` does, with the dataclass of its
-    settings, if it has some. Raises ConfigError for settings that are no dataclass of plain values."""
+    """Add `name`, of a user's function, to the legal values of a configuration key, as `platform.config.bounds.allow`
+    does, with the dataclass of its settings, if it has some. Raises ConfigError for settings that are no dataclass of
+    plain values."""
     allow(key, name, *functions)
     OWN_SETTINGS.pop((key, name), None)
     if settings is None:
@@ -77,8 +78,8 @@ def admit(key: str, name: str, settings: type | None, *functions: Any) -> None:
 
 
 def with_settings(function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function registered as `name` with its argument `settings` given: `values`, from a configuration, and
-    defaults. Raises ConfigError for illegal settings."""
+    """Return the user's function registered as `name` with its argument `settings` given: `values`, from a
+    configuration, and defaults. Raises ConfigError for illegal settings."""
     if (kind := OWN_SETTINGS.get((key, name))) is None:
         return function
     refuse_all(_violations_of_settings(_Given(settings_key(key), key, name, dict(values))))
@@ -86,8 +87,8 @@ def with_settings(function: Callable[..., Any], key: str, name: str, values: Map
 
 
 def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
-    """Give every setting its value in a configuration, in place, the default where there is none. Settings that a file
-    made for another function than the one that is `typed` are dropped."""
+    """Give every setting of the user's own code its value in a configuration, in place, the default where there is
+    none. Settings that a file made for another function than the one that is `typed` are dropped."""
     for source in config.data.sources.values():
         if isinstance(source, dict) and ("data.kind", source.get("kind")) in OWN_SETTINGS:
             source.setdefault("settings", {})
@@ -118,7 +119,7 @@ def shown_settings(config: Config) -> dict[str, Any]:
 
 
 def _given(config: Config) -> Iterator[_Given]:
-    """Yield the settings that a configuration holds: one map for each function that it may name."""
+    """Yield the settings of the user's own code in a configuration: one map for each function that it may name."""
     for key, chosen in CHOSEN.items():
         place = settings_key(key)
         yield _Given(place, key, chosen(config), attrgetter(place)(config))
@@ -186,7 +187,7 @@ def _setting(f: Field[Any], hint: Any) -> Setting:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Return True if a setting may have this type: its values are such as YAML writes and our own keys have."""
+    """Return True if a setting of the user's code may have this type: one that YAML writes and our own keys have."""
     inner = get_args(hint)
     if get_origin(hint) in (list, Union, UnionType):
         return all(map(_is_plain, inner))
@@ -194,7 +195,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _as(hint: Any, value: Any) -> Any:
-    """Return a setting's value with integers as floats where its type says so, so that 1 and 1.0 are one value."""
+    """Return the value of a setting of the user's code, an integer as a float where the setting's type is float."""
     return float(value) if hint is float and type(value) is int else value
 
 

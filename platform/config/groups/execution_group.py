@@ -80,7 +80,7 @@ class Elastic:
 
     @property
     def interval(self) -> int:
-        """Return the steps between snapshots, 0 for none; `auto` is settled before a run starts."""
+        """Return the configured steps between snapshots, 0 for none; `auto` is settled before a run starts."""
         assert isinstance(self.snapshot_every, int), "auto is settled"
         return self.snapshot_every
 

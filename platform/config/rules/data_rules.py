@@ -12,8 +12,8 @@ WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documen
 
 
 def _data(config: Config) -> Iterator[str]:
-    """Yield a refusal line for data without a path, sources that nothing reads, and an evaluation without a held-out
-    split."""
+    """Yield a refusal line for a configuration of data without a path, sources that nothing reads, and an evaluation
+    without a held-out split."""
     data = config.data
     if data.kind == "text" and not data.path:
         yield violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
@@ -40,15 +40,15 @@ def _held_out(source: Any) -> bool:
 
 
 def _kinds(data: Data) -> set[str]:
-    """Return the kinds (text, records, tokens, ...) of all sources that `data` names."""
+    """Return the kinds (text, records, tokens, ...) of all sources that the configuration group `data` names."""
     if data.kind != "mixture":
         return {data.kind}
     return {str(source.get("kind", "text")) for source in data.sources.values() if isinstance(source, dict)}
 
 
 def _objective(config: Config) -> Iterator[str]:
-    """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
-    lengths, or if a model other than an encoder-decoder has a source length."""
+    """Yield a refusal line if the configured training objective does not go with the model's kind, the data or the
+    sequence lengths, or if a model other than an encoder-decoder has a source length."""
     data, m = config.data, config.model
     objective, legal = objective_of(config), OBJECTIVES[m.kind]
     kinds = _kinds(data)
@@ -69,8 +69,8 @@ def _objective(config: Config) -> Iterator[str]:
 
 
 def _documents(config: Config) -> Iterator[str]:
-    """Yield a refusal line if documents are to be kept apart or whole where they have no boundaries, or if model and
-    data do not agree about that."""
+    """Yield a refusal line if the configuration keeps documents apart or whole where they have no boundaries, or if its
+    model and data do not agree about that."""
     data, within = config.data, config.model.within_documents
     if within != data.document_mask:
         constraint = f"is what data.document_mask={str(data.document_mask).lower()} says"

@@ -93,7 +93,7 @@ def absent_ranks(config: Config, workers: int) -> Iterator[str]:
 
 
 def _deterministic(config: Config) -> Iterator[str]:
-    """Yield a refusal line if a deterministic run's CPU workers may have other numbers of threads when restarted."""
+    """Yield a refusal line if a run configured as deterministic may get other numbers of threads when restarted."""
     cluster = config.cluster
     if config.train.deterministic and cluster.kind == "ray" and cluster.device != "cuda" and not cluster.threads:
         constraint = "train.deterministic=true needs one number on all machines, as sums on a CPU depend on it"

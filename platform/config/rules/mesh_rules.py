@@ -98,8 +98,8 @@ def _slice_via(config: Config) -> Iterator[str]:
 
 
 def slices_heads(branch: Branch) -> bool:
-    """Return True if a branch scheme splits the batch in region `attention` and other dims in `core`, the attention
-    itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
+    """Return True if a configured branch scheme splits the batch in region `attention` and other dims in `core`, the
+    attention itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
     return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
 

@@ -12,8 +12,8 @@ from platform.plan.language.numbers import divisors
 
 
 def _attention(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each number of heads that does not divide what it must (model width, query heads), and
-    for an odd width per head under rotary positions."""
+    """Yield a refusal line for each configured number of heads that does not divide what it must (model width, query
+    heads), and for an odd width per head under rotary positions."""
     m = config.model
     rope = "model.positions=rope needs an even d_kv"
     if not m.d_kv and m.d_model % m.heads:
@@ -31,7 +31,7 @@ def _attention(config: Config) -> Iterator[str]:
 
 
 def _rotary(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in how rotary positions are scaled."""
+    """Yield a refusal line for each mistake in the configuration of scaled rotary positions (model.rope_scaling)."""
     m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
     if m.rope_scaling == "none":
         return
@@ -46,8 +46,8 @@ def _rotary(config: Config) -> Iterator[str]:
 
 
 def _seen(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mask of attention (window, documents, ...) that the kind of model does not know,
-    and for layers with a window that the model lacks."""
+    """Yield a refusal line for each configured mask of attention (window, documents, ...) that the kind of model does
+    not know, and for layers with a window that the model lacks."""
     m, wrong = config.model, f"model.kind={config.model.kind} has no such attention"
     if m.kind in ("encoder", "encoder_decoder", "two_layer"):
         if m.window:
@@ -63,14 +63,14 @@ def _seen(config: Config) -> Iterator[str]:
 
 
 def _head(config: Config) -> Iterator[str]:
-    """Yield a refusal line if the transform before the model's output (its head) is to have a gated activation."""
+    """Yield a refusal line if a gated activation is configured for the transform before the model's output."""
     m, gated = config.model, ("swiglu", "geglu", "geglu_tanh", "reglu")
     if m.head_transform and m.activation in gated:
         yield refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
 
 
 def _buckets(config: Config) -> Iterator[str]:
-    """Yield a refusal line if the buckets of relative positions do not fit the largest distance."""
+    """Yield a refusal line if the configured buckets of relative positions do not fit the largest distance."""
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
         constraint = f"must be more than half of model.buckets={m.buckets}"
@@ -78,7 +78,7 @@ def _buckets(config: Config) -> Iterator[str]:
 
 
 def _smoothing(config: Config) -> Iterator[str]:
-    """Yield a refusal line if labels are to be smoothed under a loss that says itself what a label costs."""
+    """Yield a refusal line if label smoothing is configured with a loss that says itself what a label costs."""
     smoothing, loss = config.model.label_smoothing, loss_of(config)
     if smoothing and loss != CROSS_ENTROPY:
         constraint = f"the loss {loss} says itself what a label costs"

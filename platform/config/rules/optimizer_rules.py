@@ -12,7 +12,7 @@ from platform.plan.language.numbers import count_of
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in the optimizer's numbers, patterns and parameter groups."""
+    """Yield a refusal line for each mistake in the optimizer's configuration: numbers, patterns, parameter groups."""
     o = config.optimizer
     if len(o.betas) != 2:
         yield violation("optimizer.betas", o.betas, "must be two numbers", [[0.9, 0.95]])

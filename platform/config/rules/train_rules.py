@@ -11,7 +11,7 @@ from platform.plan.language.numbers import divisors
 
 
 def _ramp(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in how the batch grows (`platform.config.batch_ramp`)."""
+    """Yield a refusal line for each mistake in the configuration of a growing batch (`platform.config.batch_ramp`)."""
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:
@@ -30,13 +30,13 @@ def _ramp(config: Config) -> Iterator[str]:
 
 
 def _start(config: Config) -> Iterator[str]:
-    """Yield a refusal line if training begins with averaged weights (train.init_averaged) of no saved model."""
+    """Yield a refusal line if averaged weights of no saved model are configured to begin with (train.init_averaged)."""
     if config.train.init_averaged and config.train.init in ("", "random"):
         yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
 
 
 def _evaluation(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each key of evaluations that never take place, or of averages that are not kept."""
+    """Yield a refusal line for each configured key of evaluations that never take place, or averages not kept."""
     e = config.eval
     if config.checkpoint.best and not e.every:
         yield violation("checkpoint.best", True, "eval.every=0: there are no evaluations", [False])

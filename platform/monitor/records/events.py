@@ -378,22 +378,22 @@ class Timing(JournalEvent):
 
 
 def to_plain(event: JournalEvent) -> dict[str, Any]:
-    """Return an event as the plain data of its line in the journal."""
+    """Return an event of a run as the plain data of its line in journal.jsonl."""
     return {"time": event.time, "generation": event.generation, "event": event.word} | event.own()
 
 
 def named(event: str, **fields: Any) -> JournalEvent:
-    """Build an event from the word that names its kind in the journal, such as "checkpoint", and its fields."""
+    """Build an event from the word that names its kind in journal.jsonl, such as "checkpoint", and its fields."""
     return EVENTS[event](**fields)
 
 
 def from_plain(line: dict[str, Any]) -> JournalEvent:
-    """Build an event from its line in a journal. Raises Malformed if a field is missing or of a wrong type."""
+    """Build an event from its line in journal.jsonl. Raises Malformed if a field is missing or of a wrong type."""
     head = schema.read(_HEAD, line)
     kind = EVENTS.get(head["event"], JournalEvent)
     return schema.read(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})
 
 
 def read(path: Path | str) -> Iterator[JournalEvent]:
-    """Yield the events in a journal's file, in order; it may be in use. Raises Malformed, naming the line; OSError."""
+    """Yield the events in a run's journal.jsonl, which may be in use. Raises Malformed, naming the line; OSError."""
     return records.lines(path, from_plain)

@@ -37,8 +37,8 @@ class JournalEvent(_Registered, group=True):
     generation: Annotated[int, Span(0, 10**9)] = 0
 
     def own(self) -> dict[str, Any]:
-        """Return the fields of an event as plain data, without `time` and `generation`: the fields of its own class,
-        then of its groups (Committed, End)."""
+        """Return the fields of a journal's event as plain data, without `time` and `generation`: the fields of its own
+        class, then of its groups (Committed, End)."""
         values = records.plain(self)
         groups = type(self).__mro__[: -len(JournalEvent.__mro__)]
         return {name: values[name] for group in groups for name in group.__annotations__ if name in values}

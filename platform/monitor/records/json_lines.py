@@ -35,7 +35,7 @@ class JsonLines:
         self._file = self._open()
 
     def append(self, value: dict[str, Any]) -> None:
-        """Append an object to the file as one line of JSON, now or as soon as it can be written."""
+        """Append an object to the journal or metrics file as a line of JSON, now or as soon as it can be written."""
         strict = schema.changed(value, float, lambda number: number if isfinite(number) else json.dumps(number))
         self._kept.append((json.dumps(strict, allow_nan=False) + "\n").encode())
         self._write_kept()
@@ -44,7 +44,7 @@ class JsonLines:
             self._lost += 1
 
     def close(self) -> None:
-        """Try a last time to write the unwritten lines, announce how many are lost, and close the file."""
+        """Try a last time to write the journal's or metrics file's kept lines, announce the lost ones, and close it."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
             self._say(f"WARNING: {self.path} lacks {count_of(missing, 'line')}")
@@ -54,7 +54,7 @@ class JsonLines:
 
     @property
     def unwritten(self) -> list[dict[str, Any]]:
-        """Return the objects that were appended but could not be written to the file yet, in order."""
+        """Return the objects appended to the journal or metrics file that could not be written yet, in order."""
         return [records.with_numbers(json.loads(line)) for line in self._kept]
 
     def _open(self) -> int:

@@ -48,7 +48,7 @@ class Family:
 
 
 def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
-    """Yield rows of a family for weight and bias of modules; `names`: their name -> our parameters, spaces between."""
+    """Yield a model family's table rows for weight and bias of modules; `names`: transformers' name -> ours."""
     for theirs, ours in names.items():
         endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
         for kind, ending in zip(("weight", "bias"), endings, strict=True):
@@ -65,5 +65,5 @@ GATED |= {"swish": "swiglu", "gelu_python": "geglu", "gelu_pytorch_tanh": "geglu
 
 
 def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
-    """Return the keys of a config.json for the ids of special tokens, and use_cache, as a family's defaults."""
+    """Return a model family's defaults in config.json: the keys for ids of special tokens, and use_cache."""
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "use_cache": True}

@@ -31,16 +31,16 @@ class Rule:
         return self.theirs.split()
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return the keys of our model that this rule reads in a config.json of transformers. Raises Inexpressible."""
+        """Return the keys of our model that this translation rule reads in a config.json. Raises Inexpressible."""
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the keys of a config.json of transformers that this rule writes for a model."""
+        """Return the keys of a config.json of transformers that this translation rule writes for a model."""
         raise NotImplementedError
 
 
 def as_json(value: Any) -> str:
-    """Return a value of a config.json as JSON text of about 60 characters at most, for a refusal."""
+    """Return a value in transformers' config.json as JSON text of about 60 characters at most, for a refusal."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -49,12 +49,12 @@ class Inexpressible(ValueError):
     """Signals a key of a config.json whose value our words do not express; the message is the refusal, in a line."""
 
     def __init__(self, key: str, value: Any, why: str):
-        """Construct the refusal of the value of a config.json's key, for the reason `why`."""
+        """Construct the refusal of a value in transformers' config.json that our model keys do not express."""
         super().__init__(f"{key}={as_json(value)}: {why}")
 
 
 def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
-    """Return the value of a key of a config.json, or its default. Raises Inexpressible if it is of none of `kinds`."""
+    """Return a key's value in transformers' config.json, or its default. Raises Inexpressible if not of `kinds`."""
     if name not in found and default is NEEDED:
         raise Inexpressible(name, "", "is missing")
     value = found.get(name, default)
@@ -75,14 +75,14 @@ class Renamed(Rule):
     written: Callable[[Model], Any] | None = None
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our model key with the value of the config.json's key, in our type; `null` in place of null."""
+        """Return our model key with the value of transformers' key in config.json, in our type; `null` for null."""
         kind = type(getattr(Model(), self.ours))
         kinds = (int, float) if kind is float else (kind,)
         value = value_of(found, self.theirs, self.default, kinds if self.null is None else (*kinds, type(None)))
         return {self.ours: self.null if value is None else kind(value)}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the config.json's key with the value of our model key; null in place of our `null`."""
+        """Return transformers' key for config.json with the value of our model key; null in place of our `null`."""
         if self.written:
             return {self.theirs: self.written(m)}
         return {self.theirs: dim_sizes(m)[self.ours] if self.ours in SIZES else getattr(m, self.ours)}
@@ -106,7 +106,7 @@ class Words(Rule):
         return {self.ours: self.words[value]}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the config.json's key with transformers' word for the value of our model key."""
+        """Return transformers' key for config.json with their word for the value of our model key."""
         ours = getattr(m, self.ours)
         return {self.theirs: next((theirs for theirs, word in self.words.items() if word == ours), [*self.words][0])}
 
@@ -120,14 +120,14 @@ class Only(Rule):
     written: bool = True
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return {}. Raises Inexpressible if the config.json's key has a value that is not accepted."""
+        """Return {}, no key of our model. Raises Inexpressible for a value of the config.json's key not accepted."""
         value = found.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
             raise Inexpressible(self.theirs, value, f"our words express {as_json(self.accepted[0])} alone")
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the config.json's key with its one accepted value."""
+        """Return transformers' key for config.json with its one accepted value."""
         return {self.theirs: self.accepted[0]} if self.written else {}
 
 
@@ -140,11 +140,11 @@ class Free(Rule):
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the keys of a config.json that do not matter to the model's numbers."""
+        """Return the keys of transformers' config.json that do not matter to the model's numbers."""
         return [*self.defaults, *super().names]
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the free keys of a config.json that have a default, with it."""
+        """Return the keys of transformers' config.json that do not matter and have a default, with the default."""
         return dict(self.defaults)
 
 
@@ -155,7 +155,7 @@ class Dropouts(Rule):
     default: float
 
     def read(self, found: Found) -> dict[str, Any]:
-        """Return our model key dropout. Raises Inexpressible if the dropout keys of a config.json differ."""
+        """Return our model key dropout for transformers' config.json. Raises Inexpressible if its dropouts differ."""
         first, *others = self.names
         rate = value_of(found, first, self.default, (int, float))
         for name in others:
@@ -164,7 +164,7 @@ class Dropouts(Rule):
         return {"dropout": float(rate)}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the dropout keys of a config.json, all with our model's dropout."""
+        """Return the dropout keys of transformers' config.json, all with our model's dropout."""
         return dict.fromkeys(self.names, m.dropout)
 
 
@@ -198,7 +198,7 @@ class Rotary(Rule):
         return out
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return `rope_parameters` of a config.json for a model, without numbers that are at their defaults."""
+        """Return `rope_parameters` of transformers' config.json for a model, without numbers at their defaults."""
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
         numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
         given = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}
@@ -218,7 +218,7 @@ _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
 def _positive(name: str, value: Any) -> float:
-    """Return a number >= 0 of a config.json; raises Inexpressible, with its key `name`, for any other value."""
+    """Return a number >= 0 in transformers' config.json; raises Inexpressible, naming key `name`, for other values."""
     if type(value) not in (int, float) or value < 0:
         raise Inexpressible(name, "" if value is None else value, "is no number" if value is not None else "is missing")
     return value
@@ -270,5 +270,5 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _kinds(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
-    """Yield each layer's word for `layer_types` of a config.json: sliding_attention if `windowed`."""
+    """Yield each layer's attention as `layer_types` of config.json has it: sliding_attention if `windowed`."""
     return (_KINDS[windowed(i)] for i in range(layers))

@@ -79,7 +79,7 @@ class _Biases(Rule):
         return {"bias": mlp, "attention_bias": "" if attention == mlp else "all" if attention else "none"}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the keys on biases of a config.json of Llama, Mistral or Qwen for a model."""
+        """Return the keys of a Llama, Mistral or Qwen config.json that say which layers of a model have biases."""
         attention = (m.attention_bias or ("all" if m.bias else "none")) == "all"
         return {name: value for name, value in zip(_BIASES, (attention, m.bias), strict=True) if name in self.names}
 

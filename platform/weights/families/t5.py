@@ -32,7 +32,7 @@ class _FeedForward(Rule):
         return {"activation": _WORDS[given]}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return `feed_forward_proj`, None if T5 has no name for our activation, and its derived keys."""
+        """Return T5's config.json key `feed_forward_proj`, None without a name for our activation, and derived keys."""
         names = {word: name for name, word in reversed(_WORDS.items())} | {"geglu_tanh": "gated-gelu"}
         given = names.get(m.activation)
         return {"feed_forward_proj": given, **(self._parts(given) if given else {})}
@@ -59,7 +59,7 @@ class _Scaled(Rule):
         return {"logit_scale": width**-0.5 if scaled and width > 0 else 1.0}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return T5's keys that scale the logits by d_model^-1/2, or not."""
+        """Return T5's config.json keys that say whether the logits are scaled by d_model^-1/2."""
         return {"scale_decoder_outputs": isclose(m.logit_scale, 1 / sqrt(m.d_model)), "tie_word_embeddings": True}
 
 
@@ -78,7 +78,7 @@ class _Layers(Rule):
         return {"layers": layers}
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the numbers of layers of T5's two stacks, which our model has alike."""
+        """Return T5's config.json keys for the numbers of layers of its two stacks, which our model has alike."""
         return dict.fromkeys(self.names, m.layers)
 
 

@@ -73,9 +73,9 @@ def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Find
 def _together(
     crew: Crew, job: Job, numbers: Sequence[int], thorough: bool, partners: int
 ) -> dict[int, dict[str, Findings]]:
-    """Return the doctor's findings on the connections of each worker, by member number and check: with up to so many
-    `partners`, of which the best counts, and with its node. One round of groups is measured after the other. Of a group
-    that hangs all members have the error. `numbers`: the members, by rank."""
+    """Return the doctor's findings on the network connections of each worker, by member number and check: with up to so
+    many `partners`, of which the best counts, and with its node. One round of groups is measured after the other. Of a
+    group that hangs all members have the error. `numbers`: the members, by rank."""
     members = crew.members
     nodes = [members[number].node if number in members else "" for number in numbers]
     found: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
@@ -102,7 +102,7 @@ def _together(
 
 
 def _joined(alone: Findings, together: Mapping[str, Findings]) -> Findings:
-    """Merge the doctor's findings on a worker by itself with those on its connections, by check."""
+    """Merge the doctor's findings on a worker alone with those on its network connections, a map by check."""
     joined = Findings(dict(alone.readings), dict(alone.errors), alone.facts)
     for one in together.values():
         wrong = joined.readings.get("wrong", 0.0) + one.readings.get("wrong", 0.0)

@@ -128,7 +128,7 @@ class Former:
         return found.seats, found
 
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
-        """Print the plan of the mesh that forms, if it differs from the one shown last, and its pipeline
+        """Print the plan of the mesh of workers that forms, if it differs from the one shown last, and its pipeline
         schedule; write plan.json."""
         if plan is not self._shown:
             self._monitor.say(reason or f"{count_of(plan.mesh.size, 'worker')}: as configured")
@@ -177,8 +177,8 @@ class Former:
         return source.step
 
     def _begin(self, crew: Crew) -> None:
-        """Let all ranks take the weights of train.init, and journal it. Raise GaveUp if they cannot be read and a
-        generation had formed before; ConfigError if none had."""
+        """Let all workers of a new generation start from the weights of train.init, and journal it. Raise GaveUp if
+        they cannot be read and a generation had formed before; ConfigError if none had."""
         start = perf_counter()
         try:
             found = initial_weights(self._config)
@@ -194,7 +194,7 @@ class Former:
         self._monitor.say("\n".join([f"weights  of {found.url}", *(f"         {line}" for line in notes)]))
 
     def _rehearse(self, crew: Crew, job: Job, step: int) -> str:
-        """Let all ranks compile, before any step has a deadline; return who cannot and why, "" for nobody."""
+        """Let all workers compile the model, before steps have a deadline; return which cannot and why, "" for none."""
         if not may_compile(self._config.train.compile, job.device):
             return ""
         failed = ((rank, why) for rank, why in enumerate(crew.call("rehearse", step)) if why)
@@ -222,7 +222,7 @@ class Former:
 
 
 def _described(schedule: Schedule) -> str:
-    """Describe a pipeline schedule: size, simulated bubble, and its table unless that is wider than _WIDTH columns."""
+    """Describe a new mesh's pipeline schedule: size, simulated bubble, and its table unless wider than _WIDTH."""
     bubble = simulate(schedule).bubble
     title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
     lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]

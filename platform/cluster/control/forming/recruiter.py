@@ -38,16 +38,16 @@ class Recruiter:
         self.memory = inf
 
     def usable(self, crew: Crew) -> dict[int, Member]:
-        """Return the members that may get a seat, by number, in order: neither barred nor about to be taken away."""
+        """Return the crew members that may get a rank, by number: neither barred nor about to be taken away."""
         out = self.barred | crew.leaving
         return {number: member for number, member in sorted(crew.members.items()) if number not in out}
 
     def best(self, members: int) -> Replanned | None:
-        """Return the configuration and plan of the run for at most `members` workers, with devices of `memory` bytes;
-        None if no legal plan fits. The plan of the run's start, if it has `members` workers, or fewer and the run may
-        not grow; else, as `replan` does, the one with another number of data replicas alone; if none is legal, the one
-        with the most workers, of these the fewest bytes moved per step, of these the nearest to the configured sizes of
-        the axes."""
+        """Choose the configuration and plan of the run's next mesh for at most `members` workers, with devices of
+        `memory` bytes; None if no legal plan fits. The plan of the run's start, if it has `members` workers, or fewer
+        and the run may not grow; else, as `replan` does, the one with another number of data replicas alone; if none is
+        legal, the one with the most workers, of these the fewest bytes moved per step, of these the nearest to the
+        configured sizes of the axes."""
         size = self._plan.mesh.size
         if members == size or members > size == self._most:
             return Replanned(self._config, self._plan, "")
@@ -114,7 +114,7 @@ class Recruiter:
         return missing
 
     def _missing(self, crew: Crew) -> int:
-        """Return how many more workers to start for the largest mesh and its spares, as far as the cluster has room."""
+        """Return how many more workers to start for the largest mesh and spares, as far as the cluster has room."""
         coming = len(crew.starting)  # read first: a worker that gets ready meanwhile counts twice, not never
         wanted = int(min(self._most + self._config.elastic.spares, self._limit))
         return wanted - coming - len(crew.members.keys() - crew.leaving)

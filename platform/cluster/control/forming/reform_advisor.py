@@ -33,7 +33,7 @@ class ReformAdvisor:
         self._slow: dict[int, int] = {}  # member -> consecutive steps in which it was slow
 
     def needed_reform(self, crew: Crew, generation: Generation) -> ReformProposal | None:
-        """Return a proposal to re-form, and journal the notice, if a seated worker is to be taken away; else None."""
+        """Propose to re-form the mesh, and journal the notice, if a seated worker is to be taken away; else None."""
         leaving = sorted(crew.leaving & set(generation.seats))
         if not leaving:
             return None
@@ -41,10 +41,10 @@ class ReformAdvisor:
         return ReformProposal(f"about to be taken away: {len(leaving)} of {count_of(generation.size, 'worker')}")
 
     def optional_reform(self, crew: Crew, generation: Generation, report: StepReport) -> ReformProposal | None:
-        """Return a proposal to re-form the mesh if a spare can replace a slow worker (elastic.replace_slow), or a
-        larger mesh can form from the workers there; else None. Also hires missing workers, and ends those without a
-        seat whose machines are about to go: other members hold their state now. `report`: rank 0's on the training step
-        just committed."""
+        """Propose to re-form the mesh if a spare worker can replace a slow one (elastic.replace_slow), or a larger mesh
+        can form from the workers there; else return None. Also hires missing workers, and ends those without a seat
+        whose machines are about to go: other members hold their state now. `report`: rank 0's on the training step just
+        committed."""
         crew.dismiss(crew.leaving - set(generation.seats))
         self._recruiter.refill(crew)
         slow = self._slow_ones(generation, report)
@@ -60,8 +60,8 @@ class ReformAdvisor:
         )
 
     def _slow_ones(self, generation: Generation, report: StepReport) -> list[int]:
-        """Return the numbers of the members that `report` and the SLOW_STEPS - 1 reports before it all show as slow;
-        journal and print each when it first is one."""
+        """Return the numbers of the workers that `report` and the SLOW_STEPS - 1 reports before it all show as slow;
+        journal and print each worker's when it is first found slow."""
         ratios = {generation.seats[rank]: ratio for rank, ratio in report.slow}
         self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
         for number in (n for n, steps in self._slow.items() if steps == SLOW_STEPS):

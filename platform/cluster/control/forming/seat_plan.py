@@ -15,13 +15,13 @@ Path = tuple[str, ...]  # from the outermost tier to the node
 
 
 def places(members: Mapping[int, Member]) -> dict[int, Path]:
-    """Return member number -> its place in the cluster: tiers that all members report, outer to inner, and its node."""
+    """Return crew member -> its place in the cluster: its tiers (rack, ...) that all members report, and its node."""
     depth = min((len(member.tiers) for member in members.values()), default=0)
     return {number: (*member.tiers[:depth], member.node) for number, member in members.items()}
 
 
 def tiers_of(seats: Sequence[int], paths: Mapping[int, Path]) -> Tiers:
-    """Return the cluster tiers of the ranks with members `seats`, from `places`, without outer ones that all share."""
+    """Return the cluster tiers (rack, node) of the ranks of workers `seats`, without outer tiers that all share."""
     found = [paths[number] for number in seats]
     names = [tier.partition("=")[0] for tier in found[0][:-1]] + ["node"]
     apart = [i for i, values in enumerate(zip(*found, strict=True)) if len(set(values)) > 1 or i == len(names) - 1]
@@ -76,24 +76,24 @@ class _Seating:
             self._room[self._paths[member][:depth]] -= 1
 
     def _best(self, within: Path, ranks: range) -> Path:
-        """Return the innermost cluster tier in `within`, or itself, with room for a block of `ranks`, of least cost."""
+        """Choose the innermost cluster tier within `within` with room for the workers of `ranks`, of least cost."""
         fits = [tier for tier in self._inside(within) if self._room[tier] >= len(ranks)]
         deepest = max(map(len, fits))
         return min((tier for tier in fits if len(tier) == deepest), key=lambda tier: self._cost(tier, ranks))
 
     def _inside(self, within: Path) -> list[Path]:
-        """Return the cluster tiers inside the tier `within`, itself among them."""
+        """Return the cluster tiers (racks, nodes, ...) inside the tier `within`, itself among them."""
         return [tier for tier in self._here if tier[: len(within)] == within]
 
     def _cost(self, tier: Path, ranks: range) -> tuple[float, ...]:
-        """Return a cluster tier's sort key for a block of ranks: members that stay or lost their rank, room, number."""
+        """Return a cluster tier's sort key for seating workers at `ranks`: members that keep or lost theirs, room."""
         had = [self._rank_of.get(m, -1) for m in self._here[tier] if m not in self._taken]
         stay, late = sum(rank in ranks for rank in had), sum(rank >= self._world for rank in had)
         around = (self._room[tier[:depth]] for depth in range(len(tier), -1, -1))
         return (-stay, -late, *around, self._here[tier][0])
 
     def _strange(self, member: int, rank: int) -> int:
-        """Return how badly a member suits a rank: 0 had it before, 1 had one now gone, 2 had none, 3 had another."""
+        """Return how badly a worker suits a rank: 0 had it before, 1 had one now gone, 2 had none, 3 had another."""
         had = self._rank_of.get(member, -1)
         if had < 0:
             return 2

@@ -108,7 +108,7 @@ class Checkpoints:
         return at_the_end or self._cadence.due(step) or stopping and c.checkpoint.on_stop
 
     def evaluated(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Note the validation losses in a run's rows of metrics, by which the best checkpoint is saved and kept."""
+        """Note the validation losses in a run's rows of metrics, by which its best checkpoint is saved and kept."""
         self._saver.losses = validation_losses(rows)
 
     def best(self) -> str:
@@ -126,7 +126,7 @@ class Checkpoints:
         )
 
     def check_hope(self) -> None:
-        """Raise GaveUp, to end the run, if the last FAILURES saves have failed, the first elastic.wait seconds ago."""
+        """Raise GaveUp, to end the run, if its last FAILURES checkpoints failed, the first elastic.wait seconds ago."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             where, count = urls.storage_key(self._config), count_of(self._failed, "checkpoint")
             raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
@@ -136,7 +136,7 @@ class Checkpoints:
         return self.step < last and self.due(last, last=True, stopping=False)
 
     def unreadable(self) -> str:
-        """Read back every byte of the newest checkpoint; return why that fails, "" if it does not."""
+        """Read back every byte of the run's newest checkpoint; return why that fails, "" if it does not."""
         try:
             newest = find(self._storage, deep=False, mark=False).directory
             if newest:
@@ -147,7 +147,7 @@ class Checkpoints:
 
     @property
     def kept(self) -> str:
-        """Return a sentence for the user: after which step the same command continues, or that nothing was saved."""
+        """Return a sentence for the user: after which checkpoint the same command goes on, or that none was saved."""
         with_override = f" with {self.resume}" if self.resume else ""
         if not self.step:
             return f"nothing was saved; the same command{with_override} starts again from step 1"
@@ -182,7 +182,7 @@ class Checkpoints:
             raise ConfigError(violation("data", self._config.data.kind, reason, legal))
 
     def _changed_data(self) -> dict[str, tuple[Any, Any]]:
-        """Return the keys of data that differ from the checkpoint to resume from: key -> (there, here)."""
+        """Return the keys of data whose values differ from the resumed checkpoint's: key -> (there, here)."""
         assert self._origin and self._origin.manifest
         found = differences(completed(self._origin.manifest.meta.identity), identity(self._config))
         return {key: pair for key, pair in found.items() if key.startswith("data.")}
@@ -232,8 +232,8 @@ class Checkpoints:
         return found if found.directory in self._own else None
 
     def confirm(self) -> None:
-        """Look whether the newest checkpoint is still in storage, and set `step` to the newest one's step, 0 if none is
-        left. Storage that does not answer proves nothing and leaves `step` alone."""
+        """Check that the run's newest checkpoint is still in storage, and set `step` to the newest one's step, 0 if
+        none is left. Storage that does not answer proves nothing and leaves `step` alone."""
         anybody_s = self._config.checkpoint.resume in _NEWEST
         if not self.step or not (self._own or anybody_s):
             return
@@ -302,13 +302,13 @@ class Checkpoints:
         )
 
     def _poll(self) -> None:
-        """Journal the events that the saver's thread has reported since the last call, and react to them."""
+        """Journal what the saver's thread has reported on checkpoints since the last call, and react to it."""
         for found in self._saver.poll():
             self._note(events.named(**found, useful_seconds=self._useful))
 
     def _note(self, event: events.JournalEvent) -> None:
-        """Journal one event of the saver and react to it: count a good checkpoint or a failed save, warn the user.
-        Raise GaveUp if another driver has taken over the run."""
+        """Journal one event of saving a checkpoint and react to it: count a good checkpoint or a failed save, warn the
+        user. Raise GaveUp if another driver has taken over the run."""
         self._useful = None
         self._journal.write(event)
         if isinstance(event, events.Checkpoint):

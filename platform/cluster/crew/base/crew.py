@@ -41,7 +41,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def leaving(self) -> Set[int]:
-        """Return the numbers of members on draining nodes, which go soon; empty if this kind of crew gets no notice."""
+        """Return the numbers of workers on draining nodes, which go soon; empty if this kind of crew gets no notice."""
         return set()
 
     @property
@@ -76,7 +76,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @abstractmethod
     def hire(self, count: int) -> None:
-        """Start `count` more worker processes without waiting; they appear in `members` once ready."""
+        """Start `count` more worker processes of the crew without waiting; they appear in `members` once ready."""
 
     def dismiss(self, numbers: Set[int]) -> None:  # noqa: B027  most kinds of crew need not
         """End the worker processes of members without a rank, whose nodes the cluster is about to take away anyway."""

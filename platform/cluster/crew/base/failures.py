@@ -41,13 +41,13 @@ class Failure:
     refusal: str = ""  # of a user's mistake, which the call has found: its lines
 
     def __str__(self) -> str:
-        """Format this failure of a worker as a line for the user: who, where, how, in which call, and the error."""
+        """Format this failure of a worker as a line for the user: its name, node, kind, call and error."""
         where = f" on {self.member.host}" if self.member.node else ""
         return f"{self.name}{where} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
 
     @property
     def out_of_memory(self) -> bool:
-        """Return True if there was no memory left for a tensor, a kernel or a communicator on the member's device."""
+        """Return True if a worker failed as its device had no memory left for a tensor, a kernel or a communicator."""
         return self.kind == "failed" and bool(
             re.search(r"OutOfMemoryError|out of memory|t allocate memory", self.cause)
         )

@@ -84,7 +84,7 @@ class Assignment:
     tiers: list[str] = field(default_factory=list)  # what its node is in, outer to inner
 
     def enter_environment(self) -> None:
-        """Set the environment of the calling process as this assignment says, before torch is imported there."""
+        """Set the variables of a worker's assignment in this process's environment, before torch is imported."""
         os.environ.update(self.environment)
         os.environ.update(self.unset(os.environ))
 
@@ -145,12 +145,12 @@ def worker_environment(config: Config, device: str) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores of this machine that this process may use."""
+    """Return the number of CPU cores of this machine that this process may use, to be shared by its workers."""
     return len(os.sched_getaffinity(0))
 
 
 def gpu_count() -> int:
-    """Return how many of this machine's GPUs the process may use; 0, without torch, if there is no GPU driver."""
+    """Return how many of this machine's GPUs workers may use; 0, without torch, if there is no GPU driver."""
     if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
         return 0
     import torch

@@ -38,11 +38,11 @@ class Launcher(ABC):
         and serve its worker there. The first call names all initial members."""
 
     def ready(self) -> None:  # noqa: B027  most launchers need not know
-        """Note that all initial members are ready, so that things needed only to start them can be removed."""
+        """Note that all initial worker processes are ready, so that things needed only to start them can be removed."""
 
     @abstractmethod
     def ended(self, number: int, seconds: float) -> str | None:
-        """Return a phrase on how member `number`'s process ended; None if no end is known within `seconds`."""
+        """Return a phrase on how worker process `number` ended; None if no end is known within `seconds`."""
 
     @abstractmethod
     def kill(self, number: int) -> None:

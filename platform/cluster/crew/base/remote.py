@@ -146,7 +146,8 @@ class RemoteCrew(Crew):
         return lost
 
     def close(self) -> None:
-        """End all members: let them end by themselves if none has failed, and kill the ones that do not."""
+        """End all worker processes of the crew: let them end by themselves if none has failed, and kill the ones that
+        do not."""
         if self._closed:
             return
         self._closed = True
@@ -165,7 +166,7 @@ class RemoteCrew(Crew):
 
     @property
     def _gone(self) -> dict[int, str]:
-        """Return the members with a rank whose process is dead, each with how it died, by number."""
+        """Return the workers with a rank whose process is dead, by member number, each with how it died."""
         return {number: cause for number, cause in self._roster.deaths.items() if number in self._ranks}
 
     def _next_call(self, method: str, args: Sequence[object] = ()) -> Call:
@@ -258,7 +259,7 @@ class RemoteCrew(Crew):
         self._polite = before
 
     def _failure(self, number: int, kind: str, call: str, cause: str, refusal: str = "") -> Failure:
-        """Return the failure of the seated member `number` in `call`, with its rank, readable name and log file."""
+        """Return the failure of the seated worker `number` in `call`, with its rank, readable name and log file."""
         rank, member = self._ranks[number], self._roster.member(number)
         name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
         return Failure(member, kind, call, cause, rank, name, coordinates, self._roster.log(number), refusal)

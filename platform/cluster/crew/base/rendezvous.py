@@ -14,7 +14,7 @@ _ERROR = 2  # of torch's C++ log
 
 
 def preload() -> None:
-    """Import the modules that `open_store` needs, a second of CPU, while the first workers start."""
+    """Import torch.distributed, a second of CPU, which the driver's TCPStore needs, while the first workers start."""
     import torch.distributed  # noqa: F401
 
 
@@ -32,8 +32,9 @@ def open_store(host: str) -> Any:
 
 
 def _keep_backtraces_out_of_logs() -> None:
-    """Let the C++ part of torch in this process log errors alone, unless the user's environment sets its level: for
-    each invalid message, which any stranger can send, the store warns in 25 lines, and they would fill a disk.
+    """Let torch's C++ part in the driver, which serves the workers' TCPStore, log errors alone, unless the user's
+    environment sets its level: for each invalid message, which any stranger can send, the store warns in 25 lines, and
+    they would fill a disk.
 
     The variable itself is only read while torch is imported, which may have been long ago.
     """

@@ -66,7 +66,7 @@ class Roster:
         self._launcher.launch(self.job, numbers, self.board)
 
     def send(self, numbers: Collection[int], message: object) -> None:
-        """Send one message from the driver to the members `numbers`, encoded once for all."""
+        """Send one message from the driver to the workers `numbers`, encoded once for all."""
         if numbers:
             frame = encode(message)
             for number in numbers:
@@ -118,18 +118,18 @@ class Roster:
         self.dispose(number)
 
     def _book_unstarted(self, number: int, kind: str, cause: str) -> None:
-        """Record the failure of a member that never got ready. `kind`: died | failed."""
+        """Record the failure of a worker process that never got ready. `kind`: died | failed."""
         failure = Failure(self.member(number), kind, "start()", cause, name=f"worker{number}", log=self.log(number))
         self.unstarted.append(failure)
 
     def dispose(self, number: int) -> None:
-        """Close the driver's connection to a member and kill the member's process; it is no longer in `ready`."""
+        """Close the driver's connection to a worker and kill the worker's process; it is no longer in `ready`."""
         self.board.hang_up(number)
         self._launcher.kill(number)
         self.ready.pop(number, None)
 
     def member(self, number: int) -> Member:
-        """Return the member of this number, alive or not; with node "" and process id 0 if it never dialled in."""
+        """Return the worker process of this number, alive or not; with node "" and process id 0 if never dialled in."""
         return self._greeted.get(number, Member(number, "", 0))
 
     def log(self, number: int) -> Path | None:
@@ -137,6 +137,6 @@ class Roster:
         return self._launcher.log(self.job, number)
 
     def close(self, polite: bool) -> None:
-        """Close all connections, which ends members that wait for a call; end all processes by `Launcher.dismiss`."""
+        """Close all connections to a crew's workers, which ends idle ones; end all processes by `Launcher.dismiss`."""
         self._opened.close()
         self._launcher.dismiss(polite)

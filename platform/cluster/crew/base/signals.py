@@ -20,7 +20,7 @@ _ECHO_SECONDS = 0.5  # within which a repeat is the same signal: sent to all pro
 
 
 def stop_reason(number: int) -> str:
-    """Return why a stop signal was sent: a supervisor's text in the file that REASON names, else the signal's name."""
+    """Return why a signal stops the run: a supervisor's text in the file that REASON names, else the signal's name."""
     reason = ""
     with suppress(OSError, Malformed, KeyError):
         reason = printable(documents.read_bytes(os.environ[REASON], 200).decode(errors="replace"))
@@ -38,7 +38,7 @@ class StopSignals:
     being closed. A signal within _ECHO_SECONDS of the first is not a second one."""
 
     def __enter__(self) -> StopSignals:
-        """Install this process's handlers of the stop signals, until the context is left."""
+        """Install the handlers of the run's stop signals (SIGINT, SIGTERM, ...), until the context is left."""
         self._requested: str | None = None
         self._deferred = self._interrupting = False
         self._status: int | None = None  # exit status, once the run's end is being reported
@@ -47,12 +47,12 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers that the stop signals had before the context."""
+        """Restore the handlers that the run's stop signals (SIGINT, SIGTERM, ...) had before the context."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """Hold a first stop signal from now on, as there is work to lose, until the next `check` raises Stopped."""
+        """Hold the run's first stop signal from now on, as work could be lost, until the next `check` raises it."""
         self._deferred = True
 
     def finish(self, status: int) -> None:
@@ -73,17 +73,17 @@ class StopSignals:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def note(self, reason: str) -> None:
-        """Record a request to stop, which the next `check` raises; unlike `request`, never interrupt the driver."""
+        """Record a request to stop the run, which the next `check` raises; never interrupt, as `request` does."""
         self._requested = self._requested or reason
 
     def check(self) -> None:
-        """Raise Stopped if a stop was requested; called between steps, where stopping loses nothing."""
+        """Raise Stopped if a stop of the run was requested; called between steps, where stopping loses nothing."""
         if self._requested:
             raise Stopped(self._requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a stop signal as the class describes; also the one that `request` sends to this process, which raises
-        Stopped unless stopping is deferred."""
+        """Handle a stop signal of the run as the class describes; also the one that `request` sends to this process,
+        which raises Stopped unless stopping is deferred."""
         if self._interrupting:  # the signal that `request` sent
             self._interrupting = False
             return None if self._deferred else self.check()

@@ -30,7 +30,7 @@ class Watch:
     """
 
     def __init__(self, within: float, start: float, silence: float = inf):
-        """Begin to watch the members in a call of the driver that starts at time `start`, to find hung ones. `within`:
+        """Begin to watch the workers in a call of the driver that starts at time `start`, to find hung ones. `within`:
         seconds without progress after which a blocked member hangs; `silence`: seconds without any heartbeat after
         which one does."""
         self._within, self._deadline, self._silence = within, start + SOON * within, silence
@@ -43,7 +43,7 @@ class Watch:
         self._due = inf  # when the driver is to look again, at the latest
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
-        """Return which `pending` members to ask for a heartbeat at `now`; [] if it is too early."""
+        """Return which `pending` workers of a call to ask for a heartbeat at time `now`; [] if it is too early."""
         if now < self._next:
             return []
         self._next = now + (BEAT_SECONDS if now >= self._deadline else BEAT_SECONDS / 2)
@@ -52,25 +52,25 @@ class Watch:
         return asked
 
     def heard(self, number: int, beat: Activity, now: float) -> None:
-        """Record the heartbeat `beat` that was asked of member `number`, received at time `now`, and its progress."""
+        """Record the heartbeat `beat` of worker `number`, received at time `now`, and the progress that it shows."""
         self._excuse(now)
         self._heard, self._slowest = now, max(self._slowest, now - self._asked.pop(number, now))
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat.seconds)
 
     def answered(self, now: float) -> None:
-        """Record that a member answered the call at `now`, which is progress: ranks that waited for it will move."""
+        """Record that a worker answered the call at `now`, which is progress: ranks that waited for it will move."""
         self._excuse(now)
         self._moved = self._heard = now
 
     def patience(self, now: float) -> float:
-        """Return the seconds from `now` until the next heartbeat request or the deadline: the longest wait."""
+        """Return the seconds from `now` to the next heartbeat request to workers or the deadline: the longest wait."""
         due = min(self._next, self._deadline) if now < self._deadline else self._next
         self._due = max(now, due)
         return self._due - now
 
     def _excuse(self, now: float) -> None:
-        """Shift the times of the watch for hung members by the time in which the driver itself was stopped, before
+        """Shift the times by which hung workers are found by the time in which the driver itself was stopped, before
         `now`."""
         if self._due == inf:  # it has not waited yet
             return
@@ -118,14 +118,14 @@ class Watch:
         return {}, set()
 
     def _bound(self, beat: Activity) -> float:
-        """Return the seconds after which a member with this heartbeat hangs, if it does not wait for others."""
+        """Return the seconds after which a worker with this heartbeat counts as hung, unless it waits for others."""
         if beat.preparing:  # by other processes or threads too, while its main thread is idle
             return max(self._calm, FIRST_STEP_SECONDS)
         return self._within if beat.busy < BUSY else self._calm
 
 
 def _where(beat: Activity) -> str:
-    """Describe in a line where a member's heartbeat shows it to be: the seconds since it moved, the call and the
-    section, and where its device is if it waits for that."""
+    """Describe in a line where a worker's heartbeat shows it to be: the seconds since it moved, the call and the
+    section of code, and where its device is if it waits for that."""
     device = f" of its device, in {beat.device} after {beat.completed} waits for others" if beat.device else ""
     return f"{beat.seconds:.1f} s at {beat.call}{beat.section and ': '}{beat.section}{device}"

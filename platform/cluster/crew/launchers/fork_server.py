@@ -54,7 +54,7 @@ def _import(name: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies; end it if that has happened."""
+    """Ask the kernel to kill this fork server when the process `parent` dies; end it if that has happened."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -76,7 +76,7 @@ class _Server:
         self._watch(self._woken)
 
     def _watch(self, own: socket.socket) -> None:
-        """Add a connection or listener to the ones from which `run` waits for data."""
+        """Add a connection or listener to the ones from which the fork server waits for orders and news of workers."""
         self._sockets[own.fileno()] = own
         self._poll.register(own, select.POLLIN)
 
@@ -98,8 +98,8 @@ class _Server:
                     self._fork(self._sockets[fd].accept()[0])
 
     def _take(self) -> bool:
-        """Take a socket that the parent passes: a worker's connection, or one that accepts such connections; return
-        False if the parent has closed its own instead."""
+        """Take a socket that the fork server's parent passes: a worker's connection, or one that accepts such
+        connections; return False if the parent has closed its own instead."""
         try:
             kind, fds, _, _ = socket.recv_fds(self._control, 1, 1)
         except OSError:
@@ -114,7 +114,7 @@ class _Server:
         return True
 
     def _fork(self, line: socket.socket) -> None:
-        """Fork a worker, whose order comes first on the connection `line`; do nothing if it does not come."""
+        """Fork a worker process, whose order comes first on the connection `line`; do nothing if it does not come."""
         try:
             line.settimeout(_ORDER_SECONDS)
             with line.makefile("rb") as order:

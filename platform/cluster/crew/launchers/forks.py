@@ -47,22 +47,22 @@ class ForkServer:
         return self._process.poll() is None
 
     def fork(self, place: Assignment, address: tuple[str, int], token: str) -> Forked:
-        """Order a worker, without waiting for it: it will serve the member of `place`, with the driver at `address` and
-        the secret `token`, in this process's environment."""
+        """Order a forked worker process, without waiting for it: it will serve the member of `place`, with the driver
+        at `address` and the secret `token`, in this process's environment."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # the server is gone: the connection ends, as if the worker had died
             socket.send_fds(self._control, [b"w"], [theirs.fileno()])
         return Forked(ours, place, address, token)
 
     def listen(self, path: str) -> None:
-        """Accept orders by `order_worker` at the Unix socket `path`, which only this user's processes can reach."""
+        """Accept orders of workers by `order_worker` at the Unix socket `path`, which only this user can reach."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(socket.SOMAXCONN)
             socket.send_fds(self._control, [b"l"], [listener.fileno()])
 
     def close(self) -> None:
-        """End the fork server and all of its workers, at once."""
+        """End the fork server and all worker processes that it has forked, at once."""
         self._control.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -72,7 +72,7 @@ class ForkServer:
 
 
 def order_worker(path: str, place: Assignment, address: tuple[str, int], token: str) -> Forked:
-    """Order a worker as `ForkServer.fork` does, from the server listening at `path`. Raises OSError if it is gone."""
+    """Order a worker process, as `ForkServer.fork` does, of the fork server listening at `path`. Raises OSError."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
     return Forked(line, place, address, token)
@@ -111,7 +111,7 @@ class Forked:
 
 
 def _phrase(code: bytes) -> str:
-    """Describe how a worker ended, by its exit code as the server sent it, b"" if the server is gone."""
+    """Describe how a forked worker process ended, by the exit code that its server sent, b"" if the server is gone."""
     if not code:
         return "the process was killed with the process that it was forked from"
     if code.startswith(b"-"):

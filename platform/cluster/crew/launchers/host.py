@@ -73,7 +73,7 @@ def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for its next tensors, unless the user has set malloc's
+    """Let this worker process keep the memory that it frees, for its next tensors, unless the user has set malloc's
     thresholds: every step allocates what the one before has freed, and each page that the kernel takes back meanwhile
     costs a fault and is cleared anew. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -110,8 +110,8 @@ class _Host:
         return method(*typed(method, call.args))
 
     def _execute(self, number: int, call: str, function: Callable[[], Any]) -> None:
-        """Run `function`, the body of the driver's call `number`, and send its result or traceback to the driver.
-        `call`: its text for heartbeats."""
+        """Run `function`, the body of the driver's call `number` on this worker, and send its result or traceback to
+        the driver. `call`: its text for heartbeats."""
         PROGRESS.begin(call)
         cause = refusal = ""
         try:
@@ -139,8 +139,9 @@ class _Host:
                 traceback.print_exc()
 
     def _read(self) -> None:
-        """Receive the driver's messages until it closes the connection: queue calls for `run`, answer heartbeat
-        requests, start aborts. Then, in a process of its own, exit after ORPHAN_SECONDS even if a call still runs."""
+        """Receive the driver's messages to this worker until the driver closes the connection: queue calls for `run`,
+        answer heartbeat requests, start aborts. Then, in a process of its own, exit after ORPHAN_SECONDS even if a call
+        still runs."""
         try:
             for message in self._line.messages():
                 match read(Order, message):
@@ -159,7 +160,7 @@ class _Host:
 
 
 def typed(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
-    """Return the arguments of a driver's call, plain data, in the types that `method` declares. Raises Malformed."""
+    """Return the arguments of a driver's call on a worker in the types that `method` declares. Raises Malformed."""
     kinds = chain(_declared(getattr(method, "__func__", method)), repeat(object))
     return [schema.read(kind, value) for kind, value in zip(kinds, args, strict=False)]
 

@@ -32,11 +32,11 @@ class Marked:
     other. `directory`: only this user can read it."""
 
     def __init__(self) -> None:
-        """Prepare to start programs that end with this process; none is started before the context is entered."""
+        """Prepare to start programs, such as an embedded Ray, that end with this process; none is started yet."""
         self._main: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        """Create the programs' directory, and start the sweeper process that cleans up once this process ends."""
+        """Create the directory for an embedded Ray's files, and start the sweeper that cleans up after this process."""
         self.directory = _short_directory()
         command = [sys.executable, "-I", __file__, self.directory]
         # in its own session, so that Ctrl-C in the terminal does not reach it
@@ -44,12 +44,12 @@ class Marked:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all of the programs, and let the sweeper process remove what is left of them."""
+        """End the embedded Ray and all programs started here, and let the sweeper process remove what is left."""
         self.end()
         self._sweeper.communicate(AT_ONCE)
 
     def popen(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
-        """Start a program that must not outlive this process, in a session of its own; `how`: options of Popen."""
+        """Start a program of an embedded Ray, which must not outlive this process; `how`: options of Popen."""
         return subprocess.Popen(command, env={**environment, MARK: self.directory}, start_new_session=True, **how)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
@@ -59,11 +59,11 @@ class Marked:
 
     @property
     def runs(self) -> bool:
-        """Return True if the main program was started and has not ended."""
+        """Return True if the main program, such as an embedded Ray, was started and has not ended."""
         return self._main is not None and self._main.poll() is None
 
     def end(self) -> None:
-        """End all of the programs at once, if the main one was started, with everything that they have started."""
+        """End the embedded Ray, if it was started, at once, with all programs that it or this object has started."""
         if self._main is not None:
             self._main.kill()
             self._main.wait()
@@ -73,9 +73,9 @@ class Marked:
 
 @contextmanager
 def deaf_to_term() -> Iterator[None]:
-    """Start processes inside the block with SIGTERM blocked, for themselves and for all that they start. Some
-    schedulers send it to every process of a job: then only this process reacts, and decides which processes end, and
-    when."""
+    """Start processes, such as an embedded Ray, inside the block with SIGTERM blocked, for themselves and for all that
+    they start. Some schedulers send it to every process of a job: then only this process reacts, and decides which
+    processes end, and when."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -84,15 +84,15 @@ def deaf_to_term() -> Iterator[None]:
 
 
 def _short_directory() -> str:
-    """Create a temporary directory with a short path, as Ray's Unix sockets allow at most 107 characters."""
+    """Create a temporary directory for an embedded Ray; a short path, as Unix sockets allow 107 characters."""
     with suppress(OSError):
         return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     return tempfile.mkdtemp(prefix="ray-")
 
 
 def clear(directory: str, patience: float = 0.0, most: float = inf, spared: int = 0) -> None:
-    """Wait until no process that belongs to `directory` (see `marked`) is left but the one of id `spared`, for at most
-    `most` seconds; kill the remaining ones after `patience` seconds."""
+    """Wait until no process started for an embedded Ray's `directory` (see `marked`) is left but the one of id
+    `spared`, for at most `most` seconds; kill the remaining ones after `patience` seconds."""
     begin = time.monotonic()
     while left := [process for process in marked(directory) if process != spared]:
         waited = time.monotonic() - begin
@@ -105,16 +105,16 @@ def clear(directory: str, patience: float = 0.0, most: float = inf, spared: int 
 
 
 def marked(directory: str) -> list[int]:
-    """Return the ids of the processes that belong to `directory`, without this process: started with MARK=`directory`,
-    or with files open in it, since a process that changes its title overwrites its environment, and the mark with
-    it."""
+    """Return the ids of the processes started for an embedded Ray's `directory`, without this process: with
+    MARK=`directory` in the environment, or with files open in it, since a process that changes its title overwrites its
+    environment, and the mark with it."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [number for number in numbers if number != os.getpid() and _belongs(number, directory)]
 
 
 def _belongs(process: int, directory: str) -> bool:
-    """Return True if the process of id `process` belongs to `directory`: the variable MARK of its environment names
-    that, or it has a file in it open."""
+    """Return True if the process of id `process` was started for an embedded Ray's `directory`: the variable MARK of
+    its environment names that, or it has a file in it open."""
     with suppress(OSError):  # another user's process, or one that is gone
         with open(f"/proc/{process}/environ", "rb") as environment:
             if f"{MARK}={directory}".encode() in environment.read().split(b"\0"):
@@ -125,8 +125,9 @@ def _belongs(process: int, directory: str) -> bool:
 
 
 def main(directory: str) -> None:
-    """Wait for the end of standard input, which comes when the parent ends or closes it, then until no process that
-    belongs to `directory` but the parent is left, killing those left after PATIENCE; remove `directory`."""
+    """Clean up after a process that has started an embedded Ray: wait for the end of standard input, which comes when
+    that process ends or closes it, then until no other process that belongs to `directory` is left, killing those left
+    after PATIENCE; remove `directory`."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some schedulers send it to all processes of a job
     clear(directory, 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE, spared=parent)

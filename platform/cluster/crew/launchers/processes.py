@@ -42,7 +42,7 @@ class Processes(Launcher):
             self._forked[number] = server.fork(place, board.address, board.token(number))
 
     def _forks(self, job: Job) -> ForkServer:
-        """Return the fork server of the crew: a new one at first, and if the last one was killed."""
+        """Return the fork server of the worker processes: a new one at first, and if the last one was killed."""
         if self._server and not self._server.alive:
             self._server.close()
             self._server = None
@@ -69,5 +69,5 @@ class Processes(Launcher):
 
 
 def _place(job: Job, number: int, slot: int) -> Assignment:
-    """Return the assignment of member `number` in a slot of this machine, from 0."""
+    """Return the assignment of worker process `number` in a slot of this machine, from 0."""
     return assign(job, number, local_rank=slot, local_world_size=job.world_size, group_rank=0)

@@ -87,7 +87,7 @@ class RayActors(Launcher):
         return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
 
     def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
-        """Start actors for the members `numbers`: the initial ones together, hired ones where Ray has a place."""
+        """Start Ray actors for the workers `numbers`: the initial ones together, hired ones where Ray has a place."""
         if not self._crowd:
             self._launch_together(job, numbers, board)
             return
@@ -97,7 +97,7 @@ class RayActors(Launcher):
             self._serve(_actor(job, self._together(job)), place, board)
 
     def _together(self, job: Job) -> str:
-        """Return the Ray node where a hired member must start: the others' under strict_pack, else "" for any."""
+        """Return the Ray node where a hired worker must start: the others' under strict_pack, else "" for any."""
         living = [member.node for number, member in self.greeted.items() if number in self._actors]
         return _node_id(living[0]) if living and job.config.cluster.placement == "strict_pack" else ""
 
@@ -124,13 +124,13 @@ class RayActors(Launcher):
             self._serve(actors[i], assign(job, number, **where, cores=found[i].cores), board)
 
     def _serve(self, actor: Any, place: Assignment, board: Switchboard) -> None:
-        """Order an actor to serve the member of `place`: it dials the driver's switchboard `board`."""
+        """Order a Ray actor to serve the worker of `place`: it dials the driver's switchboard `board`."""
         number = place.number
         self._actors[number] = actor
         self._serving[number] = actor.serve.remote(place, board.address, board.token(number), self._path)
 
     def ended(self, number: int, seconds: float) -> str | None:
-        """Return how a member's actor ended, as Ray says of its `serve` call; None if no end is known in time."""
+        """Return how a worker's Ray actor ended, as Ray says of its `serve` call; None if no end is known in time."""
         import ray
         from ray.exceptions import RayActorError, RayError
 
@@ -145,7 +145,7 @@ class RayActors(Launcher):
             return str(error)
 
     def kill(self, number: int) -> None:
-        """Kill a member's actor, and its process if that is on this machine, where it takes no time."""
+        """Kill a worker's Ray actor, and its process if that is on this machine, where it takes no time."""
         import ray
 
         if not (actor := self._actors.pop(number, None)):
@@ -157,7 +157,7 @@ class RayActors(Launcher):
                 os.kill(member.pid, signal.SIGKILL)
 
     def dismiss(self, polite: bool) -> None:
-        """Kill all actors, and leave the Ray cluster, or end it if it is this run's own."""
+        """Kill all workers' Ray actors, and leave the Ray cluster, or end it if it is this run's own."""
         import ray
 
         if self._notices:
@@ -188,7 +188,7 @@ class _Actor:
         return self._name
 
     def locate(self) -> _Location:
-        """Return where this actor runs: node, GPU and usable CPU cores."""
+        """Return where the Ray actor of a worker runs: node, GPU and usable CPU cores."""
         import ray
 
         context = ray.get_runtime_context()
@@ -274,8 +274,8 @@ def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
 
 
 def _located(number: int, location: Any) -> _Location:
-    """Return where the actor of member `number` runs, given `location`, Ray's reference to the result of its `locate`.
-    Raises WorkerFailed if the actor died while starting."""
+    """Return where the Ray actor of worker `number` runs, given `location`, Ray's reference to the result of its
+    `locate`. Raises WorkerFailed if the actor died while starting."""
     import ray
     from ray.exceptions import RayError
 

@@ -40,7 +40,7 @@ class Hysteresis:
     readings of one clock."""
 
     def __init__(self, seconds: float):
-        """Start at 0. `seconds`: time for which a higher number of wanted workers is held up after it has fallen."""
+        """Start at no wanted workers. `seconds`: time for which a higher number is kept after it has fallen."""
         self._seconds = seconds
         self._last = 0
         self._before: list[tuple[int, float]] = []  # earlier numbers, and until when each was followed
@@ -102,7 +102,7 @@ class Desk:
 
 
 def request(bundles: list[Bundle]) -> None:
-    """Ask the autoscaler of the joined cluster to hold room for `bundles`, in place of the last request."""
+    """Ask the joined Ray cluster's autoscaler to hold room for workers' `bundles`, in place of the last request."""
     from ray.autoscaler.sdk import request_resources
 
     labels = [bundle.labels for bundle in bundles]
@@ -124,8 +124,8 @@ class Demand:
         self._thread.start()
 
     def close(self, *, withdraw: bool = True) -> None:
-        """Stop renewing the demand; if `withdraw`, end it now: else it holds until it expires, or is taken up by
-        another Demand of this process. Call it before ray.shutdown()."""
+        """Stop renewing this run's demand on Ray's autoscaler; if `withdraw`, end it now: else it holds until it
+        expires, or is taken up by another Demand of this process. Call it before ray.shutdown()."""
         self._closed.set()
         self._thread.join()
         if withdraw:

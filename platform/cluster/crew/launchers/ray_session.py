@@ -37,8 +37,8 @@ class Embedded:
     it."""
 
     def __init__(self, size: int, *, gpus: bool):
-        """Start Ray; again, with all of its processes, where it has not come up in the time that it gives itself, as on
-        a machine that is busy."""
+        """Start a private Ray on this machine; again, with all of its processes, where it has not come up in the time
+        that it gives itself, as on a machine that is busy."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self._start(size, gpus)
@@ -180,7 +180,7 @@ def _refused_environment(error: Exception) -> ConfigError:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if `address` is HOST:PORT and nothing listens there, as Ray itself would retry for minutes."""
+    """Raise OSError if nothing listens at a Ray cluster's address HOST:PORT, as Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
@@ -199,7 +199,7 @@ def free_resources(labels: Mapping[str, str]) -> dict[str, float]:
 
 
 def selects(labels: Mapping[str, str], of_node: Mapping[str, str]) -> bool:
-    """Return True if label selectors choose a node with the labels `of_node`: name -> value, !value, in(a,b) or
+    """Return True if Ray's label selectors choose a node with the labels `of_node`: name -> value, !value, in(a,b) or
     !in(a,b), as Ray reads them.
 
     >>> selects({"zone": "!in(a,b)", "gpu": "H100"}, {"zone": "c", "gpu": "H100"})
@@ -291,7 +291,7 @@ def job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def _installed() -> bool:
-    """Return True if this package is installed, and started by its own hook (_startup.py) in every Python."""
+    """Return True if this package is installed, with its hook (_startup.py), so that Ray's workers find it."""
     return "_platform_startup" in sys.modules
 
 
@@ -311,7 +311,7 @@ class Notices:
         self._thread.join()
 
     def _poll(self) -> None:
-        """Update `nodes` every _NOTICE_SECONDS until `close`, unless Ray does not answer."""
+        """Update `nodes`, the Ray cluster's draining nodes, every _NOTICE_SECONDS until `close`, if Ray answers."""
         while not self._closed.wait(_NOTICE_SECONDS):
             if (nodes := _draining_nodes()) is not None:
                 self.nodes = nodes
