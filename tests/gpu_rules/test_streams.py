@@ -361,7 +361,7 @@ WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "proceed", "copied"
 PASSED_ON = {"self._handle.wait()", "self.proceed()", "flat.proceed()"}
 OF_THE_HOST = {
     "parallel/communicator/meeting.py", "parallel/communicator/point_to_point.py", "train/health/gpu_state.py",
-    "parallel/communicator/torch_distributed.py", "checkpoint/storage/saver.py",
+    "parallel/communicator/torch_distributed.py", "parallel/communicator/host_memory.py", "checkpoint/storage/saver.py",
 }  # fmt: skip
 COMPILED = "in a graph that torch compiles, which runs on no card"
 NEVER = "of the shipped schemes none moves the operands of panels"
@@ -377,7 +377,7 @@ ELSEWHERE = {
     "train/health/measure.py: last.synchronize()": "before a run",
     "train/worker.py: futures.wait([self._written], seconds)": "a thread that writes",
     "train/worker.py: torch.cuda.synchronize()": "at the end of a generation",
-    'train/worker.py: self.communicator.launch("all_reduce", failed, world).wait()': "reads a number at once",
+    'parallel/communicator/base.py: self.launch("all_reduce", flag, axes).wait()': "reads a number at once",
 }
 
 
