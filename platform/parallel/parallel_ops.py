@@ -161,11 +161,7 @@ class ParallelOps(Ops):
     # what operations compute with
 
     absent = staticmethod(conversions.absent)
-
-    @staticmethod
-    def is_block(value: Any) -> bool:
-        """Return True if `value` is a tensor, and so this rank's block of an activation."""
-        return isinstance(value, Tensor)
+    Block = Tensor  # type of a rank's block of an activation
 
     @staticmethod
     def empty_of(tensors: Sequence[Tensor]) -> Tensor:

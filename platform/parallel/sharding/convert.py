@@ -26,7 +26,8 @@ class Pending:
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
         self._handle: Handle | Arrived | None = None
-        self._advance()
+        if steps:
+            self._advance()
 
     def _advance(self) -> None:
         """Take the local steps of the tensor's conversion up to the next collective and issue that, or take all that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from platform.plan.communication.rule import Conversion, Step
 from platform.plan.language.layout import Layout
@@ -85,13 +86,13 @@ class EinsumGroup:
         """Return the dims of x, the first operand that all einsums of the group share."""
         return self.einsums[0].x_dims
 
-    @property
+    @cached_property
     def local(self) -> bool:
         """Return True if no operand or result of this einsum group is converted or broadcast, so that it is local."""
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 
-    @property
+    @cached_property
     def joinable(self) -> bool:
         """Return True if operands that lie one after another in memory are one matrix [.., contracted], and the results
         parts of its product with x: no operand or result is converted."""
@@ -124,8 +125,18 @@ class PlannedOperation:
     def adds(self, shifts: Iterable[PlannedOperation]) -> bool:
         """Return True if the matrix products of this planned `project` operation add its biases themselves, whose
         planned shifts are `shifts`: nothing is converted between product and shift."""
-        between = [*(e.output for g in self.groups for e in g.einsums), *(c for s in shifts for c in s.conversions)]
-        return not any(g.panels for g in self.groups) and not any(c.forward or c.backward for c in between)
+        return self._stays and not any(s.converts for s in shifts)
+
+    @cached_property
+    def converts(self) -> bool:
+        """Return True if any conversion of this planned operation has a step."""
+        return any(c.forward or c.backward for c in self.conversions)
+
+    @cached_property
+    def _stays(self) -> bool:
+        """Return True if the results of this planned operation's einsums are not converted, and none goes by panels."""
+        outputs = [e.output for g in self.groups for e in g.einsums]
+        return not any(g.panels for g in self.groups) and not any(c.forward or c.backward for c in outputs)
 
 
 def shapes(

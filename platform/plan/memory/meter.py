@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 from platform.plan.communication.planned import EinsumGroup, PlannedOperation, shapes
 from platform.plan.communication.rule import VANISH, Conversion, Step
@@ -77,10 +76,7 @@ class Meter(Ops):
         """Allocate a tensor of `elements` floating-point numbers, as `new` does its storage."""
         return Value(self.new(elements, itemsize), elements)
 
-    @staticmethod
-    def is_block(value: Any) -> bool:
-        """Return True if `value` is the meter's stand-in for a tensor."""
-        return isinstance(value, Value)
+    Block = Value  # the meter's stand-in for a rank's block of an activation
 
     @staticmethod
     def absent(x: Value) -> bool:

@@ -106,8 +106,8 @@ class BlockOp(Op):
         found = ops.plan.operations.get((self.kind, name))
         conversions = list(found.conversions) if found else []
         into = [] if parameters else conversions
-        given = [ops.apply(a, into.pop(0)) if into and ops.is_block(a) else a for a in (first, *more)]
-        blocks = [a for a in (*given, *options.values()) if ops.is_block(a)]
+        given = [ops.apply(a, into.pop(0)) if into and isinstance(a, ops.Block) else a for a in (first, *more)]
+        blocks = [a for a in (*given, *options.values()) if isinstance(a, ops.Block)]
         if parameters and not (blocks and ops.absent(blocks[0])):
             vectors = ops.converted(found)
             blocks = blocks or vectors[:1]
