@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -35,6 +34,9 @@ class FlatBucket:
         parameters."""
         self.bucket, self._plan, self._communicator = bucket, plan, communicator
         self._low, self._high = low, high
+        # gradients are summed where kernels add them; else those of a pass are collected in `_coming` first
+        self._direct = plan.adds_at_once(communicator.device.type)
+        self.adds_in = high if self._direct and plan.zero < 2 else low  # dtype of the memory that kernels add them to
         self.here = at_zero(bucket.only, communicator.coordinates)
         self._shards, self._index = plan.shards, communicator.index(plan.sharded)
         self._shapes = {p.name: plan.local_shape(p) for p in bucket.parameters}
@@ -54,7 +56,7 @@ class FlatBucket:
         own = {name: w.detach().requires_grad_() for name, w in self._masters(self.masters).items()}
         self.master = self.compute if one and whole else own
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
-        self._coming: Tensor | None = None  # gradients of the pass under way, where their dtype is not that of `sums`
+        self._coming: Tensor | None = None  # gradients of the pass under way, where none can be added to `sums` at once
         self._held: set[str] = set()  # parameters whose gradient is in `_coming`
         self._taken: dict[str, Tensor] = {}  # gradients by parameter that are in neither yet
         self.reduced: Tensor | None = None  # this rank's shard of them, summed over passes (ZeRO-2 and 3)
@@ -174,8 +176,8 @@ class FlatBucket:
     # gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a parameter's gradient, in the compute type and memory of its own, to be added to its sum together with
-        other parameters' gradients."""
+        """Take a parameter's gradient, in memory of its own, to be added to its sum together with other parameters'
+        gradients."""
         if self.here:
             if name in self._taken:
                 self.flush()
@@ -211,15 +213,10 @@ class FlatBucket:
             if self.complete:
                 self.complete(self)
 
-    @property
-    def _direct(self) -> bool:
-        """Return True if gradients are summed in the compute type, so that kernels add them straight to the sums."""
-        return self._plan.zero >= 2 or self._low == self._high
-
     def _sums(self) -> Tensor:
         """Return the bucket's flat sums of gradients over microbatches, allocated on first use."""
         if self.sums is None:
-            dtype = self._low if self._direct else self._high
+            dtype = self._low if self._plan.zero >= 2 else self._high
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
@@ -244,10 +241,7 @@ class FlatBucket:
         """Add gradients taken by `add`, and the gradients of the backward pass under way, to the bucket's `sums`."""
         if self._taken:
             taken, self._taken = self._taken, {}
-            places = {name: self.sum_of(name) for name in taken}
-            for fresh, function in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
-                if names := [name for name, (_, new) in places.items() if new == fresh]:
-                    function([places[n][0] for n in names], [taken[n].reshape(-1) for n in names])
+            _add_together([self.sum_of(name) for name in taken], list(taken.values()))
             (self._summed if self._direct else self._held).update(taken)
         if self._coming is None:
             return
@@ -337,6 +331,25 @@ class FlatBucket:
             self.master[name].grad = gradient
 
 
+def _add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to flat sums, many in one launch, which torch has for tensors of one type, and for copies of one
+    type into another. Vectors of another type than their sums are copied first; matrices, of which that would take
+    memory, are added one by one. `sums`: (memory, True if what is there does not count), for each gradient."""
+    groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for (there, fresh), gradient in zip(sums, gradients, strict=True):
+        flat = gradient.reshape(-1)
+        if fresh or gradient.dim() < 2 or gradient.dtype == there.dtype:
+            groups.setdefault((gradient.dtype, fresh), []).append((there, flat))
+        else:
+            there.add_(flat)
+    for (dtype, fresh), pairs in groups.items():
+        memories, flats = map(list, zip(*pairs, strict=True))
+        if not fresh and dtype != memories[0].dtype:
+            narrow, flats = flats, [torch.empty_like(there) for there in memories]
+            torch._foreach_copy_(flats, narrow)
+        (torch._foreach_copy_ if fresh else torch._foreach_add_)(memories, flats)
+
+
 # compute copies of one parameter or of several that follow each other -> (their bucket, their names), without keeping
 # either alive
 _HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -354,32 +367,6 @@ def home_of(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
         return None
     bucket, names = found
     return bucket(), names
-
-
-class Neighbours(NamedTuple):
-    """Parameters whose compute copies lie one after another in a bucket."""
-
-    bucket: FlatBucket
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
-        """Return parameters as neighbours in one flat bucket; None if not adjacent, fewer than two, or absent."""
-        found = [bucket_of(w) for w in leaves if w is not None]
-        flats, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
-        if len(flats) < max(2, len(leaves)) or any(flat is not flats[0] for flat in flats) or not flats[0].here:
-            return None
-        return cls(flats[0], names) if flats[0].bucket.stretch(names) else None
-
-    @property
-    def values(self) -> Tensor:
-        """Return the flat compute copies of these parameters, one stretch of the bucket's buffer."""
-        return self.bucket.values(*self.names)
-
-    def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
-        """Add gradients to the flat bucket: `compute(memory, fresh)` adds them to memory, overwriting it if fresh."""
-        compute(*self.bucket.sum_of(*self.names))
-        self.bucket.came(*self.names)
 
 
 def _take(leaf: Tensor) -> None:
