@@ -36,8 +36,7 @@ def add_computed(w: Tensor, compute: Compute) -> None:
 
 
 def add_total(w: Tensor, total: Callable[..., Tensor]) -> None:
-    """Add a small gradient of the autograd leaf w, which `total(dtype=...)` computes in new memory and in the type of
-    its sum, to that sum together with other parameters' gradients."""
+    """Add a small gradient of the leaf w, which `total(dtype=...)` computes in new memory, together with others."""
     if found := bucket_of(w):
         bucket, name = found
         if bucket.here:

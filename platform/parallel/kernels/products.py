@@ -87,12 +87,10 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
 
 
 def add_product(there: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
-    """Add the product of matrices x and y in place to `there`, or overwrite that if `fresh`. If it is wider than they
-    are, fp32 for 16 bits, the product is never rounded to their type: the kernel, which adds in fp32 anyway, writes
-    what it has (Megatron's fused accumulation of weight gradients)."""
+    """Add the product of matrices x and y to `there`, of their type or a wider one; overwrite it if `fresh`."""
     if there.dtype == x.dtype:
         torch.mm(x, y, out=there) if fresh else there.addmm_(x, y)
-    elif fresh:
+    elif fresh:  # the kernel writes what it has added up in fp32, as Megatron's fused weight gradients do
         torch.mm(x, y, out_dtype=there.dtype, out=there)
     else:
         torch.addmm(there, x, y, out_dtype=there.dtype, out=there)

@@ -176,8 +176,7 @@ class FlatBucket:
     # gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a parameter's gradient, in memory of its own, to be added to its sum together with other parameters'
-        gradients."""
+        """Take a parameter's gradient, in memory of its own, to be added to its sum together with others."""
         if self.here:
             if name in self._taken:
                 self.flush()
@@ -332,9 +331,9 @@ class FlatBucket:
 
 
 def _add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to flat sums, many in one launch, which torch has for tensors of one type, and for copies of one
-    type into another. Vectors of another type than their sums are copied first; matrices, of which that would take
-    memory, are added one by one. `sums`: (memory, True if what is there does not count), for each gradient."""
+    """Add gradients to flat `sums` in few launches: for each (memory, True if what is there does not count)."""
+    # One launch serves tensors of one type, and copies of one type into another. So vectors of another type than their
+    # sums are copied first; matrices, of which copies would take memory, are added one by one.
     groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
     for (there, fresh), gradient in zip(sums, gradients, strict=True):
         flat = gradient.reshape(-1)

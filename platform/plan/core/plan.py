@@ -224,8 +224,7 @@ class Plan:
         return (scatter, add) if self.zero >= 2 else ([], scatter + add)
 
     def adds_at_once(self, device: str) -> bool:
-        """Return True if kernels on a kind of `device` add gradients of parameters straight to their sums over
-        microbatches, which are in the compute type or, where products can be added to it, in a wider one."""
+        """Return True if kernels on a kind of `device` add gradients of parameters straight to their sums."""
         return self.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
 
     def gathering(self, bucket: Bucket) -> list[Step]:
