@@ -21,10 +21,11 @@ from platform.plan.language.layout import at_zero
 class FlatBucket:
     """Bucket of parameters on the rank of `communicator`, computed with in dtype `low` and updated in dtype `high`.
 
-    `compute`: parameter name -> the leaf that the forward pass reads, a view of one buffer, which under ZeRO-3 has
-    memory only from `gather` to `release`. `master`: parameter name -> what of it this rank updates: the block, or what
-    of the flattened block lies in this rank's shard. A bucket of which this rank has nothing has empty tensors.
-    `complete`, if set, is called when all parameters have got a gradient in the backward pass under way.
+    `compute`: parameter name -> the leaf that the forward pass reads, a view of one buffer, which after an update under
+    ZeRO-1 and 2 is readable from `gather` on, and under ZeRO-3 has memory only from `gather` to `release`. `master`:
+    parameter name -> what of it this rank updates: the block, or what of the flattened block lies in this rank's shard.
+    A bucket of which this rank has nothing has empty tensors. `complete`, if set, is called when all parameters have
+    got a gradient in the backward pass under way.
     """
 
     complete: Callable[[FlatBucket], None] | None = None
@@ -72,8 +73,7 @@ class FlatBucket:
             _HOMES[w] = ref(self), (name,)
         self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
         self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
-        if plan.storage:
-            self.release()
+        self.release()
 
     def _new(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat buffer [elements] on the device of this rank."""
@@ -112,12 +112,14 @@ class FlatBucket:
             self.compute[name].copy_(block)
 
     @torch.no_grad()
-    def refresh(self) -> Handle | Arrived | None:
+    def refresh(self) -> None:
         """Update the compute copies from the master copies; under ZeRO-1 and 2 the gather of the ranks' shards is
-        started, and has to be waited for."""
+        started, and `gather` waits for it."""
         if self.part is not self.masters:
             self.part.copy_(self.masters)
-        return self._gather_into(self._written) if self._plan.sharded and not self._plan.storage else None
+        if self._plan.sharded and not self._plan.storage:
+            self._gathering = self._gather_into(self._written)
+            self.resident = not self._gathering
 
     def fresh(self) -> Mapping[str, Tensor]:
         """Return name -> a new compute copy of every parameter's block, made from the master copies, for comparison;
@@ -142,7 +144,7 @@ class FlatBucket:
             self._gathering = self._gather_into(self._written)
 
     def gather(self) -> None:
-        """Gather the bucket's parameters from the ranks' shards, and wait for them (ZeRO-3)."""
+        """Gather the bucket's parameters from the ranks' shards, unless that has begun, and wait for them."""
         self.prefetch()
         if self._gathering:
             self._gathering.wait()
@@ -150,8 +152,9 @@ class FlatBucket:
 
     def release(self) -> None:
         """Free the gathered parameters' memory (ZeRO-3); views of it stay, and are readable again after `gather`."""
-        self._whole.untyped_storage().resize_(0)
-        self.resident = False
+        if self._plan.storage:
+            self._whole.untyped_storage().resize_(0)
+            self.resident = False
 
     @torch.no_grad()
     def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
