@@ -46,6 +46,7 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
     last update, None if there is none.
     """
     plan, communicator = trainer.plan, trainer.communicator
+    trainer.weights.settle()
     mine = _tensors(trainer)
     sums = torch.stack([checksum(x) for x in mine.values()]).tolist() if mine else []
     checksums = all_gather_values(communicator, dict(zip(mine, sums, strict=True)))
@@ -99,7 +100,6 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return this rank's tensors that replicas should hold alike, by KIND.PARAMETER (master and compute copies,
     optimizer moments); sharded ones are left out, as no other rank holds them."""
     plan, weights, out = trainer.stage, trainer.weights, {}
-    weights.settle()
     for name, master in weights.owned.items():
         if not plan.sharded:
             out[f"model.{name}"] = master.detach()
@@ -119,7 +119,6 @@ def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
     weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
     if not wanted:
         return []
-    weights.settle()
     fresh = weights.fresh()
     here = [(n, n.partition(".")[2]) for n in sorted(wanted)]
     return [n for n, p in here if p in fresh and checksum(fresh[p]) != checksum(weights.compute[p])]
