@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from platform.parallel.compiled import TracedFunction
 from platform.parallel.kernels.residual import Region
-from platform.parallel.sharding.flat import FlatBucket, home_of
+from platform.parallel.sharding.flat import FlatBucket, add_together, home_of
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class CompiledBlock:
         for bucket, names, indices, sizes in self._sums:
             memory, new = bucket.sum_of(*names)
             places = memory.split(sizes) if len(sizes) > 1 else (memory,)
-            function = torch._foreach_copy_ if new else torch._foreach_add_
-            function(places, [gradients[i].reshape(-1) for i in indices])
+            add_together([(place, new) for place in places], [gradients[i] for i in indices])
         for bucket, names, _, _ in self._sums:
             bucket.came(*names)
 

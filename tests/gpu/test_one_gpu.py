@@ -9,9 +9,11 @@ import torch
 
 from platform.config.fields import Config
 from platform.parallel.communicator.base import SingleRank
+from platform.plan.core.buckets import ADDS_WIDE
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints
 from tests.harness.oracle import MODELS, Result, compare, compute, configure, serial, trainer_of, validation_loss
+from tests.harness.wide_sums import errors
 
 pytestmark = pytest.mark.gpu
 MORE = {"dropout": {"dropout": 0.2}, "head_width_12": {"d_model": 96}}
@@ -53,6 +55,21 @@ def test_lower_precisions_on_the_kernels_of_the_gpu(precision, model):
     whole = torch.cat([g.double().flatten() for g in found.gradients.values()]) / scale
     wanted = torch.cat([expected.gradients[n].double().flatten() for n in found.gradients])
     assert (whole - wanted).norm() < 10 * LOWER[precision] * wanted.norm()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_error_of_a_weight_s_gradient_does_not_grow_with_its_microbatches(precision, monkeypatch, capsys):
+    """Products of 16 bits are added in fp32 as they are computed, and never rounded. Negative controls: a sum in 16
+    bits, and products that are rounded before they are added in fp32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, f"allow_{precision}_reduced_precision_reduction", False)
+    few, many = errors("cuda", precision, 4), errors("cuda", precision, 256)
+    monkeypatch.setitem(ADDS_WIDE, "cuda", False)
+    rounded = errors("cuda", precision, 256)
+    with capsys.disabled():
+        print(f"\n{precision}: after 4 microbatches {few[0]:.1e}, after 256 {many[0]:.1e}; rounded products "
+              f"{rounded[0]:.1e}, sum in 16 bits {few[1]:.1e} and {many[1]:.1e}")  # fmt: skip
+    assert max(few[0], many[0]) < 5e-6
+    assert many[1] > 2 * few[1] and many[1] > rounded[0] > 2 * many[0]
 
 
 def test_a_gradient_that_is_wrong_is_seen():

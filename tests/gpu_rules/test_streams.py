@@ -24,9 +24,12 @@ from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
 from platform.parallel.communicator import clock
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.torch_distributed import join
+from platform.parallel.sharding.residency import Residency
 from platform.train.generation import generator
 from platform.train.protocol.asked import AskedTexts, Choice
-from platform.train.recovery.verify import COPIES, _restless
+from platform.train.recovery.verify import COPIES, _restless, differing
+from platform.train.step import rank_parameters
+from platform.train.step.rank_parameters import Weights
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from platform.train.worker import Worker
@@ -66,9 +69,17 @@ def write(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
         writer.write(*asked)
 
 
-def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
-    """Compute copies against fresh ones, as where replicas differ."""
+def write_after(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Texts directly after an update."""
     trainer.step(1)
+    write(trainer, patch)
+
+
+def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Compute copies against those of replicas, and against fresh ones, as where these differ."""
+    trainer.step(1)
+    with pytest.raises(DataDependentOutputException):
+        differing(trainer, State(trainer), None)
     with pytest.raises(DataDependentOutputException):
         _restless(trainer, [f"{COPIES}.{next(iter(trainer.weights.compute))}"])
 
@@ -143,6 +154,7 @@ CASES = {
     "snapshot, lion": Case(TWO, snapshot, settings={"optimizer.kind": "lion"}),  # has no numbers that the host reads
     "generation, 1d": Case({"tensor": "1d", **T}, write),
     "generation, zero=3": Case({**TWO, "zero": 3}, write),
+    "generation, zero=1": Case({**TWO, "zero": 1}, write_after),
     "forming": Case({**PAIR, "layers": 1}, form),
 }
 MORE = {
@@ -166,6 +178,12 @@ MORE = {
     "recompute": Case({**TWO, **T, "tensor": "1d_sp", "zero": 3, "recompute": "full"}),
     "adafactor": Case({**TWO, **T, "tensor": "1d", "zero": 1}, settings={"optimizer.kind": "adafactor"}),
     "muon": Case({**TWO, **T, "tensor": "1d", "zero": 1}, settings={"optimizer.kind": "muon"}),
+    "zero=1, timeline": Case({**TWO, "zero": 1}, settings={"monitor.timeline": True}),
+    "zero=1, 1f1b": Case({**PAIR, "data": 2, "zero": 1}),
+    "zero=1, 2d_gather": Case({"tensor": "2d_gather", **RC, "data": 2, "zero": 1}, model="gpt_untied"),
+    "zero=2 of groups, nothing ahead": Case(
+        {"data": 4, "zero": 2, "zero_group": 2, "microbatch": 1}, settings={"parallel.overlap": False}
+    ),
     "averages": Case({**TWO, "zero": 1}, settings={"train.ema": 0.9, "eval.averaged": True}),
     "snapshot, zero=1": Case({**TWO, "zero": 1}, snapshot),
     "generation, last stage": Case(PAIR, write, rank=1),
@@ -189,8 +207,10 @@ def followed(recorder: Recorder, case: Case) -> Iterator[tuple[Trainer, pytest.M
     for key, value in case.settings.items():
         group, _, name = key.partition(".")
         setattr(getattr(c, group), name, value)
-    with recorded(c, case.rank, recorder) as trainer, pytest.MonkeyPatch.context() as patch:
-        yield trainer, patch
+    with pytest.MonkeyPatch.context() as sizes:
+        sizes.setattr("platform.plan.core.plan.BUCKET_BYTES", 1)  # a bucket for each span, as large models have
+        with recorded(c, case.rank, recorder) as trainer, pytest.MonkeyPatch.context() as patch:
+            yield trainer, patch
 
 
 @cache
@@ -236,6 +256,26 @@ def test_negative_control_a_wait_that_is_taken_away_is_found(names):
         site for site in made for name in names if site in waits(notes(name)) and races(notes(name), without=site)
     }
     assert {f"{site.function}: {site.call}" for site in made - needed} == IDLE.keys()
+
+
+TOO_EARLY = {
+    "zero=1": (Residency, "_move", lambda *_: None),
+    "generation, zero=1": (Residency, "_move", lambda *_: None),
+    "zero=1, 2d_gather": (rank_parameters, "read_in", lambda chunk: [set(names) for names in chunk.spans]),
+    "comparison": (Weights, "settle", lambda self: None),
+    "averages": (Weights, "settle", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("name", TOO_EARLY)
+def test_negative_control_weights_that_are_read_while_they_are_gathered(name):
+    """Each of those who wait for what an update has begun to gather."""
+    case = (CASES | MORE)[name]
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(*TOO_EARLY[name])
+        with followed(recorder := Recorder(), case) as (trainer, patch):
+            case.run(trainer, patch)
+    assert any("all_gather" in found for found in races(recorder.notes))
 
 
 def test_negative_control_a_snapshot_in_the_stream_of_a_group():
@@ -367,6 +407,7 @@ COMPILED = "in a graph that torch compiles, which runs on no card"
 NEVER = "of the shipped schemes none moves the operands of panels"
 ELSEWHERE = {
     "checkpoint/in_memory/snapshots.py: futures.wait([begun.passed_on], ABANDONED)": "a thread whose transfer failed",
+    'parallel/communicator/base.py: self.launch("all_reduce", flag, axes).wait()': "reads a number at once",
     'parallel/communicator/traced.py: launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()': COMPILED,
     "parallel/kernels/loss.py: leaving.wait()": COMPILED,
     "parallel/kernels/loss.py: arriving.wait()": COMPILED,
@@ -377,7 +418,6 @@ ELSEWHERE = {
     "train/health/measure.py: last.synchronize()": "before a run",
     "train/worker.py: futures.wait([self._written], seconds)": "a thread that writes",
     "train/worker.py: torch.cuda.synchronize()": "at the end of a generation",
-    'parallel/communicator/base.py: self.launch("all_reduce", flag, axes).wait()': "reads a number at once",
 }
 
 

@@ -31,12 +31,12 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.plan.core.buckets import SQUARED_AT_ONCE
+from platform.plan.core.buckets import ADDS_WIDE, SQUARED_AT_ONCE
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import process_groups
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
-from tests.harness.launches import moved
+from tests.harness.launches import launched, moved
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import Tokens, trainer_of
 
@@ -113,7 +113,7 @@ class KernelCounter(TorchDispatchMode):
             return out
         section = next((s for s in ("forward", "backward") if s in opened), "other")
         counted = self.sections[section]
-        counted.kernels[function.overloadpacket.__name__] += 1
+        counted.kernels[function.overloadpacket.__name__] += launched(function, args)
         counted.threads.add(current_thread().name)
         counted.nbytes += nbytes
         return out
@@ -142,7 +142,8 @@ def alone(
         patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
-        patch.setitem(SQUARED_AT_ONCE, "card", SQUARED_AT_ONCE["cuda"])
+        for known in (SQUARED_AT_ONCE, ADDS_WIDE):
+            patch.setitem(known, "card", known["cuda"])  # type: ignore[attr-defined]
         if plan.mesh.size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
         try:
@@ -210,13 +211,19 @@ def shrunk(c: Config) -> Config:
 
 
 def per_layer(c: Config, rank: int = 0, layers: Sequence[int] = (2, 3)) -> dict[str, Counted]:
-    """What one layer adds to the forward and the backward pass of one microbatch."""
-    found = []
-    for count in layers:
+    """What one layer adds to the forward and the backward pass of the first microbatch of a step, and to the backward
+    pass of each further one (`again`), whose gradients are added to those of the first."""
+
+    def counted(count: int, microbatches: int) -> dict[str, Counted]:
         deep = deepcopy(c)
         deep.model.layers = count
-        deep.train.global_batch = deep.train.microbatch * deep.parallel.data
+        deep.train.global_batch = deep.train.microbatch * deep.parallel.data * microbatches
         with alone(deep, rank, []) as trainer, KernelCounter(trainer.communicator) as counter, OneAttention():
             trainer.step(1)
-        found.append(counter.sections)
-    return {section: found[1][section] - found[0][section] for section in ("forward", "backward")}
+        return counter.sections
+
+    few, many = layers
+    of = {(n, m): counted(n, m) for n in layers for m in (1, 2)}
+    found = {section: of[many, 1][section] - of[few, 1][section] for section in ("forward", "backward")}
+    both = of[many, 2]["backward"] - of[few, 2]["backward"]
+    return {**found, "again": both - found["backward"]}

@@ -21,6 +21,17 @@ def moved(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     return sum(touched(x) for x in tree_leaves((taken, out)) if isinstance(x, Tensor))
 
 
+def launched(function: Any, args: tuple[Any, ...]) -> int:
+    """How many kernels an operation launches: on a GPU torch takes lists of tensors of several types one by one, but
+    for copies of one type into another."""
+    name = function.overloadpacket.__name__
+    if not name.startswith("_foreach_"):
+        return 1
+    types = [{x.dtype for x in tree_leaves(given) if isinstance(x, Tensor)} for given in args]
+    together = max(map(len, types)) == 1 if name == "_foreach_copy_" else len(set().union(*types)) == 1
+    return 1 if together else len(args[0])
+
+
 def is_view(function: Any) -> bool:
     """Whether it returns an alias of its input that it does not write to."""
     returned = function._schema.returns

@@ -22,8 +22,8 @@ class ClockReading(NamedTuple):
     seconds      section name -> seconds in which it was the innermost open section ('' for the time outside of all)
     sections     every section that was open, ordered by end, so that a section follows those nested in it
     spans        spans of the model, in order
-    collectives  finished collectives, in order of launch: description, and the times of its launch, of the rank's
-                 beginning to wait for it, and of its end
+    collectives  finished collectives, in order of launch: description, and the times of its launch (0 if that was
+                 before), of the rank's beginning to wait for it, and of its end
 
     `spans` and `collectives` are empty unless the clock is `detailed`.
     """
@@ -140,17 +140,21 @@ class Clock:
         flight.waited, flight.held = self._sections[-1][1:], None
 
     def read(self) -> ClockReading:
-        """Return the times of the step since the clock was last read, and start it anew; unfinished ones are left
-        out."""
+        """Return the times of the step since the clock was last read, and start it anew. A collective that is not
+        waited for yet is left to the reading after its wait, from that one's beginning on."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
         marks, sections, spans = self._reading.marks, self._sections, self._spans
         flights = [(flight, *flight.waited) for flight in self._flights if flight.waited]
+        under_way = [flight for flight in self._flights if not flight.waited]
         if self._cuda and marks:
             with self.waiting_for_device():
                 for event in (marks[-1][2], *(flight.done for flight, _, _ in flights if flight.done)):
                     event.synchronize()
         self._begin()
+        for flight in under_way:
+            flight.begin = 0
+        self._flights = under_way
         times = [self._between(marks[0][2], when) for _, _, when in marks]
         for begin, (name, _, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin
@@ -159,7 +163,12 @@ class Clock:
             [(name, times[begin], times[end]) for name, begin, end in sections],
             [(name, times[begin], times[end]) for name, begin, end in spans],
             [
-                (f.what, times[f.begin], times[wait], self._between(marks[0][2], f.done) if f.done else times[end])
+                (
+                    f.what,
+                    times[f.begin],
+                    times[wait],
+                    max(0.0, self._between(marks[0][2], f.done)) if f.done else times[end],
+                )
                 for f, wait, end in flights
             ],
         )

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient
+from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, add_total
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
-from platform.parallel.sharding.flat import Neighbours
+from platform.parallel.sharding.neighbours import Neighbours
 from platform.parallel.sharding.operands import Operands
 from platform.plan.communication.planned import JOINS_GRADIENTS, EinsumGroup
 
@@ -126,7 +126,7 @@ class _Joined(NamedTuple):
         rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
         self.weights.add(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
         if self.biases:
-            self.biases.add(partial(_sum_rows, gradient, [0]))
+            self.biases.add_total(partial(torch.sum, gradient, 0))
         return [None] * (len(self.weights.names) * (2 if self.biases else 1))
 
 
@@ -170,18 +170,11 @@ def _operand_gradients(
             add_gradient(t, computed)
         found.append(computed if t is None else None)
     for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
-        total = partial(_sum_rows, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])
+        total = partial(torch.sum, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])  # what a bias lacks
         if n and t is not None and not absent(g):
-            add_computed(t, total)
-        found.append(total(None, True) if n and t is None and not absent(g) else None)
+            add_total(t, total)
+        found.append(total() if n and t is None and not absent(g) else None)
     return found
-
-
-def _sum_rows(gradient: Tensor, dims: list[int], into: Tensor | None, fresh: bool) -> Tensor:
-    """Sum the gradient of an einsum's output over `dims`, which its bias lacks; add it to `into`, if there is one."""
-    if into is not None and fresh:
-        return torch.sum(gradient, dims, out=into)
-    return gradient.sum(dims) if into is None else into.add_(gradient.sum(dims))
 
 
 def einsums(

@@ -35,6 +35,16 @@ def add_computed(w: Tensor, compute: Compute) -> None:
         compute(w.grad, False)
 
 
+def add_total(w: Tensor, total: Callable[..., Tensor]) -> None:
+    """Add a small gradient of the leaf w, which `total(dtype=...)` computes in new memory, together with others."""
+    if found := bucket_of(w):
+        bucket, name = found
+        if bucket.here:
+            bucket.add(name, total(dtype=bucket.adds_in))
+    else:
+        w.grad = total(dtype=w.dtype) if w.grad is None else w.grad.add_(total(dtype=w.dtype))
+
+
 def add_gradient(w: Tensor, gradient: Tensor) -> None:
     """Add `gradient`, which may be a view of other memory, to the sum of the gradients of the autograd leaf w."""
 

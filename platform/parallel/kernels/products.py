@@ -19,7 +19,7 @@ def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     """Return a function (x, y, bias=None, into=None, fresh=False) that multiplies two local tensors with dims `a` and
     `b` into dims `out`, without communication; the bias has the dims of y that are in `out`. `into`: a contiguous
     tensor to which the product is added in place, or which it overwrites if that is `fresh`, and which is returned;
-    there is no bias then.
+    there is no bias then. It may be of a wider type than x and y, where the device `ADDS_WIDE`.
 
     Uses one matrix product of views where the dims form contiguous runs (rows, contracted, columns), else torch.einsum.
     The product of absent (empty) blocks is absent, and is connected to the autograd graphs of both.
@@ -77,11 +77,20 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         if not straight:
             x, y, row_shape, column_shape = y.t(), x.t(), column_shape, row_shape
         if into is not None:
-            there = into.view(x.shape[0], -1)
-            torch.mm(x, y, out=there) if fresh else there.addmm_(x, y)
+            add_product(into.view(x.shape[0], -1), x, y, fresh)
             return into
         assert straight or bias is None
         z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)
         return z.view(*row_shape, *column_shape)
 
     return product
+
+
+def add_product(there: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
+    """Add the product of matrices x and y to `there`, of their type or a wider one; overwrite it if `fresh`."""
+    if there.dtype == x.dtype:
+        torch.mm(x, y, out=there) if fresh else there.addmm_(x, y)
+    elif fresh:  # the kernel writes what it has added up in fp32, as Megatron's fused weight gradients do
+        torch.mm(x, y, out_dtype=there.dtype, out=there)
+    else:
+        torch.addmm(there, x, y, out_dtype=there.dtype, out=there)

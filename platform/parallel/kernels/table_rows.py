@@ -35,7 +35,7 @@ def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None
         into = torch.zeros_like(table, requires_grad=False)
     elif fresh:
         into.zero_()
-    into.view(len(table), -1).index_add_(0, ids.flatten(), gradient.reshape(ids.numel(), -1))
+    into.view(len(table), -1).index_add_(0, ids.flatten(), gradient.reshape(ids.numel(), -1).to(into.dtype))
     return into
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -18,14 +17,17 @@ from platform.plan.core.buckets import Bucket
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
 
+MANY = 1 << 16  # elements of a gradient from which on its bytes count for more than a launch
+
 
 class FlatBucket:
     """Bucket of parameters on the rank of `communicator`, computed with in dtype `low` and updated in dtype `high`.
 
-    `compute`: parameter name -> the leaf that the forward pass reads, a view of one buffer, which under ZeRO-3 has
-    memory only from `gather` to `release`. `master`: parameter name -> what of it this rank updates: the block, or what
-    of the flattened block lies in this rank's shard. A bucket of which this rank has nothing has empty tensors.
-    `complete`, if set, is called when all parameters have got a gradient in the backward pass under way.
+    `compute`: parameter name -> the leaf that the forward pass reads, a view of one buffer, which after an update under
+    ZeRO-1 and 2 is readable from `gather` on, and under ZeRO-3 has memory only from `gather` to `release`. `master`:
+    parameter name -> what of it this rank updates: the block, or what of the flattened block lies in this rank's shard.
+    A bucket of which this rank has nothing has empty tensors. `complete`, if set, is called when all parameters have
+    got a gradient in the backward pass under way.
     """
 
     complete: Callable[[FlatBucket], None] | None = None
@@ -35,6 +37,9 @@ class FlatBucket:
         parameters."""
         self.bucket, self._plan, self._communicator = bucket, plan, communicator
         self._low, self._high = low, high
+        # gradients are summed where kernels add them; else those of a pass are collected in `_coming` first
+        self._direct = plan.adds_at_once(communicator.device.type)
+        self.adds_in = high if self._direct and plan.zero < 2 else low  # dtype of the memory that kernels add them to
         self.here = at_zero(bucket.only, communicator.coordinates)
         self._shards, self._index = plan.shards, communicator.index(plan.sharded)
         self._shapes = {p.name: plan.local_shape(p) for p in bucket.parameters}
@@ -54,7 +59,7 @@ class FlatBucket:
         own = {name: w.detach().requires_grad_() for name, w in self._masters(self.masters).items()}
         self.master = self.compute if one and whole else own
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
-        self._coming: Tensor | None = None  # gradients of the pass under way, where their dtype is not that of `sums`
+        self._coming: Tensor | None = None  # gradients of the pass under way, where none can be added to `sums` at once
         self._held: set[str] = set()  # parameters whose gradient is in `_coming`
         self._taken: dict[str, Tensor] = {}  # gradients by parameter that are in neither yet
         self.reduced: Tensor | None = None  # this rank's shard of them, summed over passes (ZeRO-2 and 3)
@@ -70,8 +75,7 @@ class FlatBucket:
             _HOMES[w] = ref(self), (name,)
         self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
         self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
-        if plan.storage:
-            self.release()
+        self.release()
 
     def _new(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat buffer [elements] on the device of this rank."""
@@ -113,12 +117,14 @@ class FlatBucket:
             self.compute[name].copy_(block)
 
     @torch.no_grad()
-    def refresh(self) -> Handle | Arrived | None:
+    def refresh(self) -> None:
         """Update the compute copies from the master copies; under ZeRO-1 and 2 the gather of the ranks' shards is
-        started, and has to be waited for."""
+        started, and `gather` waits for it."""
         if self.part is not self.masters:
             self.part.copy_(self.masters)
-        return self._gather_into(self._written) if self._plan.sharded and not self._plan.storage else None
+        if self._plan.sharded and not self._plan.storage:
+            self._gathering = self._gather_into(self._written)
+            self.resident = not self._gathering
 
     def fresh(self) -> Mapping[str, Tensor]:
         """Return name -> a new compute copy of every parameter's block, made from the master copies, for comparison;
@@ -143,7 +149,7 @@ class FlatBucket:
             self._gathering = self._gather_into(self._written)
 
     def gather(self) -> None:
-        """Gather the bucket's parameters from the ranks' shards, and wait for them (ZeRO-3)."""
+        """Gather the bucket's parameters from the ranks' shards, unless that has begun, and wait for them."""
         self.prefetch()
         if self._gathering:
             self._gathering.wait()
@@ -151,8 +157,9 @@ class FlatBucket:
 
     def release(self) -> None:
         """Free the gathered parameters' memory (ZeRO-3); views of it stay, and are readable again after `gather`."""
-        self._whole.untyped_storage().resize_(0)
-        self.resident = False
+        if self._plan.storage:
+            self._whole.untyped_storage().resize_(0)
+            self.resident = False
 
     @torch.no_grad()
     def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,8 +184,7 @@ class FlatBucket:
     # gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a parameter's gradient, in the compute type and memory of its own, to be added to its sum together with
-        other parameters' gradients."""
+        """Take a parameter's gradient, in memory of its own, to be added to its sum together with others."""
         if self.here:
             if name in self._taken:
                 self.flush()
@@ -214,15 +220,10 @@ class FlatBucket:
             if self.complete:
                 self.complete(self)
 
-    @property
-    def _direct(self) -> bool:
-        """Return True if gradients are summed in the compute type, so that kernels add them straight to the sums."""
-        return self._plan.zero >= 2 or self._low == self._high
-
     def _sums(self) -> Tensor:
         """Return the bucket's flat sums of gradients over microbatches, allocated on first use."""
         if self.sums is None:
-            dtype = self._low if self._direct else self._high
+            dtype = self._low if self._plan.zero >= 2 else self._high
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
@@ -247,10 +248,7 @@ class FlatBucket:
         """Add gradients taken by `add`, and the gradients of the backward pass under way, to the bucket's `sums`."""
         if self._taken:
             taken, self._taken = self._taken, {}
-            places = {name: self.sum_of(name) for name in taken}
-            for fresh, function in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
-                if names := [name for name, (_, new) in places.items() if new == fresh]:
-                    function([places[n][0] for n in names], [taken[n].reshape(-1) for n in names])
+            add_together([self.sum_of(name) for name in taken], list(taken.values()))
             (self._summed if self._direct else self._held).update(taken)
         if self._coming is None:
             return
@@ -340,6 +338,25 @@ class FlatBucket:
             self.master[name].grad = gradient
 
 
+def add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to flat `sums` in few launches: for each (memory, True if what is there does not count)."""
+    # One launch serves tensors of one type, and copies of one type into another. So few elements of another type than
+    # their sums are copied first; many, of which copies would take memory and time, are added one by one.
+    groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for (there, fresh), gradient in zip(sums, gradients, strict=True):
+        flat = gradient.reshape(-1)
+        if fresh or len(flat) < MANY or gradient.dtype == there.dtype:
+            groups.setdefault((gradient.dtype, fresh), []).append((there, flat))
+        else:
+            there.add_(flat)
+    for (dtype, fresh), pairs in groups.items():
+        memories, flats = map(list, zip(*pairs, strict=True))
+        if not fresh and dtype != memories[0].dtype:
+            narrow, flats = flats, [torch.empty_like(there) for there in memories]
+            torch._foreach_copy_(flats, narrow)
+        (torch._foreach_copy_ if fresh else torch._foreach_add_)(memories, flats)
+
+
 # compute copies of one parameter or of several that follow each other -> (their bucket, their names), without keeping
 # either alive
 _HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -357,32 +374,6 @@ def home_of(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
         return None
     bucket, names = found
     return bucket(), names
-
-
-class Neighbours(NamedTuple):
-    """Parameters whose compute copies lie one after another in a bucket."""
-
-    bucket: FlatBucket
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
-        """Return parameters as neighbours in one flat bucket; None if not adjacent, fewer than two, or absent."""
-        found = [bucket_of(w) for w in leaves if w is not None]
-        flats, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
-        if len(flats) < max(2, len(leaves)) or any(flat is not flats[0] for flat in flats) or not flats[0].here:
-            return None
-        return cls(flats[0], names) if flats[0].bucket.stretch(names) else None
-
-    @property
-    def values(self) -> Tensor:
-        """Return the flat compute copies of these parameters, one stretch of the bucket's buffer."""
-        return self.bucket.values(*self.names)
-
-    def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
-        """Add gradients to the flat bucket: `compute(memory, fresh)` adds them to memory, overwriting it if fresh."""
-        compute(*self.bucket.sum_of(*self.names))
-        self.bucket.came(*self.names)
 
 
 def _take(leaf: Tensor) -> None:

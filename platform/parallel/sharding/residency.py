@@ -1,5 +1,5 @@
-"""Residency of parameters that are stored in shards (ZeRO-3): whole from shortly before a span of the model runs, in
-either direction, until it has run."""
+"""Residency of parameters that are gathered from shards: under ZeRO-3 whole from shortly before a span of the model
+runs, in either direction, until it has run; under ZeRO-1 and 2 from the first span after an update that reads them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,18 @@ class _Border(torch.autograd.Function):
 class Residency:
     """Gathers the buckets of the span under way and, if `ahead`, starts gathering the next span's, forward and
     backward. `spans`: spans by chunk number; `turns`: the buckets of the last span of a forward pass stay for the
-    backward pass. The clock of `communicator` notes when each span computes."""
+    backward pass. The clock of `communicator` notes when each span computes.
 
-    def __init__(self, communicator: Communicator, spans: Mapping[int, Spans], *, turns: bool, ahead: bool):
-        """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, span after span (ZeRO-3)."""
+    `frees`: False where parameters stay once they are there (ZeRO-1 and 2): a span of the forward pass waits for those
+    that an update has begun to gather.
+    """
+
+    def __init__(
+        self, communicator: Communicator, spans: Mapping[int, Spans], *, frees: bool, turns: bool, ahead: bool
+    ):
+        """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, span after span."""
         self._communicator, self._spans, self._turns, self._ahead = communicator, spans, turns, ahead
+        self._frees = frees
         self._chunk: Spans = ()
         self._at = 0
         self._whole: Sequence[FlatBucket] = ()
@@ -68,14 +75,14 @@ class Residency:
         spans, before = self._chunk, self._at
         self._at += 1
         self._move(spans, self._at, 1)
-        return _Border.apply(x, lambda: self._move(spans, before, -1))
+        return _Border.apply(x, lambda: self._move(spans, before, -1)) if self._frees else x
 
     def turn(self, outputs: Mapping[str, Tensor]) -> None:
         """End a forward pass: free the gathered parameters (ZeRO-3) that the backward pass, from `outputs`, needs
         later."""
         spans = self._chunk
         self._communicator.clock.span("")
-        differentiable = [x for x in outputs.values() if x.requires_grad]
+        differentiable = [x for x in outputs.values() if x.requires_grad and self._frees]
         if not (self._turns and differentiable):
             self.end()
         self._turned = False

@@ -46,6 +46,17 @@ def fetches(chunk: Chunk) -> Iterator[Fetch]:
                 yield Fetch((kind, name, number), span, converted, bool(planned.groups), again)
 
 
+def read_in(chunk: Chunk) -> list[set[str]]:
+    """Return the names of the parameters that each span of a chunk's forward pass reads at the earliest: its own, and
+    those of later spans whose conversions `Ahead` starts in it."""
+    found, first, order = [set(names) for names in chunk.spans], 0, list(fetches(chunk))
+    for before, fetch in zip([None, *order], order, strict=False):
+        if before is None or before.multiplies:  # the batch that begins here is started under the product before
+            first = before.span if before else fetch.span
+        found[first] |= {p.name for p, _ in fetch.converted}
+    return found
+
+
 def _converted(planned: PlannedOperation) -> Iterator[tuple[int, Converted, bool]]:
     """Yield the parameters that an operation converts, by group of einsums if it has any, as (number of the group,
     parameters with their conversions, True if the backward pass converts them again)."""

@@ -18,6 +18,9 @@ SQUARED_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
 # Elements of which shards of at least that many times as many are multiples, so that each begins where the kernels of
 # NCCL and of fused updates read it by whole vectors, whatever number of ranks divides the buffer.
 SHARD_UNIT = 128
+# kind of device -> a product of matrices in 16 bits is added to a sum in fp32 as it is computed (torch has such kernels
+# for CUDA alone); else it is rounded to 16 bits first, and added in another pass over both
+ADDS_WIDE = {"cpu": False, "cuda": True}
 BUCKET_BYTES = 25 << 20  # most bytes of gradients that are reduced together, unless one span of the model has more
 
 

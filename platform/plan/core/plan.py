@@ -12,7 +12,7 @@ from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Step, relayout_steps
 from platform.plan.communication.traffic import moved_bytes
-from platform.plan.core.buckets import BUCKET_BYTES, Bucket, make_buckets, spans_of
+from platform.plan.core.buckets import ADDS_WIDE, BUCKET_BYTES, Bucket, make_buckets, spans_of
 from platform.plan.core.chunks import Chunk, replicated_axes
 from platform.plan.language.layout import Layout, at_zero, block, padded
 from platform.plan.language.mesh import Mesh
@@ -222,6 +222,10 @@ class Plan:
         scatter = [Step("reduce_scatter", scattered, only=bucket.only)] if scattered else []
         add = [Step("all_reduce", summed, only=bucket.only)] if summed else []
         return (scatter, add) if self.zero >= 2 else ([], scatter + add)
+
+    def adds_at_once(self, device: str) -> bool:
+        """Return True if kernels on a kind of `device` add gradients of parameters straight to their sums."""
+        return self.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
 
     def gathering(self, bucket: Bucket) -> list[Step]:
         """Return the collective steps that gather a bucket's parameters from their ZeRO shards on all ranks."""

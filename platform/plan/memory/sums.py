@@ -21,11 +21,12 @@ class MeteredSums(Leaves):
         """Construct the metered gradient sums of the buckets that `chunk` uses; arguments as in the class."""
         self._meter, self._plan, self._early = meter, meter.plan, early
         self._summed, self._reduced = summed, reduced
+        self._direct = self._plan.adds_at_once(meter.device)
         buckets = enumerate(meter.plan.buckets)
         self._buckets = {n: b for n, b in buckets if at_zero(b.only, meter.at) and chunk.parameters & b.ranges.keys()}
         self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
         self._sums: dict[int, MeteredStorage] = {}
-        self._coming: dict[int, MeteredStorage] = {}  # gradients of the pass, where sums are of another type
+        self._coming: dict[int, MeteredStorage] = {}  # gradients of the pass, where none can be added to sums at once
         self._taken: dict[int, list[MeteredStorage]] = {}  # gradients that will be added together with others
         self._came: dict[int, set[str]] = {n: set() for n in self._buckets}
         self._reducing: list[tuple[int, MeteredStorage, MeteredStorage]] = []
@@ -43,11 +44,6 @@ class MeteredSums(Leaves):
             self._add(self._number[name])
             self._note(name)
         return True
-
-    @property
-    def _direct(self) -> bool:
-        """Return True if kernels add gradients straight into a bucket's sums: same type, or ZeRO-2 and 3."""
-        return self._plan.zero >= 2 or self._plan.itemsize["master"] == self._plan.itemsize["compute"]
 
     def _add(self, n: int) -> None:
         """Count the buffer into which a gradient of bucket number `n` is added as it is computed."""

@@ -62,16 +62,16 @@ class RankPass:
         self._last = plan.chunks[-1].number
         passes = (ParallelOps(p, communicator, weights.compute, ahead=False) for p in (found.body, found.head))
         self._body, self._head = passes
-        if plan.storage:
-            self._body.residency = self._head.residency = self._residency(weights)
+        if plan.sharded:
+            residency = self._residency(weights, frees=bool(plan.storage))
+            self._body.residency = self._head.residency = residency
         self._parts = {c.number: replace(found.body, chunks=(c,)) for c in found.body.chunks}
         self._row = pass_row(found.placement, self._stage)
         self._compiled: dict[Any, Any] = {}
         self._dtype = DTYPES[plan.precision][0]
 
-    def _residency(self, weights: Weights) -> Residency:
-        """Construct the Residency that gathers the parameters of each span of a generation pass from their shards
-        (ZeRO-3)."""
+    def _residency(self, weights: Weights, frees: bool) -> Residency:
+        """Construct the Residency of the parameters of each span of a generation pass; `frees`: only while it runs."""
         flats = {p.name: flat for flat in weights.buckets for p in flat.bucket.parameters}
         head = tuple(p for spans in self._planned.head.chunks[-1].spans for p in spans)
         spans = {}
@@ -79,8 +79,8 @@ class RankPass:
             names = [*c.spans[:-1], (*c.spans[-1], *(head if c.number == self._last else ()))]
             buckets = [list({id(flats[n]): flats[n] for n in some}.values()) for some in names]
             pairs = zip(names, buckets, strict=True)
-            spans[c.number] = [ResidentSpan(common_name(some), found) for some, found in pairs]
-        return Residency(self._communicator, spans, turns=False, ahead=True)
+            spans[c.number] = [ResidentSpan(common_name(some) if frees else "", found) for some, found in pairs]
+        return Residency(self._communicator, spans, frees=frees, turns=False, ahead=True)
 
     @torch.no_grad()
     def run(self, rows: Rows, offset: int, cache: KeyValueCache) -> Tensor | None:

@@ -46,6 +46,7 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
     last update, None if there is none.
     """
     plan, communicator = trainer.plan, trainer.communicator
+    trainer.weights.settle()
     mine = _tensors(trainer)
     sums = torch.stack([checksum(x) for x in mine.values()]).tolist() if mine else []
     checksums = all_gather_values(communicator, dict(zip(mine, sums, strict=True)))

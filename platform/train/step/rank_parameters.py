@@ -14,6 +14,7 @@ from platform.parallel.parallel_ops import initialise
 from platform.parallel.sharding.convert import absent
 from platform.parallel.sharding.flat import FlatBucket
 from platform.parallel.sharding.residency import Residency, ResidentSpan
+from platform.plan.core.ahead import read_in
 from platform.plan.core.buckets import common_name
 from platform.plan.core.plan import Plan
 
@@ -33,7 +34,7 @@ class Weights:
     """Weights of one rank: its copies of the model's parameters, and their gradients. `compute`: name -> the leaf that
     the forward pass reads, this rank's block. `master`: name -> the copy that the optimizer updates: the block, or what
     of it lies in this rank's shard; the same tensor as in `compute` if dtype and shape agree. A parameter of which this
-    rank has nothing is an empty tensor. `residency`, under ZeRO-3: says when compute copies are there.
+    rank has nothing is an empty tensor. `residency`, under ZeRO: says when compute copies are there.
 
     `overlap`: gradients are reduced as soon as the last backward pass has them, and shards gathered a span ahead.
     `seed`: None leaves initial values out, where a state is going to be restored.
@@ -56,24 +57,23 @@ class Weights:
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
         self.averages: dict[str, Tensor] = {}  # name -> average of a master copy over the updates, if they are kept
-        self.residency = self._residency(communicator) if plan.storage else None
+        self.residency = self._residency(communicator) if plan.sharded else None
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
         self._users = [{c.number for c in plan.chunks if c.parameters & flat.compute.keys()} for flat in self.buckets]
 
     def _residency(self, communicator: Communicator) -> Residency:
-        """Construct the Residency that gathers sharded parameters (ZeRO-3) for the spans of this stage's model
-        chunks."""
-        flats = {id(flat.bucket): flat for flat in self.buckets}
+        """Construct the Residency of sharded parameters in the spans of this stage's model chunks."""
+        frees = bool(self._plan.storage)
         spans = {
             c.number: [
-                ResidentSpan(common_name(names), [flats[id(b)] for b in buckets])
-                for names, buckets in zip(c.spans, self._plan.resident[c.number], strict=True)
+                ResidentSpan(common_name(names) if frees else "", [f for f in self.buckets if read & f.compute.keys()])
+                for names, read in zip(c.spans, map(set, c.spans) if frees else read_in(c), strict=True)
             ]
             for c in self._plan.chunks
         }
-        return Residency(communicator, spans, turns=self._plan.turns, ahead=self._overlap)
+        return Residency(communicator, spans, frees=frees, turns=self._plan.turns, ahead=self._overlap)
 
     @property
     def owned(self) -> dict[str, Tensor]:
@@ -160,13 +160,23 @@ class Weights:
             master.grad = None
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, ahead: bool = False) -> None:
         """Update the compute copies from the master copies after these have changed, and free the gradients. All ranks
-        call it together, as masters may be shards that are gathered."""
+        call it together, as masters may be shards that are gathered. `ahead`: if gathers may overlap at all, they run
+        under the next forward pass, which waits for each bucket where it reads it first; whatever else reads compute
+        copies has to `settle` before."""
         self.drop_gradients()
-        for coming in [flat.refresh() for flat in self.buckets]:
-            if coming:
-                coming.wait()
+        self.settle()
+        for flat in self.buckets:
+            flat.refresh()
+        if not (ahead and self._overlap):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for all compute copies that are on their way since an update (ZeRO-1 and 2)."""
+        for flat in () if self._plan.storage else self.buckets:
+            if not flat.resident:
+                flat.gather()
 
     @torch.no_grad()
     def begin_averages(self) -> None:

@@ -126,6 +126,7 @@ class Trainer:
         clock.read()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
+            self.weights.settle()
             flip(self.weights.owned if plan.storage else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
         watched = Watched(self.stage, communicator) if is_due(self.config.monitor.layers, step) else None
@@ -332,7 +333,7 @@ class Trainer:
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
         self.weights.average(self.config.train.ema)
-        self.weights.refresh()
+        self.weights.refresh(ahead=True)
 
     def evaluated(self) -> AbstractContextManager[None]:
         """Return a context in which the weights to evaluate are in place: moving averages if eval.averaged is set."""

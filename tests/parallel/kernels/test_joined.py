@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from platform.parallel.kernels import einsum
-from platform.parallel.sharding.flat import Neighbours
+from platform.parallel.sharding.neighbours import Neighbours
 from platform.plan.communication import planned
 from tests.harness import oracle
 from tests.harness.oracle import compare, configure, run, serial

@@ -9,10 +9,12 @@ import pytest
 
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.communication.planned import JOINS_GRADIENTS
+from platform.plan.core.buckets import ADDS_WIDE
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints, needed_bytes
 from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure
+from tests.harness.wide_sums import kernels_on_cpus
 
 MODEL: dict[str, Any] = {"layers": 3, "d_model": 64, "length": 32, "vocab": 256, "heads": 4, "precision": "fp32"}
 STAGES: dict[str, Any] = {"stages": 2, "microbatch": 2, "global_batch": 16, "layers": 4}
@@ -115,6 +117,21 @@ def test_joined_gradients_count_where_a_device_joins_them(more, monkeypatch):
     monkeypatch.setitem(JOINS_GRADIENTS, "cpu", True)
     holds(c)
     assert needed_bytes(c, make_plan(c)) > 1.05 * apart
+
+
+FEW_TOKENS: dict[str, Any] = {"precision": "bf16", "vocab": 32, "length": 4, "d_model": 96, "layers": 2,
+                              "recompute": "full"}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"pipeline": "zb_h1", "stages": 2, "layers": 4}], ids=["serial", "zb_h1"])
+def test_gradients_in_16_bits_count_where_a_device_does_not_add_them_at_once(more, monkeypatch):
+    """As GPUs do, which have no buffer of a bucket's gradients in the compute type."""
+    c = configured(**{**FEW_TOKENS, **more})
+    rounded = needed_bytes(c, make_plan(c))
+    monkeypatch.setitem(ADDS_WIDE, "cpu", True)
+    with kernels_on_cpus():
+        holds(c)
+    assert needed_bytes(c, make_plan(c)) < 0.95 * rounded
 
 
 UPDATED: dict[str, Any] = {"microbatch": 1, "global_batch": 1, "length": 4, "layers": 1, "vocab": 64, "d_model": 128,

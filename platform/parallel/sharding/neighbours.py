@@ -1,0 +1,43 @@
+"""Parameters that lie one after another in a bucket, so that one product computes with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from platform.parallel.sharding.flat import FlatBucket, bucket_of
+
+
+class Neighbours(NamedTuple):
+    """Parameters whose compute copies lie one after another in a bucket."""
+
+    bucket: FlatBucket
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
+        """Return parameters as neighbours in one flat bucket; None if not adjacent, fewer than two, or absent."""
+        found = [bucket_of(w) for w in leaves if w is not None]
+        flats, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
+        if len(flats) < max(2, len(leaves)) or any(flat is not flats[0] for flat in flats) or not flats[0].here:
+            return None
+        return cls(flats[0], names) if flats[0].bucket.stretch(names) else None
+
+    @property
+    def values(self) -> Tensor:
+        """Return the flat compute copies of these parameters, one stretch of the bucket's buffer."""
+        return self.bucket.values(*self.names)
+
+    def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
+        """Add gradients to the flat bucket: `compute(memory, fresh)` adds them to memory, overwriting it if fresh."""
+        compute(*self.bucket.sum_of(*self.names))
+        self.bucket.came(*self.names)
+
+    def add_total(self, total: Callable[..., Tensor]) -> None:
+        """Add small gradients, which `total(dtype=...)` computes flat, together with other parameters' gradients."""
+        ranges = [self.bucket.bucket.ranges[name] for name in self.names]
+        parts = total(dtype=self.bucket.adds_in).split([stop - start for start, stop in ranges])
+        for name, part in zip(self.names, parts, strict=True):
+            self.bucket.add(name, part)
