@@ -124,9 +124,7 @@ def plans(typed: Typed, arguments: str, bench: Bench) -> None:
 def examines(typed: Typed, arguments: str, bench: Bench) -> None:
     """Run a command of the doctor up to where it would start workers."""
     seen = []
-    bench.monkeypatch.setattr(
-        doctor, "_examined", lambda config, plan, *_: seen.append(plan) or doctor.Report([], {}, {})
-    )
+    bench.monkeypatch.setattr(doctor, "_examined", lambda config, plan, *_: seen.append(plan) or doctor.Report([], {}))
     assert doctor.main(shlex.split(arguments)) == doctor.SOUND and seen
     assert all(line in bench.capfd.readouterr().out for line in typed.shown)
 

@@ -339,7 +339,8 @@ class FlatBucket:
 
 
 def add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to flat `sums` in few launches: for each (memory, True if what is there does not count)."""
+    """Add gradients to flat sums of a bucket in few launches. `sums`: the memory of each, and True if it has no sum
+    yet, so that the gradient is copied there."""
     # One launch serves tensors of one type, and copies of one type into another. So few elements of another type than
     # their sums are copied first; many, of which copies would take memory and time, are added one by one.
     groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}

@@ -47,8 +47,8 @@ def fetches(chunk: Chunk) -> Iterator[Fetch]:
 
 
 def read_in(chunk: Chunk) -> list[set[str]]:
-    """Return the names of the parameters that each span of a chunk's forward pass reads at the earliest: its own, and
-    those of later spans whose conversions `Ahead` starts in it."""
+    """Return the names of the parameters that each span of a model chunk's forward pass is the first to read. `Ahead`
+    starts some conversions of a later span in it."""
     found, first, order = [set(names) for names in chunk.spans], 0, list(fetches(chunk))
     for before, fetch in zip([None, *order], order, strict=False):
         if before is None or before.multiplies:  # the batch that begins here is started under the product before
