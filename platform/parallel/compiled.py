@@ -8,7 +8,6 @@ while a generation forms: there a region may fail to compile.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -76,8 +75,6 @@ def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], 
 
 def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
     """Return a traced function compiled for the shapes and strides of these `arguments`."""
-    # autograd's thread, whose first kernels are a compiled function's, has no context when it comes to a product
-    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     backend = import_module("torch._dynamo").lookup_backend(BACKEND)
     return backend(function.graph, list(arguments))
 

@@ -3,6 +3,7 @@ they are traced once, and torch.compile makes each of few kernels, with no graph
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -18,6 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from platform.parallel.compiled import TracedFunction
 from platform.parallel.kernels.residual import Region
 from platform.parallel.sharding.flat import FlatBucket, add_together, home_of
+
+# Autograd's thread, whose first kernels are those of a compiled backward pass, has no context when it comes to a product.
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,11 @@ def test_recomputation():
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "bert", "t5"])
-@pytest.mark.parametrize("precision", LOWER)
-def test_lower_precisions_on_the_kernels_of_the_gpu(precision, model):
+@pytest.mark.parametrize(("precision", "compiled"), [*((p, "on") for p in LOWER), ("bf16", "off"), ("fp16", "off")])
+def test_lower_precisions_on_the_kernels_of_the_gpu(precision, compiled, model):
     c = configure(precision=precision, **MODELS[model])
     expected = serial(configure(**MODELS[model]))
-    found = on_gpu(c, "on")
+    found = on_gpu(c, compiled)
     assert found.losses == pytest.approx(expected.losses, rel=LOWER[precision])
     scale = c.loss_scale.initial if precision == "fp16" else 1.0
     whole = torch.cat([g.double().flatten() for g in found.gradients.values()]) / scale
