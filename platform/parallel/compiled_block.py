@@ -20,7 +20,7 @@ from platform.parallel.compiled import TracedFunction
 from platform.parallel.kernels.residual import Region
 from platform.parallel.sharding.flat import FlatBucket, add_together, home_of
 
-# Autograd's thread, whose first kernels are those of a compiled backward pass, has no context when it comes to a product.
+# autograd's thread, whose first kernels are a compiled backward pass's, has no context when it comes to a product
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
 
 
