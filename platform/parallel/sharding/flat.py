@@ -7,7 +7,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
@@ -17,6 +16,7 @@ from platform.plan.core.buckets import Bucket
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
 
+_HOME = "_flat_home"  # attribute of compute copies, of parameters that follow each other: (their bucket, their names)
 MANY = 1 << 16  # elements of a gradient from which on its bytes count for more than a launch
 
 
@@ -72,7 +72,7 @@ class FlatBucket:
         self.resident = True
         for name, w in self.compute.items():
             w.register_post_accumulate_grad_hook(_take)
-            _HOMES[w] = ref(self), (name,)
+            setattr(w, _HOME, (ref(self), (name,)))
         self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
         self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
         self.release()
@@ -196,10 +196,11 @@ class FlatBucket:
         other, and True if its present content does not count; the kernel then calls `came`."""
         start, stop = self._stretch(names)
         if self._direct:
-            new = [name for name in names if name not in self._summed]
-            for name in new if len(new) < len(names) else ():
-                self._block(self._sums(), name).zero_()
-            return self._sums()[start:stop], len(new) == len(names)
+            sums, fresh = self._sums(), self._summed.isdisjoint(names)
+            if not (fresh or self._summed.issuperset(names)):
+                for name in set(names) - self._summed:
+                    self._block(sums, name).zero_()
+            return sums[start:stop], fresh
         if not self._held.isdisjoint(names):
             self.flush()
         if self._coming is None:
@@ -214,7 +215,7 @@ class FlatBucket:
     def _note(self, names: Sequence[str]) -> None:
         """Note that gradients of parameters have been added in the backward pass under way: whole, unless a parameter
         has several uses, which are complete only at the end of the pass."""
-        self._came.update(name for name in names if name not in self._plan.shared)
+        self._came.update(names if self._plan.shared.isdisjoint(names) else set(names) - self._plan.shared)
         if len(self._came) == len(self.compute):
             self.flush()
             if self.complete:
@@ -240,7 +241,7 @@ class FlatBucket:
         if names not in self._stretches:
             start, stop = self._stretch(names)
             self._stretches[names] = self._whole[start:stop]
-            _HOMES[self._stretches[names]] = ref(self), names
+            setattr(self._stretches[names], _HOME, (ref(self), names))
         return self._stretches[names]
 
     @torch.no_grad()
@@ -358,11 +359,6 @@ def add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor
         (torch._foreach_copy_ if fresh else torch._foreach_add_)(memories, flats)
 
 
-# compute copies of one parameter or of several that follow each other -> (their bucket, their names), without keeping
-# either alive
-_HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
 def bucket_of(leaf: Tensor) -> tuple[FlatBucket, str] | None:
     """Return the bucket in which a parameter's compute copy lies, and its name; None for a tensor of no bucket."""
     return (found[0], found[1][0]) if (found := home_of(leaf)) else None
@@ -371,7 +367,7 @@ def bucket_of(leaf: Tensor) -> tuple[FlatBucket, str] | None:
 def home_of(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
     """Return the bucket in which compute copies lie, of one parameter or of several that follow each other, and the
     parameters' names; None for a tensor of no bucket."""
-    if (found := _HOMES.get(copies)) is None:
+    if (found := getattr(copies, _HOME, None)) is None:
         return None
     bucket, names = found
     return bucket(), names
