@@ -45,15 +45,19 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function`, a pure one of tensors and of constants, compiled by torch for each shape at its first call
     with it, its backward pass too. While it is compiled, the process's progress says so, so that no rank counts as
     hung. Of a TracedFunction a call is that of the kernels, without torch's search for the graph of its arguments."""
+    traced = isinstance(function, TracedFunction)
     compiled_for = partial(_graph_for, function) if isinstance(function, TracedFunction) else _function_for(function)
     known: dict[object, Callable[..., Tensor]] = {}
 
     @wraps(function)
     def run(*arguments):
         """Call the compiled function, reporting progress while it is compiled for arguments of a new signature."""
-        signature = torch.is_grad_enabled(), *map(_signature, arguments)
-        if signature in known:
-            return known[signature](*arguments)
+        if traced:  # for fixed shapes and types
+            signature: object = (*map(Tensor.stride, arguments),)
+        else:
+            signature = torch.is_grad_enabled(), *map(_signature, arguments)
+        if made := known.get(signature):
+            return made(*arguments)
         with _LOCK, PROGRESS.preparing(f"compile {function.__name__}"):
             made = compiled_for(arguments)
             out = made(*arguments)
@@ -75,8 +79,21 @@ def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], 
 
 def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
     """Return a traced function compiled for the shapes and strides of these `arguments`."""
-    backend = import_module("torch._dynamo").lookup_backend(BACKEND)
-    return backend(function.graph, list(arguments))
+    if BACKEND != "inductor":
+        return import_module("torch._dynamo").lookup_backend(BACKEND)(function.graph, list(arguments))
+    fx = import_module("torch._inductor.compile_fx")
+    kernels: list[Callable[[list[Tensor]], Sequence[Any]]] = []
+
+    def inner(*graph: Any, **how: Any) -> Any:
+        """Compile a graph to kernels, and keep what launches them."""
+        kernels.append(fx.compile_fx_inner(*graph, **how))
+        return kernels[-1]
+
+    made = fx.compile_fx(function.graph, list(arguments), inner_compile=inner)
+    if [_signature(x) for x in made(*arguments)] != [_signature(x) for x in kernels[-1](list(arguments))]:
+        return made
+    # what is around the kernels serves functions that change their arguments or return views of them
+    return lambda *tensors: kernels[-1]([*tensors])
 
 
 class Trial:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from platform.parallel.sharding.flat import FlatBucket, add_together, home_of
 
 # autograd's thread, whose first kernels are a compiled backward pass's, has no context when it comes to a product
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
+
+_is_tensor = partial(is_not, None)  # of an argument; called in C, as all that each block and microbatch costs the host
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class CompiledBlock:
         """Return the block's output, compiled by `region`; its backward pass adds up the parameters' gradients."""
         if torch.is_grad_enabled():
             return _Block.apply(self, region, *arguments)
-        return region(self.functions.forward)(*(x for x in arguments if x is not None), *self.tensors)[0]
+        return region(self.functions.forward)(*filter(_is_tensor, arguments), *self.tensors)[0]
 
     @cached_property
     def _sums(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
@@ -71,7 +74,7 @@ class CompiledBlock:
         for bucket, names, indices, sizes in self._sums:
             memory, new = bucket.sum_of(*names)
             places = memory.split(sizes) if len(sizes) > 1 else (memory,)
-            add_together([(place, new) for place in places], [gradients[i] for i in indices])
+            add_together([*zip(places, repeat(new))], [*map(gradients.__getitem__, indices)])
         for bucket, names, _, _ in self._sums:
             bucket.came(*names)
 
@@ -82,11 +85,10 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: CompiledBlock, region: Region, *arguments: Tensor | None):
         """Return the block's activation, and keep what its backward pass needs."""
-        present = [x for x in arguments if x is not None]
-        primals = (*present, *block.tensors)
+        primals = (*filter(_is_tensor, arguments), *block.tensors)
         out, *results = region(block.functions.forward)(*primals)
-        ctx.saved = [primals[i] for i in block.functions.kept] + results
-        ctx.block, ctx.region, ctx.given = block, region, [x is not None for x in arguments]
+        ctx.saved = [*map(primals.__getitem__, block.functions.kept), *results]
+        ctx.block, ctx.region, ctx.given = block, region, [*map(_is_tensor, arguments)]
         return out
 
     @staticmethod
@@ -96,10 +98,11 @@ class _Block(torch.autograd.Function):
         saved = ctx.saved
         del ctx.saved
         found = ctx.region(ctx.block.functions.backward)(*saved, gradient)
-        count = sum(ctx.given)
-        ctx.block.add(found[count:])
-        left = iter(found)
-        return None, None, *(next(left) if given else None for given in ctx.given)
+        ctx.block.add(found[sum(ctx.given) :])
+        left, out = iter(found), list[Tensor | None]()
+        for given in ctx.given:
+            out.append(next(left) if given else None)
+        return None, None, *out
 
 
 def compiled_block(

@@ -130,7 +130,9 @@ class ParallelOps(Ops):
         compiler, wholly = self.compiler, self._wholly and self.position.training
         if not compiler or not wholly or self.deferred is not None or self.watched:
             return function
-        key = name, *(x if x is None else (x.shape, x.dtype) for x in arguments)
+        key: tuple = (name,)
+        for x in arguments:
+            key += (x if x is None else (x.shape, x.dtype),)
         if key not in self._blocks:
             self.compiler = None
             self._blocks[key] = compiled_block(function, arguments, self._alike)

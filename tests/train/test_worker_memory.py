@@ -54,7 +54,7 @@ def test_after_a_step_that_failed(config, worker):
     expected = [undisturbed.step(step).loss for step in (1, 2, 3)]
     assert held_by(disturbed) == []
     assert [disturbed.step(step).loss for step in (1, 2)] == expected[:2] and held_by(disturbed) == [(1, [1, 2])]
-    disturbed.trainer.weights.refresh = lambda: 1 / 0
+    disturbed.trainer.weights.refresh = lambda ahead: 1 / 0
     with pytest.raises(ZeroDivisionError):
         disturbed.step(3)  # the master copies have changed
     formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
