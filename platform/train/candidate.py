@@ -28,20 +28,21 @@ class Candidate:
     directory."""
 
     def __init__(self, config: Config, device: str, run_dir: str):
-        """Initialise a worker without a rank on `device`, cpu | cuda. Raises ConfigError if `extend` cannot load."""
+        """Initialise a worker without a rank yet, on `device` (cpu | cuda). Raises ConfigError if `extend` fails."""
         self._configure(config)
         self.run_dir, self.device = Path(run_dir), device
         self.communicator: Communicator | None = None
 
     def _configure(self, config: Config) -> None:
-        """Set the configuration and import the modules in `extend`. Raises ConfigError if one cannot be imported."""
+        """Set this worker's configuration and import the user's modules in `extend`. Raises ConfigError."""
         self.config = config
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
 
     def prove(self, probe: str) -> Proof:
-        """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
-        compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
+        """Return the proof of this worker's environment, for the driver to compare with its own before the worker gets
+        a rank: hashes of the run's storage as this worker sees it, hashes and versions of its code, and settings that
+        it cannot fulfil. `probe`: name of the file of random bytes that the driver has written to each storage."""
         train, m = self.config.train, self.config.model
         dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
         lacks = {
@@ -51,21 +52,21 @@ class Candidate:
         return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
 
     def read_clock(self) -> float:
-        """Return the time by this machine's clock, in seconds since the epoch."""
+        """Return this worker's clock, in seconds since the epoch, for the doctor to compare with the driver's."""
         return time.time()
 
     def examine(self, thorough: bool) -> Findings:
-        """Return the doctor's measurements of this worker by itself; `thorough`: True for sizes that take seconds."""
+        """Measure this worker's device and storage for the doctor; `thorough`: at larger sizes, which take seconds."""
         self._local_device()
         return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
 
     def examine_connection(
         self, check: str, index: int, size: int, name: str, store: tuple[str, int], thorough: bool
     ) -> Findings:
-        """Return the doctor's measurement of the connection of this worker with the others of its group, all of which
-        call this. `check`: the measurement, link | node; `index`: this worker's place among the `size` of its group;
-        `name`: the group's name in `store`, the driver's TCPStore (host, port); `thorough`: True for larger
-        transfers. `leave` must follow."""
+        """Measure for the doctor the bandwidth between this worker and the others of its group, all of which call this
+        together. `check`: the measurement, link (a pair) | node (all workers of a node); `index`: this worker's place
+        among the `size` of its group; `name`: the group's name in `store`, the driver's TCPStore (host, port);
+        `thorough`: True for larger transfers. `leave` must follow."""
         mesh, device = Mesh.of({"stage": 1, TOGETHER: size}), self._local_device()
         try:
             self.communicator = connected(mesh, index, store, f"doctor/{name}", [(TOGETHER,)], device)
@@ -74,7 +75,7 @@ class Candidate:
             return Findings(errors={check: error_line(error)})
 
     def _local_device(self) -> str:
-        """Return the torch device of this worker, "cpu" or "cuda:0", and make it current."""
+        """Return this worker process's torch device, "cpu" or "cuda:0", and make that GPU torch's current one."""
         if self.device != "cuda":
             return self.device
         torch.cuda.set_device(0)  # each worker process sees a single GPU

@@ -81,7 +81,7 @@ class Worker(Candidate):
     _generator: Generator | None = None  # from the first question of a generation on
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
-        """Initialise the worker of crew member `number` on `device`, cpu | cuda, without a rank yet."""
+        """Initialise the worker process of crew member `number`, on `device` (cpu | cuda), without a rank yet."""
         super().__init__(config, device, run_dir)
         self.number = number
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
@@ -106,8 +106,8 @@ class Worker(Candidate):
         stage_of: list[int],
         plan: str = "",
     ) -> Joined:
-        """Join the mesh of workers number `generation` as `rank` of `world_size`, through the driver's TCPStore `store`
-        (host, port), and open the process groups of the plan.
+        """Join the mesh that workers form in `generation`, as `rank` of `world_size`: make the plan, and open its
+        process groups through the driver's TCPStore `store` (host, port).
 
         `config`: configuration of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every
         model chunk, from the driver's schedule. `plan`: the digest that this worker's plan must have, "" for any.
@@ -138,11 +138,11 @@ class Worker(Candidate):
     def build(
         self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
     ) -> Built:
-        """Build this rank's parameters, optimizer and data for the mesh that it has joined; return their size and
-        the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
+        """Build this rank's weights, optimizer and data in the mesh that it has joined; return their size and the
+        device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
-        the tokens, "" for none; `fresh`: the parameters get their initial values;
-        False if `restore` or `recover` follows."""
+        the tokens, "" for none; `fresh`: True gives the weights their initial values; False if `restore` or `recover`
+        follows."""
         assert self.communicator
         c, lacking = self._settled()
         self._unheld = None
@@ -163,8 +163,9 @@ class Worker(Candidate):
         return Built(parameters, name, capacity, self.state.moments, lacking, shared)
 
     def _settled(self) -> tuple[Config, str]:
-        """Return the configuration with train.compile on or off, alike on all ranks, and what keeps a worker from
-        compiling where `auto` would, "" for nothing. Raises RuntimeError if it is `on`, and this worker cannot."""
+        """Settle whether this worker compiles: return the configuration with train.compile `on` or `off`, alike on all
+        ranks, and, if `auto` would compile but a worker cannot, the reason, else "". Raises RuntimeError if
+        train.compile is `on` and this worker cannot."""
         c, asked = self.config, self.config.train.compile
         why = uncompiled(asked, self.device)
         if asked == "on" and why:
@@ -175,14 +176,14 @@ class Worker(Candidate):
         return replace(c, train=replace(c.train, compile="off" if why else "on")), why if tried else ""
 
     def rehearse(self, step: int) -> str:
-        """Prepare training from `step` on; return what this rank cannot compile for it, see `Trainer.rehearse`."""
+        """Prepare compiled code for steps from `step` on; return why this rank cannot, else "": see `Trainer`."""
         return str(self.trainer.rehearse(step))
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
-        """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every
-        `elastic.snapshot_every` steps: at once or, if `late`, beside the next step. Return the report on all ranks if
-        this is rank 0, else an acknowledgement.
-        `limit`: the most that the loss may be; `faults`: all that are injected in this step, on any rank."""
+        """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to host memory
+        every `elastic.snapshot_every` steps: at once or, if `late`, beside the next step. Return the report on all
+        ranks if this is rank 0, else an acknowledgement. `limit`: the most that the loss may be for an update;
+        `faults`: all failures to be injected in this step, on any rank."""
         assert self.communicator
         self._forget_generations()
         self._begin_snapshot()
@@ -208,15 +209,15 @@ class Worker(Candidate):
         return combined
 
     def lead(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
-        """Pass the driver's order to take training step `step` on to all other ranks, which are in `follow`, and take
-        it with them, as `Worker.step` does. Called on rank 0 alone. Its report says that all ranks have done the step:
-        each gives its own only after its update."""
+        """Pass the driver's order of training step `step` from rank 0 on to all other ranks, which are in `follow`, and
+        take the step with them, as `Worker.step` does. Return the report of all ranks, each of which has done its
+        update."""
         assert self.communicator
         self.communicator.announce(json.dumps([step, limit, list(map(vars, faults or ()))]))
         return self.step(step, limit, faults)
 
     def follow(self) -> None:
-        """Take the training steps that rank 0 passes on, until it calls `let_go`. Called on all other ranks."""
+        """Take the training steps that rank 0 passes on to this worker, until rank 0 calls `let_go`."""
         assert self.communicator
         while order := self.communicator.announce():
             step, limit, faults = schema.read(tuple[int, Real, list[Fault]], json.loads(order))
@@ -224,15 +225,15 @@ class Worker(Candidate):
             self.step(step, limit, faults)
 
     def let_go(self) -> None:
-        """End the `follow` of all other ranks, so that the driver may call them. Called on rank 0 alone."""
+        """Release all other workers from `follow`, so that the driver may call them again. Called on rank 0 alone."""
         assert self.communicator
         self.communicator.announce("")
 
     def rest(self) -> None:
-        """Return at once, for the driver to know that no rank is in an earlier call any more."""
+        """Return at once: the reply shows the driver that this worker is not in an earlier call any more."""
 
     def _verify(self, step: int) -> Differences:
-        """Compare this rank's weights and optimizer state with its replicas' before an update; see `differing`."""
+        """Compare this worker's weights and optimizer state with its replicas' before the update of step `step`."""
         memory = self.memories.get(self.generation)
         before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
         return differing(self.trainer, self.state, before)
@@ -244,9 +245,9 @@ class Worker(Candidate):
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _begin_snapshot(self) -> None:
-        """Begin the snapshot of the state after the last training step, if one is due, which is copied and passed on to
-        peers while the next step runs: its update waits until `_settle` has finished it. It overwrites the one before
-        the newest only now, when the driver knows that all ranks have the newest."""
+        """Begin this worker's in-memory snapshot of the state after the last training step, if one is due. It is copied
+        and passed on to peers while the next step runs, whose update waits until `_settle` has finished it. It
+        overwrites the snapshot before the newest only now, when the driver knows that all ranks have the newest."""
         assert self.communicator
         self.trainer.settle = self._settle
         if self._unheld is not None:
@@ -255,29 +256,29 @@ class Worker(Candidate):
             self.memories[self.generation].begin(step, self.state.blocks(), self.state.values, transfer)
 
     def _settle(self) -> None:
-        """Finish the snapshot that has begun, if any: beside a step, on all ranks before any updates its weights."""
+        """Finish the in-memory snapshot begun before this training step, if any, before weights are updated."""
         if (memory := self.memories.get(self.generation)) and memory.begun:
             with self.trainer.clock.section("checkpoint"), self.trainer.clock.waiting_for_device():
                 memory.finish()
 
     def hold(self, step: int) -> None:
-        """Take the in-memory snapshot after the last step now, as the driver is about to re-form the mesh from it."""
+        """Take the in-memory snapshot after training step `step` now, as the driver will re-form the mesh from it."""
         self._unheld = None
         self._hold(step)
 
     def _hold(self, step: int) -> float:
-        """Take a snapshot of this rank's state after training step `step` to host memory, and wait until peers have
-        its copies; all ranks call it together. Return the seconds taken."""
+        """Take a snapshot of this rank's training state after step `step` to host memory, and wait until peers have its
+        copies; all ranks call it together. Return the seconds taken."""
         self._unheld, begin = step, time.perf_counter()
         self._begin_snapshot()
         self._settle()
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
-        """Exchange parts of in-memory snapshots before a mesh forms in which some survivors get no rank: the others
-        receive the parts that only these hold. Called on all `gathered` members of the source, each with its index
-        among them as `rank`. Their connections, made in `store` under the prefix `generation`, serve this call only:
-        `leave` follows."""
+        """Exchange parts of in-memory snapshots between surviving workers, before a mesh forms in which some of them
+        get no rank: the others receive the parts that only these hold. Called on all `gathered` members of the source,
+        each with its index among them as `rank`. Their connections, made in `store` under the prefix `generation`,
+        serve this call only: `leave` follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
             self.communicator = communicator = HostMemory(mesh, rank, meet(mesh.size, store, generation))
@@ -287,9 +288,8 @@ class Worker(Candidate):
         memory.take_over(passed, source.step, rank, communicator.transfer, source.distrusted)
 
     def recover(self, source: Source) -> None:
-        """Recover the training state from the snapshots that survivors of an earlier generation hold in memory,
-        `source`, and snapshot it again under this generation's plan, so that nothing is lost if this one fails at once.
-        All ranks call it together, also ranks that hold nothing."""
+        """Recover this rank's training state from `source`, snapshots in survivors' memory, and snapshot it under this
+        generation's plan, lest a failure at once lose it. All ranks call it together, also ranks that hold nothing."""
         memory = self.memories[source.generation] if self.rank in source.ranks.values() else None
         if memory:
             memory.keep_only(source.step)
@@ -298,8 +298,7 @@ class Worker(Candidate):
         self._hold(source.step)
 
     def _write_launches(self, log: list[Launch]) -> None:
-        """Append the communicator's log of collectives to the run's logs/launches-RANK.jsonl, and empty it. If that
-        fails, a warning is printed and training goes on."""
+        """Append this rank's log of collectives to logs/launches-RANK.jsonl, and empty it; only warn if that fails."""
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
         with tolerated(print_line, str(path)):
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -314,7 +313,7 @@ class Worker(Candidate):
         return Copied(tensors, self.state.values())
 
     def write(self, directory: str) -> None:
-        """Start a thread that writes the last `snapshot` to `directory` of the checkpoint storage; see `written`."""
+        """Start a thread that writes this rank's last `snapshot` to `directory` of the checkpoint storage."""
         storage = open_storage(urls.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
@@ -331,8 +330,9 @@ class Worker(Candidate):
             return Unwritten(error_line(error))
 
     def restore(self, directory: str, own: bool = False) -> Unrestored | None:
-        """Restore the training state from the checkpoint `directory`, of any plan, in the storage that the run resumes
-        from or, if `own`, saves to. Return None on success, else why the state is undefined now, alike on all ranks."""
+        """Restore this rank's training state from the checkpoint `directory`, of any plan, in the storage that the run
+        resumes from or, if `own`, saves to. Return None on success, else why the state is undefined now, alike on all
+        ranks."""
         storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         failed = tried(lambda: self.state.restore(storage, directory, manifest))
@@ -341,18 +341,18 @@ class Worker(Candidate):
         return failed
 
     def begin(self) -> Unrestored | None:
-        """Start with the weights of train.init; return None, or why they are undefined, on all ranks alike."""
+        """Fill this worker's weights from train.init; return None, or why they are undefined, on all ranks alike."""
         return tried(self.state.begin)
 
     def evaluate(self, samples: dict[str, int]) -> dict[str, float]:
-        """Return the mean loss per token over the first `samples` of each split of the data, by its name."""
+        """Return the mean loss per token of each data split over its first samples; `samples`: split -> count."""
         with self.trainer.evaluated():
             return {split: self.trainer.mean_loss(split, count) for split, count in samples.items()}
 
     @contextmanager
     def _answering(self) -> Iterator[Generator]:
-        """Yield the generator of texts, which answers by the weights to be evaluated. The clock's notes of this time
-        are dropped: they belong to no step, and an evaluation may have very many passes."""
+        """Yield this worker's generator of texts, with the weights to be evaluated in place. The clock's records of
+        this time are dropped: they belong to no training step, and an evaluation may have very many passes."""
         assert self.communicator
         if self._generator is None:
             self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
@@ -361,7 +361,7 @@ class Worker(Candidate):
         self.trainer.clock.read()
 
     def continue_texts(self, texts: AskedTexts, tokens: int, how: Choice, ends: list[int]) -> list[Written]:
-        """Continue each text by up to `tokens` tokens on all ranks together; see `Generator.write`."""
+        """Generate a continuation of each text, up to `tokens` tokens, on all ranks together; see `Generator.write`."""
         with self._answering() as generator:
             return generator.write(texts, tokens, how, ends)
 
@@ -371,14 +371,14 @@ class Worker(Candidate):
             return generator.score(texts, starts)
 
     def abort(self) -> None:
-        """Interrupt a call that waits in a collective, so that it raises, if the backend can; from another thread."""
+        """Interrupt this worker's call that waits in a collective, from another thread: it raises if possible."""
         if communicator := self.communicator:
             communicator.abort()
 
     def leave(self) -> None:
-        """Leave the mesh: close its process groups and free its model; in-memory snapshots stay. Works in any
-        state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
-        process useless."""
+        """Leave the mesh of workers: close its process groups and free the model; in-memory snapshots stay. Works in
+        any state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes
+        this process useless."""
         self.abort()  # after a failure, closing would wait for collectives and transfers in progress
         communicator, self.communicator = self.communicator, None
         for memory in self.memories.values():
@@ -394,6 +394,6 @@ class Worker(Candidate):
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Leave the process groups, as the driver's last call to this worker; may be called after a failure."""
+        """Leave the mesh of workers for good, as the driver's last call to this worker; allowed after a failure."""
         self._order.close()
         self.leave()

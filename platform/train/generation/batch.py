@@ -22,9 +22,10 @@ class Batch:
     def __init__(
         self, texts: AskedTexts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0, most: int = 0
     ):
-        """Pad texts, given as token ids, to the rows of generation passes. `unit`: number of which the texts' is made a
-        multiple; `left`: pad in front, for texts to be continued; `copies`: rows per text; `source`: tokens of an
-        encoder's row, 0 without an encoder; `most`: limit of tokens of a text to be scored."""
+        """Pad texts, given as token ids, to a batch int64 [rows, tokens] that generation passes read. `unit`: number of
+        which the number of texts is made a multiple; `left`: pad in front, for texts to be continued; `copies`: rows
+        per text, for beams; `source`: tokens of an encoder's row, 0 without an encoder; `most`: limit of tokens of a
+        text to be scored."""
         count = len(texts.ids)
         more = padded(count, unit) - count
         rows = [*texts.ids, *[[0]] * more]
@@ -45,7 +46,7 @@ class Batch:
 
     @staticmethod
     def _source(sources: Sequence[Sequence[int]], rows: int, length: int) -> Tensor:
-        """Return the encoder's input for texts, int64 [rows, length], padded with -1; a row without text has a 0."""
+        """Return the encoder's token ids, int64 [rows, length], padded with -1; a row without a text has a single 0."""
         out = torch.full((rows, length), -1)
         out[:, 0] = 0
         for row, found in zip(out, sources, strict=False):
@@ -53,7 +54,7 @@ class Batch:
         return out
 
     def data(self, tokens: Tensor, offset: int) -> dict[str, Tensor]:
-        """Return the inputs of a generation pass, by name, that reads `tokens` [rows, n] from index `offset` on."""
+        """Return the data tensors, by name, of a generation pass that reads `tokens` [rows, n] from `offset` on."""
         index = torch.arange(offset, offset + tokens.shape[1])
         begins = torch.minimum(index, self.begins.unsqueeze(1))  # padding sees itself, lest it see nothing
         found = {"tokens": tokens, "begins": begins, "positions": (index - begins).contiguous()}

@@ -13,9 +13,9 @@ from platform.train.protocol.asked import Choice, Written
 
 
 def candidates(logits: Tensor, how: Choice) -> Tensor:
-    """Return the likeliest next tokens of every row of `logits` [rows, vocab], twice as many as there are beams: fp64
-    [rows, count, 2], the log-probability and the id of each. With more ends of texts than one among them, enough are
-    left to go on with."""
+    """Return the likeliest next tokens of every beam, for a beam search over generated texts: fp64 [rows, count, 2],
+    log-probability and token id, from `logits` [rows, vocab]. The count is twice the number of beams, so that enough
+    remain where some of these tokens end a text."""
     p = torch.log_softmax(widened(logits), -1)[:, : how.vocab].double()
     found = p.topk(min(2 * how.beams, how.vocab), -1)
     return torch.stack((found.values, found.indices.double()), -1)
@@ -26,7 +26,7 @@ class Beams:
     the ones that have `ended`, as (score, ids, log-probability)."""
 
     def __init__(self, how: Choice, ends: Sequence[int]):
-        """Start the beam search of one text, with how.beams empty beams. `ends`: token ids that end a text."""
+        """Start the beam search for a text's continuation, with how.beams empty beams. `ends`: ids that end a text."""
         self._how, self._ends = how, frozenset(ends)
         self.ids: list[list[int]] = [[] for _ in range(how.beams)]
         self.totals = [0.0] + [-inf] * (how.beams - 1)  # all are the same text at first
@@ -34,8 +34,9 @@ class Beams:
         self.done = False
 
     def step(self, found: Tensor) -> list[int]:
-        """Take a step of the beam search: keep the likeliest continuations among each beam's next tokens, `found`
-        [beams, count, 2] from `candidates`; return, for every kept beam, the index of the beam that it continues."""
+        """Extend the beams of the text by one token: keep the likeliest continuations among each beam's next tokens,
+        `found` [beams, count, 2] from `candidates`. Return, for every kept beam, the index of the beam that it
+        continues."""
         count = found.shape[1]
         values = found[:, :, 0] + torch.tensor(self.totals, dtype=torch.float64).unsqueeze(-1)
         order = values.flatten().argsort(descending=True, stable=True)[: 2 * self._how.beams].tolist()
@@ -56,16 +57,16 @@ class Beams:
         return [beam for beam, *_ in kept]
 
     def _end(self, ids: list[int], total: float, more: int) -> None:
-        """Add a finished continuation to the beams that have ended, of which the best are kept."""
+        """Add a text's continuation to the ended beams and keep the best; `more`: 1 if an end token is not in `ids`."""
         self.ended.append((self._score(total, len(ids) + more), ids, total))
         self.ended = sorted(self.ended, key=lambda found: -found[0])[: self._how.beams]
 
     def _score(self, total: float, length: int) -> float:
-        """Return the score of a beam: its log-probability `total` / length^length_penalty."""
+        """Return a beam's score: its log-probability `total` / length^length_penalty, `length` in generated tokens."""
         return float(total / length**self._how.length_penalty)
 
     def best(self) -> Written:
-        """Return the best continuation of the beam search: one that has ended, or one that would have gone on."""
+        """Return the beam search's best continuation of the text: ended or, if the search was cut off, unended."""
         ended = {id(ids) for _, ids, _ in self.ended}
         if not self.done:
             for ids, total in zip(self.ids, self.totals, strict=True):

@@ -55,7 +55,8 @@ class RankPass:
     rank's, laid out as the run's `plan` says."""
 
     def __init__(self, plan: Plan, communicator: Communicator, weights: Weights, model: Any, shape: PassShape):
-        """Plan the passes of generation of `shape` on this rank. `model`: the model that answers; `plan`: the run's."""
+        """Plan generation passes of one `shape` on this rank: how `model` computes the logits of a batch of texts.
+        `plan`: the training run's plan; `weights`: this rank's blocks or shards, laid out by it."""
         self._communicator, self._model, self._shape = communicator, model, shape
         self._stage = communicator.coordinates["stage"]
         self._planned = found = plan_pass(plan, model, shape, self._stage)
@@ -71,7 +72,8 @@ class RankPass:
         self._dtype = DTYPES[plan.precision][0]
 
     def _residency(self, weights: Weights, frees: bool) -> Residency:
-        """Construct the Residency of the parameters of each span of a generation pass; `frees`: only while it runs."""
+        """Construct the Residency that gathers ZeRO shards, span of the model by span, during a generation pass.
+        `frees`: True if the gathered parameters of a span are freed after it (ZeRO-3), False if they stay."""
         flats = {p.name: flat for flat in weights.buckets for p in flat.bucket.parameters}
         head = tuple(p for spans in self._planned.head.chunks[-1].spans for p in spans)
         spans = {}
@@ -84,12 +86,13 @@ class RankPass:
 
     @torch.no_grad()
     def run(self, rows: Rows, offset: int, cache: KeyValueCache) -> Tensor | None:
-        """Return the logits [tokens asked, sequences of this rank, vocab] after the sequences' next tokens, on the last
-        stage; None on others. `rows`: the data tensors of these tokens; `offset`: tokens in `cache`."""
+        """Run a generation pass on this rank's pipeline stage. Return the logits [tokens asked, sequences of this rank,
+        vocab] that predict the tokens that come next, on the last stage; None on others. `rows`: data tensors of the
+        tokens read; `offset`: number of tokens of each text that the key-value `cache` already has."""
         found: list[Tensor] = []
 
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
-            """Run a chunk of the model on this rank for the pass's tokens; the last chunk's logits are found."""
+            """Run a model chunk on `flow` in this generation pass; the last chunk's logits are appended to `found`."""
             return self._run(chunk, flow, rows, found)
 
         self._body.read_on(offset, cache)
@@ -100,8 +103,9 @@ class RankPass:
         return found[0] if found else None
 
     def _run(self, chunk: Chunk, flow: Activations, rows: Rows, found: list[Tensor]) -> Activations:
-        """Run a chunk on the activations `flow` from the chunk before, the head too if it is the last; that appends the
-        logits to `found`."""
+        """Run a model chunk of a generation pass on `flow`, the activations of the chunk before, and return its own.
+        The last chunk also runs the model's head and appends the logits to `found`. `rows`: data tensors of the tokens
+        read."""
         part, here = self._parts[chunk.number], self._communicator
         read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(part, here)}
         inputs = place(part, here, read)
@@ -118,7 +122,7 @@ class RankPass:
         return {name: x for name, x in out.items() if x is not None}
 
     def _rows_of(self, logits: Tensor) -> Tensor:
-        """Gather the logits' vocabulary from the ranks that split it; the sequences stay divided over ranks."""
+        """Gather the logits' vocabulary, split over ranks: return [tokens, this rank's sequences, vocab]."""
         planner, spec = self._planned.head.planner, self._planned.logits
         source = planner.layout(spec)
         target = Layout.of({"batch": source["batch"]})
@@ -128,7 +132,7 @@ class RankPass:
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """Return the number of the first of the sequences whose logits this rank has, and how many they are."""
+        """Return which of the batch's texts this rank has logits of after a generation pass: (first, count)."""
         plan = self._planned.head
         axes = plan.layout(self._planned.logits)["batch"]
         count = self._shape.batch // plan.mesh.extent(axes)
@@ -136,7 +140,7 @@ class RankPass:
 
     @property
     def speaks(self) -> bool:
-        """Return True if this rank's logits are the ones to be read; other ranks may have the same."""
+        """Return True if the generator reads this rank's logits: of ranks with equal ones, a single rank's are read."""
         plan, here = self._planned.head, self._communicator.coordinates
         axes = plan.layout(self._planned.logits)["batch"]
         last = here["stage"] == plan.chunks[-1].stage
@@ -148,7 +152,7 @@ class Generator:
     call its methods together, with equal arguments, and get equal results."""
 
     def __init__(self, config: Config, plan: Plan, communicator: Communicator, weights: Weights):
-        """Prepare the generation of texts on this rank; its passes are planned when they are first needed."""
+        """Prepare this rank to continue and score texts with its weights; passes are planned when first needed."""
         self._config, self._plan, self._communicator, self._weights = config, plan, communicator, weights
         self._unit = rows_at_once(plan.scheme, plan.mesh)
         self._room = lcm(ROOM, memory_unit(plan.scheme, plan.mesh))
@@ -156,8 +160,8 @@ class Generator:
         self._passes: dict[tuple[PassShape, int], RankPass] = {}
 
     def write(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int] = ()) -> list[Written]:
-        """Return the continuation of each text, of up to `tokens` tokens that are chosen as `how` says, until one of
-        `ends`, the token ids that end it."""
+        """Generate a continuation of each text, up to `tokens` tokens long, all ranks together. `how`: the rule by
+        which each next token is chosen from its logits; `ends`: token ids that end a text."""
         if how.beams > 1:
             return self._search(texts, tokens, how, ends)
         batch = self._batch(texts)
@@ -176,8 +180,9 @@ class Generator:
         return [_written(row[row >= 0], stops) for row in out[: batch.texts]]
 
     def _search(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int]) -> list[Written]:
-        """Continue each text by the best continuation that a beam search finds, as `write` does. Beams of a text are
-        rows next to each other, on the same ranks, so that they may go on from each other's cache."""
+        """Continue each text by the best continuation that a beam search finds; arguments and result are those of
+        `write`. The beams of a text are adjacent rows of the batch, on the same ranks, so that they may go on from each
+        other's key-value cache."""
         batch = self._batch(texts, copies=how.beams)
         cache, rows = self._cache(batch.longest + tokens), torch.arange(batch.rows).view(-1, how.beams)
         beams = [Beams(how, ends) for _ in rows]
@@ -196,8 +201,8 @@ class Generator:
         return [b.best() for b in beams[: batch.texts]]
 
     def score(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
-        """Return the log-probability of each text from token number `starts[i]`, which is 1 or more, to its end, and
-        whether all of its tokens are the likeliest."""
+        """Score texts under the model, all ranks together: return, for each, the log-probability of its tokens from
+        number `starts[i]` (1 or more) to its end, in nats, and whether each of these is the likeliest at its place."""
         batch = self._batch(texts, left=False)
         cache = self._cache(batch.longest)
         place = torch.arange(1, batch.longest).expand(batch.rows, -1)
@@ -211,20 +216,20 @@ class Generator:
             run, logits = self._pass(batch, tokens, first, cache, asked=at.stop - first)
 
             def sums(x: Tensor, mine: slice, labels: Tensor = labels, counted: Tensor = counted) -> Tensor:
-                """Return the log-probabilities of the scored tokens of the rows `mine`, from their logits x."""
+                """Return `_scores` of a piece of the texts in the rows `mine`, fp64 [rows, 2], from logits `x`."""
                 return _scores(x, labels[mine].t().to(x.device), counted[mine].t().to(x.device))
 
             total += self._to_all_ranks(run, logits, torch.zeros_like(total), sums)
         return [Scored(found, misses == 0) for found, misses in total[: batch.texts].tolist()]
 
     def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
-        """Return texts padded to a batch that generation passes of this plan read; `left`, `copies`: see `Batch`."""
+        """Pad texts to a batch that generation passes of this plan can read. `left`, `copies`: arguments of `Batch`."""
         source = self._source(texts)
         return Batch(texts, self._unit, left=left, copies=copies, source=source, most=self._config.model.length + 1)
 
     def _source(self, texts: AskedTexts) -> int:
-        """Return the length, in tokens, of the encoder's input for these texts: as configured where positions are
-        learned, else as many as the longest text has, rounded up to 16; 0 without an encoder."""
+        """Return the tokens of the encoder's input of these texts: as configured where positions are learned, else as
+        many as the longest text has, rounded up to 16; 0 without an encoder."""
         m = self._config.model
         most = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
         return most if m.positions == "learned" or not most else min(most, padded(max(map(len, texts.sources)), 16))
@@ -234,7 +239,7 @@ class Generator:
         return KeyValueCache(padded(tokens, self._room))
 
     def _read(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
-        """Run the generation passes that read a batch's texts into `cache`; return the last `_pass` and its logits."""
+        """Read a batch of texts into the key-value `cache`, pass by pass; return the last pass, with its logits."""
         *others, last = range(0, batch.longest, PIECE)
         for first in others:
             self._pass(batch, batch.ids[:, first : first + PIECE], first, cache)
@@ -243,8 +248,9 @@ class Generator:
     def _pass(
         self, batch: Batch, tokens: Tensor, offset: int, cache: KeyValueCache, asked: int = 1
     ) -> tuple[RankPass, Tensor | None]:
-        """Run the pass that reads `tokens` [rows, n] behind the `offset` that are in `cache`; return it, and the logits
-        [asked, rows of this rank, vocab] after the last `asked` of them, None on ranks of other stages."""
+        """Run the generation pass in which the model reads `tokens` [rows, n], behind the `offset` tokens per text that
+        are in `cache`. Return the pass, and the logits [asked, rows of this rank, vocab] after the last `asked` of
+        these tokens, None on ranks of other pipeline stages."""
         source = 0 if batch.source is None else batch.source.shape[1]
         shape = PassShape(tokens.shape[1], batch.rows, cache.capacity, asked, reads=source > 0 and offset == 0)
         if any((s.batch, s.capacity) != (shape.batch, shape.capacity) or n != source for s, n in self._passes):
@@ -258,9 +264,9 @@ class Generator:
             return run, run.run(batch.data(tokens, offset), offset, cache)
 
     def _to_all_ranks(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
-        """Fill `out` [rows, ...], equally on all ranks, with numbers computed of each row's logits on a rank that has
-        them. `numbers`: function of a rank's logits and the slice of its rows; `run`: the pass that gave `logits`, None
-        on ranks of other stages."""
+        """Compute numbers of each text from its logits, on a rank that has these, and return them on all ranks: `out`
+        [rows, ...], filled. `numbers`: function of a rank's logits and the slice of its rows; `run`: the generation
+        pass that gave `logits`, None on ranks of other pipeline stages."""
         communicator = self._communicator
         if logits is not None and run.speaks:
             first, count = run.sequences
@@ -276,23 +282,25 @@ class Generator:
 
 
 def _written(ids: Tensor, stops: Tensor) -> Written:
-    """Return generated token ids as a continuation, without the last one if that is in `stops`, which end a text."""
+    """Return a text's generated token ids as its continuation, without a last one in `stops`, ids that end a text."""
     ended = bool(torch.isin(ids[-1:], stops).any())
     return Written(ids[: len(ids) - ended].tolist(), ended)
 
 
 def _scores(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
-    """Return the sums of log-probabilities of `labels`, and the numbers of labels that are not the likeliest, fp64
-    [rows, 2], where `counted`; labels and counted are [length, rows], logits [length, rows, vocab]."""
+    """Score labels, the tokens that texts really have next, by a model's logits [length, rows, vocab]: return fp64
+    [rows, 2], each row's summed log-probability and its number of labels that are not the likeliest token. `labels`,
+    `counted` [length, rows]: token ids, and True where they are scored."""
     p = torch.log_softmax(widened(logits), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).double()
     missed = logits.argmax(-1) != labels
     return torch.stack([(p * counted).sum(0), (missed & counted).double().sum(0)], -1)
 
 
 def choose(logits: Tensor, how: Choice, sequences: Tensor, position: int) -> Tensor:
-    """Choose the next token of each text as `how` says: return ids, int64 [batch], for `position` of the answers, from
-    `logits` [batch, vocab]. A draw depends on the seed, the number of the sequence in `sequences`, int64 [batch], and
-    the position alone."""
+    """Choose the next token of each text from `logits` [batch, vocab], by the rule `how`: the likeliest, or one drawn
+    at random; return token ids, int64 [batch]. `position`: index of the token in the continuation. A draw depends on
+    the seed, the position and the text's number in `sequences`, int64 [batch], alone, so that it is the same under
+    every plan."""
     logits = logits[:, : how.vocab].double()
     if not how.temperature:
         return logits.argmax(-1)
@@ -306,7 +314,8 @@ def choose(logits: Tensor, how: Choice, sequences: Tensor, position: int) -> Ten
 
 
 def restricted(logits: Tensor, how: Choice) -> Tensor:
-    """Return `logits` [batch, vocab] with -inf for all tokens that top_k and top_p leave out."""
+    """Restrict sampling of a next token by top_k and top_p: return `logits` [batch, vocab], -inf for tokens that these
+    leave out."""
     if 0 < how.top_k < logits.shape[-1]:
         least = logits.topk(how.top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

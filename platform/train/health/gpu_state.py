@@ -34,11 +34,11 @@ class GpuQuery:
     Where the command is missing or does not know, nothing is found."""
 
     def __init__(self) -> None:
-        """Start `nvidia-smi` for this worker's GPU, without waiting for its answer."""
+        """Start `nvidia-smi` on this worker's GPU for the doctor, without waiting: `answer` takes its output later."""
         self._processes = {query: _asked(query, fields[0]) for query, fields in FIELDS.items()}
 
     def answer(self, found: Findings) -> None:
-        """Wait for `nvidia-smi`, and add its report on this worker's GPU to the doctor's findings."""
+        """Wait for `nvidia-smi`, and add the state of this worker's GPU that it reports to the doctor's findings."""
         values: dict[str, str] = {}
         end = time.monotonic() + _SECONDS
         for query, (newest, *older) in FIELDS.items():
@@ -53,7 +53,7 @@ class GpuQuery:
 
 
 def _asked(query: str, fields: Sequence[str]) -> subprocess.Popen[str] | None:
-    """Start `nvidia-smi` to show these fields of this worker's GPU; None if there is no such command."""
+    """Start `nvidia-smi` to print these fields of this worker's GPU; return its process, None if not installed."""
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
     command = ["nvidia-smi", f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
     command += [f"--id=GPU-{uuid}"] if uuid else ["--id=0"]
@@ -63,8 +63,8 @@ def _asked(query: str, fields: Sequence[str]) -> subprocess.Popen[str] | None:
 
 
 def _values(fields: Sequence[str], process: subprocess.Popen[str] | None, end: float) -> dict[str, str] | None:
-    """Return the values of a GPU that `nvidia-smi` prints, by field, without unknown ones ("[N/A]"); {} if it answers
-    something else, None if it does not run, or not until `end` by the monotonic clock."""
+    """Read what `nvidia-smi` prints about this worker's GPU: return field -> value, without unknown values ("[N/A]");
+    {} if it prints anything else, None if it does not run or has not ended by `end`, a time of the monotonic clock."""
     if process is None:
         return None
     try:
@@ -79,7 +79,8 @@ def _values(fields: Sequence[str], process: subprocess.Popen[str] | None, end: f
 
 
 def state(values: Mapping[str, str]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what `nvidia-smi` says of a GPU, `values` by field, as the doctor's readings and facts.
+    """Convert a GPU's fields as `nvidia-smi` prints them, field -> value, to the doctor's readings (numbers: memory
+    errors, rows to be replaced) and facts (texts: driver version, slowdown, PCIe width).
 
     >>> state({"driver_version": "550.54.15", "ecc.errors.uncorrected.volatile.total": "0"})
     ({'ecc': 0.0}, {'gpu driver': '550.54.15'})

@@ -16,7 +16,7 @@ _VALUES = 1 << 10  # whose sums over all GPUs of a node are exact in fp32
 
 
 def measure_link(communicator: Communicator, sizes: Sizes) -> Findings:
-    """Measure the bytes per second that a worker receives in an all-gather with one other, and compare the bytes."""
+    """Measure the bytes/s that a worker receives in an all-gather with one partner, and count wrong bytes."""
     device, rank = communicator.device, communicator.rank
     block = torch.arange(sizes.passed[device.type], device=device).add(rank).to(torch.uint8)
     right = torch.cat([block - rank + i for i in range(communicator.mesh.size)])
@@ -25,7 +25,7 @@ def measure_link(communicator: Communicator, sizes: Sizes) -> Findings:
 
 
 def measure_node(communicator: Communicator, sizes: Sizes) -> Findings:
-    """Measure the bytes per second that a worker of n on a node sends in an all-reduce by a ring, and compare sums."""
+    """Measure the bytes/s that a worker sends in a ring all-reduce with all GPUs of its node, and count wrong sums."""
     device, n = communicator.device, communicator.mesh.size
     block = torch.arange(sizes.passed[device.type] // 4, device=device).remainder(_VALUES).float()
     right = block * n + n * (n - 1) / 2
@@ -36,8 +36,8 @@ def measure_node(communicator: Communicator, sizes: Sizes) -> Findings:
 def _best_of(
     communicator: Communicator, op: str, given: Callable[[], torch.Tensor], right: torch.Tensor
 ) -> tuple[float, float]:
-    """Return the seconds that the collective `op` of the `given` block takes at best, and how many elements of all its
-    results are not as in `right`."""
+    """Time a collective several times, to measure a worker's connections. Return the fewest seconds, and the number of
+    wrong elements in all results. `op`: the collective; `given`: makes its input block; `right`: the correct result."""
     seconds, wrong = [], 0.0
     for _ in range(REPEATS + 1):  # the first is not timed
         block = given()
@@ -51,7 +51,7 @@ def _best_of(
 
 
 def _settle(communicator: Communicator) -> None:
-    """Wait until a GPU has done what was launched on it; do nothing on a CPU."""
+    """Wait until the worker's GPU has finished all launched work, so that it can be timed; return at once on a CPU."""
     if communicator.device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -46,14 +46,14 @@ class Bench:
     measurements so far."""
 
     def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
-        """Prepare the doctor's examination of this worker: its `device`, cpu | cuda, and its checkpoint storage."""
+        """Prepare the doctor's measurements of this worker: its `device` (cpu | cuda) and its checkpoint storage."""
         self.device, self.sizes, self.found = device, sizes, Findings()
         self.storage_url = urls.home(config) if urls.saves(config) else str(run_dir)
         self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
 
     def fastest(self, work: Callable[[], Any]) -> float:
-        """Return the seconds that `work` takes at best: of the device on a GPU, of this thread on a CPU, so that
-        neither counts what others do on the machine, nor what a new worker's other threads still load."""
+        """Time `work` repeatedly for the doctor, and return the seconds of its fastest run: of the device on a GPU, of
+        this thread on a CPU, so that neither counts other work on the machine."""
         work()  # allocates, and loads what it needs
         fastest, repeats, end = inf, 0, time.perf_counter() + REPEAT_SECONDS
         while repeats < REPEATS or time.perf_counter() < end:
@@ -61,7 +61,7 @@ class Bench:
         return max(1e-9, fastest)
 
     def _seconds(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of one call of `work`, of this thread on CPU, of the device on a GPU."""
+        """Time one call of `work`: return its seconds of this thread on a CPU, of the device on a GPU."""
         if self.device == "cpu":
             begin = time.thread_time()
             work()
@@ -74,13 +74,14 @@ class Bench:
         return first.elapsed_time(last) / 1000
 
     def count_wrong(self, right: torch.Tensor) -> None:
-        """Count the elements of a boolean tensor that are False as wrong results of the device."""
+        """Add the elements of a boolean tensor that are False to the doctor's count of the device's wrong results."""
         self.found.readings["wrong"] = self.found.readings.get("wrong", 0.0) + right.logical_not().sum().item()
 
 
 def multiply(bench: Bench) -> None:
-    """Measure the speed of a product of square matrices, bf16 on a GPU and fp32 on a CPU, and check it: the matrices
-    are a·s' and s·b' of vectors of ±1, so that every element of their product is n or -n exactly."""
+    """Measure for the doctor the FLOP/s of a product of square matrices, bf16 on a GPU and fp32 on a CPU, and count
+    wrong elements: the matrices are a·s' and s·b' of vectors of ±1, so that every element of their product is n or -n
+    exactly."""
     n, dtype = bench.sizes.side[bench.device], torch.bfloat16 if bench.device == "cuda" else torch.float32
     signs = (torch.arange(3 * n, device=bench.device).mul(2654435761).bitwise_right_shift(7) & 2).sub(1)
     a, s, b = signs.to(dtype).view(3, n)
@@ -93,7 +94,7 @@ def multiply(bench: Bench) -> None:
 
 
 def duplicate(bench: Bench) -> None:
-    """Measure a copy within the device's memory, bytes read and written per second, and compare the result."""
+    """Measure the bytes/s, read and written, of a copy in the worker's device memory, and count wrong elements."""
     original = torch.arange(bench.sizes.copied[bench.device] // 8, device=bench.device)
     copy = torch.empty_like(original)
     bench.found.readings["memory"] = 2 * original.nbytes / bench.fastest(lambda: copy.copy_(original))
@@ -101,7 +102,7 @@ def duplicate(bench: Bench) -> None:
 
 
 def look_at_gpu(bench: Bench) -> None:
-    """Look at the worker's GPU: model, memory, and how much of that is free; do nothing on a CPU."""
+    """Note the model, memory and share of free memory of this worker's GPU for the doctor; do nothing on a CPU."""
     if bench.device == "cpu":
         return
     device = torch.cuda.get_device_properties()
@@ -111,15 +112,15 @@ def look_at_gpu(bench: Bench) -> None:
 
 
 def write_file(bench: Bench) -> None:
-    """Measure how fast a file is written to the checkpoint storage, else the run directory. Raises OSError."""
+    """Measure the bytes/s of writing a file to the checkpoint storage, else the run directory. Raises OSError."""
     begin = time.perf_counter()
     open_storage(bench.storage_url).write(bench.file, [memoryview(bench.data)])
     bench.found.readings["write"] = len(bench.data) / max(1e-9, time.perf_counter() - begin)
 
 
 def read_file(bench: Bench) -> None:
-    """Measure how fast the file that `write_file` wrote is read back, and delete it; do nothing if there is none.
-    Raises OSError, also if it has other contents."""
+    """Measure for the doctor the bytes/s at which the file of `write_file` is read back, and delete it; do nothing if
+    there is none. Raises OSError, also if its contents have changed."""
     if "write" not in bench.found.readings:
         return
     storage, begin = open_storage(bench.storage_url), time.perf_counter()
@@ -144,7 +145,8 @@ MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, a
 
 
 def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
-    """Examine this worker by itself, and return the measurements; a failed one is an error of its check."""
+    """Run all measurements that the doctor takes of this worker by itself, and return them; one that fails becomes an
+    error of its check. `device`: cpu | cuda; `sizes`: sizes of matrices, copies and files."""
     query = GpuQuery() if device == "cuda" else None  # answers while the rest is measured
     bench, threads = Bench(config, run_dir, device, sizes), torch.get_num_threads()
     torch.set_num_threads(1)  # waiting for others, which spins, would count

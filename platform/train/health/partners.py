@@ -8,7 +8,7 @@ from itertools import islice, zip_longest
 
 
 def groups_by_check(nodes: Sequence[str], partners: int, gpus: bool) -> list[tuple[str, list[tuple[int, ...]]]]:
-    """Return the rounds of connections to be measured: check, and ranks of each group. `nodes`: each rank's node."""
+    """Return the groups of ranks whose connections the doctor measures at once, as (check, groups) for every round."""
     pairs: list[tuple[str, list[tuple[int, ...]]]] = [("link", [*each]) for each in rounds(nodes, partners)]
     by_node = [tuple(rank for rank, its in enumerate(nodes) if its == node) for node in dict.fromkeys(nodes)]
     whole = [ranks for ranks in by_node if len(ranks) > 1]
@@ -16,10 +16,10 @@ def groups_by_check(nodes: Sequence[str], partners: int, gpus: bool) -> list[tup
 
 
 def rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
-    """Return up to `most` rounds of pairs of ranks, in each of which a rank is in one pair at most, and no pair twice.
-    `nodes`: each rank's node. The n-th workers of all nodes are partners of each other; workers without such a partner,
-    as on a single node, are partners of each other. So a rank has several partners, and a slow one does not make all of
-    them look slow.
+    """Return up to `most` rounds of pairs of ranks, for the doctor to measure the links between workers: in each round
+    a rank is in one pair at most, and no pair comes twice. `nodes`: each rank's node. The n-th workers of all nodes are
+    partners of each other; workers without such a partner, as on a single node, are partners of each other. So a rank
+    has several partners, and a slow one does not make all of them look slow.
 
     >>> rounds(["a", "a", "b", "b"], 3)
     [[(0, 2), (1, 3)]]
@@ -37,8 +37,8 @@ def rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
 
 
 def _tournament(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the rounds in which each of `ranks` meets each other once (the circle method); of an odd number another
-    one rests in every round."""
+    """Return the rounds of pairs in which each of `ranks` meets every other once, to measure the link between them (the
+    circle method); of an odd number of ranks, one has no partner in each round."""
     circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     found = []
     for _ in range(len(circle) - 1):

@@ -37,12 +37,12 @@ class Check:
     remedy: str
 
     def better(self, value: float, other: float) -> bool:
-        """Return True if a worker's measurement by this health check is better than another."""
+        """Return True if a worker's measurement by this health check is better than another worker's, `other`."""
         return value > other if self.more else value < other
 
     def bad(self, value: float, usual: float, device: str) -> str:
         """Return why a worker's measurement by this health check is bad, in a phrase, "" if it is not. `usual`: the
-        median of its peers'; `device`: cpu | cuda."""
+        median of the other workers' measurements; `device`: cpu | cuda."""
         if device not in self.bounds:
             return ""
         bound = self.bounds[device]
@@ -60,7 +60,7 @@ class Check:
         return f"{human(value)}{self.unit}" if self.unit.endswith("/s") else f"{value:.3g} {self.unit}"
 
     def cell(self, value: float | None) -> str:
-        """Format a measurement for the column of a table that is headed by the check's name."""
+        """Format a worker's measurement for the doctor's table, in the column of this check; "-" for None."""
         if value is None:
             return "-"
         return self.shown(value) if self.unit.endswith("/s") else f"{value:.3g}"
@@ -134,8 +134,9 @@ BY_NAME = {check.name: check for check in CHECKS}
 
 
 def best_of(first: Findings, again: Findings) -> Findings:
-    """Combine two examinations of one worker: the better measurement of each check, as other load on a machine only
-    makes it worse, but the worse one where one value alone is right; an error stays only if it came twice."""
+    """Combine two examinations of one worker by the doctor into one: keep the better measurement of each check, as
+    other load on a machine only makes it worse, but the worse one where one value alone is right; keep an error only if
+    it came twice."""
     readings = dict(first.readings)
     for name, value in again.readings.items():
         check = BY_NAME[name]
@@ -147,9 +148,10 @@ def best_of(first: Findings, again: Findings) -> Findings:
 
 
 def symptoms(found: Mapping[int, Findings], device: str) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
-    """Judge the examined workers, each beside the others. Return each one's bad checks, {} if it is sound, as check ->
-    why; and the checks that are bad on more than half of them, which points to something that they share and counts
-    against none, as check -> why of the first of them. `found`: findings by worker; `device`: cpu | cuda."""
+    """Judge the workers that the doctor has examined, each beside the others. Return two results: the bad checks of
+    each worker, as number -> {check: why}, {} for a sound one; and the checks that are bad on more than half of them,
+    as check -> why, which point to a common cause and count against none. `found`: measurements by worker's number;
+    `device`: cpu | cuda."""
     readings = {name: sorted(its.readings[name] for its in found.values() if name in its.readings) for name in BY_NAME}
     names = {name for its in found.values() for name in its.facts}
     facts = {name: Counter(its.facts.get(name, "none") for its in found.values()).most_common(1)[0] for name in names}
@@ -164,8 +166,9 @@ def symptoms(found: Mapping[int, Findings], device: str) -> tuple[dict[int, dict
 def _bad(
     own: Findings, readings: Mapping[str, list[float]], usual: Mapping[str, str], device: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield (check, why) for everything that is bad about one worker. `readings`: sorted, of all workers by check, its
-    own too; `usual`: the facts that more than half of them share."""
+    """Yield (check, why) for each error, bad measurement and unusual fact of one worker. `own`: its findings;
+    `readings`: sorted measurements of all workers, its own included, by check; `usual`: the facts that more than half
+    of them share; `device`: cpu | cuda."""
     yield from own.errors.items()
     for name, value in own.readings.items():
         if name in BY_NAME and (why := BY_NAME[name].bad(value, _median_beside(value, readings[name]), device)):
@@ -176,7 +179,7 @@ def _bad(
 
 
 def _median_beside(value: float, ordered: list[float]) -> float:
-    """Return the median of all workers' sorted measurements without this one, `value`; `value` if it is alone."""
+    """Return the median of the other workers' measurements: `ordered` without one `value`; `value` if it is alone."""
     others, own = len(ordered) - 1, bisect_left(ordered, value)
     if not others:
         return value

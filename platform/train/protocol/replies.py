@@ -101,7 +101,7 @@ class RankTimeline:
     collectives: list[CollectiveSpan] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return True if anything was recorded: there is no collective or span outside of a section."""
+        """Return True if a rank's timeline of a training step has records: all lie in clock sections."""
         return bool(self.sections)
 
 
@@ -135,7 +135,7 @@ class Differences:
     undecided: list[Dispute] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return True if any replicas differ."""
+        """Return True if replicas of weights or optimizer state differ on any ranks."""
         return bool(self.damaged or self.undecided)
 
 
@@ -227,5 +227,5 @@ _REPLIES: dict[str, Any] = {
 
 
 def read(method: str, rank: int, value: object) -> Any:
-    """Read the reply from `rank` to the driver's call of `method` as its type. Raises Malformed if it is not."""
+    """Read a worker's reply to the driver's call of `method`, from `rank`, as its declared type. Raises Malformed."""
     return schema.read(StepReport if method == "step" and rank == 0 else _REPLIES.get(method, Any), value)

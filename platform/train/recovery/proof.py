@@ -36,26 +36,25 @@ def proof(config: Config, run_dir: Path, probe: str, lacks: Mapping[str, str] | 
 
 
 def read_code() -> None:
-    """Compute the code digest and versions for a later `proof` now, so that forked processes need not."""
+    """Compute this process's code hash and library versions now, so that workers forked from it inherit them."""
     _running("platform")
     versions()
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Return the identity of a run's code, by name: hashes of this package and of the user's modules as they were when
-    this process first looked, and the versions of libraries."""
+    """Return the identity of a run's code: module -> hash of its source as first read, library -> version."""
     return {name: _running(name) for name in ("platform", *config.extend)} | _libraries()
 
 
 @cache
 def _running(module: str) -> str:
-    """Return the `source_digest` of a module at the first call, as this process goes on to run that code."""
+    """Return a module's `source_digest` as it was at the first call: this process goes on to run that code."""
     return source_digest(module)
 
 
 def _read(url: str, path: str) -> str:
-    """Hash a file that all workers and the driver must see alike, the driver's probe file or a checkpoint's manifest,
-    at `path` in the storage at `url`; return 12 hex digits of its SHA-256 or, if it cannot be read, the reason."""
+    """Hash a file that the driver and all workers must see alike (the driver's probe or a checkpoint's manifest), at
+    `path` in the storage at `url`; return 12 hex digits of its SHA-256 or, if it cannot be read, the reason."""
     try:
         return hashlib.sha256(open_storage(url).read(path)).hexdigest()[:12]
     except (OSError, ConfigError) as error:
@@ -63,8 +62,8 @@ def _read(url: str, path: str) -> str:
 
 
 def source_digest(module: str) -> str:
-    """Hash the source of an imported module, or all source files of a package, so that workers running other code than
-    the driver are found; return 12 hex digits."""
+    """Hash the source of an imported module, or all source files of a package, to find workers that run other code than
+    the driver; return 12 hex digits of SHA-256."""
     found = package if module == "platform" else sys.modules[module]
     if paths := getattr(found, "__path__", None):
         return _hash_files((str(f.relative_to(p)), f) for p in map(Path, paths) for f in sorted(p.rglob("*.py")))
@@ -83,7 +82,7 @@ def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, CUDA and LIBRARIES by name; "none" or "not installed" if absent."""
+    """Return the versions of Python, CUDA and LIBRARIES here, by name; "none" or "not installed" if absent."""
     import torch  # here: the driver imports this file before it has time for torch
 
     return {"cuda": torch.version.cuda or "none"} | _libraries()
@@ -91,7 +90,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _libraries() -> dict[str, str]:
-    """Return the versions of Python and LIBRARIES by name, found without importing them."""
+    """Return library -> version of Python and LIBRARIES in this process, from package metadata without imports."""
     found = {"python": sys.version.split()[0]}
     for library in LIBRARIES:
         try:

@@ -25,7 +25,7 @@ from platform.train.step.training_state import held_of
 
 
 def is_divided(config: Config) -> bool:
-    """Return True if ranks that share memory divide equal state in their snapshots; not under train.verify_every."""
+    """Return True if ranks that share memory each snapshot a part of equal state; not under train.verify_every."""
     return not config.train.verify_every
 
 
@@ -44,8 +44,7 @@ class Formation:
     shared: bool = False
 
     def held(self, plan: Plan | None = None) -> MemoryMap:
-        """Return which parts of the training state each rank of this generation of workers has in memory. `plan`: its
-        plan, made again if it is not given."""
+        """Return which parts of the training state each rank's snapshots have. `plan`: None makes the plan again."""
         plan = plan or make_plan(self.config, stage_of=self.stage_of)
         nodes = self.domains or [""] * plan.mesh.size
         return MemoryMap(held_of(plan, self.moments), nodes, self.shared, is_divided(self.config))
@@ -76,26 +75,27 @@ class Source:
     seats: list[int] = field(default_factory=list)
 
     def members(self, ranks: Iterable[int]) -> list[int]:
-        """Return the numbers of the crew members that had these ranks before the mesh was formed anew."""
+        """Return the crew members that had these `ranks` in the earlier generation, whose snapshots are recovered."""
         return [self.formed.seats[rank] for rank in ranks]
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Return old rank -> rank in the new mesh, of the survivors of a failure that have one."""
+        """Return rank before the failure -> rank in the re-formed mesh, of the surviving workers that have one."""
         new = {member: rank for rank, member in enumerate(self.seats)}
         return {old: new[member] for old, member in zip(self.kept, self.members(self.kept), strict=True)}
 
     def survived(self, held: MemoryMap) -> list[Chain]:
-        """Return the surviving training state as chains of blocks, with the ranks of the new mesh that can read them in
-        memory; equal on all ranks. `held`: the memory map of `formed`."""
+        """Return the chains of blocks of the training state that survived a failure in workers' memory, each with the
+        ranks of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
         if not self.gathered:
             return surviving(held.chains, held.copies, held.readers(self.ranks, self.distrusted))
         survived, handed = self.gathering(held)
         return surviving(survived, handed, {self.gathered.index(old): (new,) for old, new in self.ranks.items()})
 
     def gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
-        """Return the state that the survivors can read, by their index among the `gathered` ranks, and the parts that
-        survivors without a rank in the new mesh send to others first."""
+        """Return how survivors of a failure pass parts of the state on before the mesh re-forms: the chains of blocks
+        that they can read, by their index among the `gathered` ranks; and the copies that survivors without a new rank
+        send to others."""
         readers = held.readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
         survived, seated = surviving(held.chains, held.copies, readers), set(self.kept)
         return survived, handed_over(survived, [old in seated for old in self.gathered])
@@ -136,9 +136,9 @@ def find_source(
 
 
 def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
-    """Complete `source`, training state in survivors' memory, by the members that get the ranks of the new mesh,
-    `seats`; return None if no survivor is among them. If a survivor without a rank holds a needed part, all are
-    `gathered` first."""
+    """Return `source` (training state in survivors' memory) with its readers settled, now that the new mesh has its
+    members: `seats`, the member at each rank. None if no survivor is among them. If a survivor without a rank holds a
+    part that no other has, all survivors are `gathered` first."""
     seated = set(seats)
     kept = [rank for rank in source.survivors if source.formed.seats[rank] in seated]
     if set(source.kept) <= set(kept):
@@ -147,9 +147,9 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
 
 
 def _few(found: Keepers, alive: Sequence[int], memories: Sequence[object], size: int) -> list[int]:
-    """Choose a few of the surviving ranks `alive` whose snapshots together are the whole state: at most as many as the
-    new mesh has ranks (`size`), or more if a greedy search finds no fewer. `found`: a result of `keepers` for that
-    state; `memories`: the memory in which every rank's snapshots are, perhaps shared with others."""
+    """Choose a few of the surviving ranks `alive` whose in-memory snapshots together are the whole training state: at
+    most `size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `found`: a result of
+    `keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with others."""
     chosen, left = set(alive), Counter(memories[rank] for rank in alive)
     for rank in reversed(alive):
         memory = memories[rank]

@@ -11,12 +11,12 @@ from platform.config.groups.execution_group import RESUME
 
 
 def home(config: Config) -> str:
-    """Return the URL to which a run saves checkpoints: checkpoint.url, or run.dir's folder `checkpoints`."""
+    """Return the URL of the storage that a run saves checkpoints to: checkpoint.url, else `checkpoints` in run.dir."""
     return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
 
 
 def storage_key(config: Config) -> str:
-    """Return the setting that says where a run saves its checkpoints, KEY=VALUE, for people."""
+    """Return the setting KEY=VALUE that determines where a run saves its checkpoints, for messages to the user."""
     key = "checkpoint.url" if config.checkpoint.url else "run.dir"
     return f"{key}={bare_url(config.checkpoint.url or config.run.dir)}"
 
@@ -27,6 +27,6 @@ def saves(config: Config) -> bool:
 
 
 def source(config: Config) -> tuple[str, str | None]:
-    """Return the URL of the storage that a run resumes from, and the name of the checkpoint in it that
-    checkpoint.resume names, None if the newest is meant. By default the storage is the one that the run saves to."""
+    """Return where a run resumes from: the URL of the checkpoint storage, by default the one that the run saves to, and
+    the checkpoint's name in it, None for the newest."""
     return (home(config), None) if config.checkpoint.resume in RESUME else split_url(config.checkpoint.resume)

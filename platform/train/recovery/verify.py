@@ -27,8 +27,8 @@ COPIES = "compute"  # kind of the compute copies, besides `model` and the optimi
 
 @torch.no_grad()
 def checksum(x: Tensor) -> Tensor:
-    """Return an int64 checksum of a tensor that any change of one element changes, for the comparison of replicas:
-    words times odd numbers, summed modulo 2^64. A scalar on the tensor's device."""
+    """Return an int64 scalar for the comparison of replicas, which changes with any one element of the tensor: the sum
+    of its words times odd numbers, modulo 2^64."""
     words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
     total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
     for piece in words.split(SQUARED_AT_ONCE[x.device.type]):
@@ -83,9 +83,9 @@ def judge(plan: Plan, checksums: Sequence[Mapping[str, int]]) -> tuple[list[Dama
 def _decide(
     undecided: list[Dispute], checksums: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
 ) -> tuple[list[Damage], list[Dispute]]:
-    """Split disputes over tensors that replicas hold differently into damage and still undecided ones: a rank whose
-    tensor contradicts its own record is damaged if all other replicas agree. `checksums`: sums by rank and tensor;
-    `changed`: tensors that contradict a rank's record, by rank."""
+    """Settle disputes over tensors that replicas hold differently, without a majority: a rank whose tensor contradicts
+    its own record is damaged if all other replicas agree. Return the damage, and the disputes still undecided.
+    `checksums`: sums by rank and tensor; `changed`: tensors that contradict a rank's record, by rank."""
     damaged, left = [], []
     for ranks, tensor in undecided:
         wrong = [rank for rank in ranks if tensor in changed[rank]]
@@ -97,8 +97,8 @@ def _decide(
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return this rank's tensors that replicas should hold alike, by KIND.PARAMETER (master and compute copies,
-    optimizer moments); sharded ones are left out, as no other rank holds them."""
+    """Return the tensors that this rank's replicas should hold alike, by KIND.PARAMETER: master and compute copies of
+    weights, optimizer moments. ZeRO shards are left out, as no other rank holds them."""
     plan, weights, out = trainer.stage, trainer.weights, {}
     for name, master in weights.owned.items():
         if not plan.sharded:
@@ -114,8 +114,8 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
-    """List the compute copies, among `names`, that differ from a fresh copy of their master weights, so are damaged;
-    all ranks call it together."""
+    """Return the compute copies of weights, among the tensors `names`, that are damaged, as they differ from a fresh
+    copy of their master weights; all ranks call it together, as shards may have to be gathered."""
     weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
     if not wanted:
         return []
@@ -125,16 +125,16 @@ def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
 
 
 def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> list[str]:
-    """List the tensors of the training state, among `names`, whose block on this rank differs from `before`, its
-    snapshot after the last update; none if there is no snapshot."""
+    """Return the tensors of the training state, among `names`, of which this rank's block differs from the snapshot
+    `before` taken after the last update, and so was damaged in memory; [] without a snapshot."""
     held = {h.name: h for h in state.held}
     mine = [block for block in state.blocks() if block.name in names] if before else []
     return sorted({block.name for block in mine if before and not _same(block, held[block.name], before)})
 
 
 def _same(block: Block, held: HeldTensor, before: Snapshot) -> bool:
-    """Return True if this rank's live block of a tensor of the training state equals, byte by byte, its copy in the
-    snapshot `before`; padding beyond the tensor's global shape does not count."""
+    """Return True if this rank's live block of a training-state tensor equals its copy in the snapshot `before`, byte
+    by byte; padding beyond the tensor's global shape does not count."""
     real = block.box.overlap(Box.whole(held.shape))
     if real is None:
         return True

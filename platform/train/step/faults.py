@@ -48,7 +48,7 @@ class Faults:
     its step is retried. `texts`: the entries."""
 
     def __init__(self, texts: Sequence[str]):
-        """Parse the entries of elastic.faults, STEP:KIND:RANK[:SECTION], which are to be injected in workers."""
+        """Parse the entries of elastic.faults, STEP:KIND:RANK[:SECTION]: failures to be injected into workers."""
         self._left = [Fault.parse(text) for text in texts]
 
     def take(self, step: int, world_size: int) -> list[Fault]:
@@ -60,7 +60,7 @@ class Faults:
 
 
 def strike(kind: str) -> None:
-    """Fail this process on purpose, in the way that the fault's kind says: SIGKILL (`kill`), SIGSTOP (`stop`), an
+    """Fail this worker process on purpose, for a test of recovery. `kind`: SIGKILL (`kill`), SIGSTOP (`stop`), an
     exception (`raise`), a deadlock on its own lock (`lock`), or holding the interpreter's lock for ever (`gil`)."""
     match kind:
         case "kill":
@@ -80,12 +80,12 @@ def strike(kind: str) -> None:
 
 
 def armed(fault: Fault) -> Callable[[str], None]:
-    """Return a callback for `Clock.entered` that injects `fault` in this process, when it first enters the fault's
-    clock section."""
+    """Return a callback for `Clock.entered` that injects `fault` into this worker once, when a training step enters the
+    fault's clock section."""
     struck = False
 
     def entered(name: str) -> None:
-        """Inject the fault once, when this process enters the fault's clock section `name`."""
+        """Fail this worker on purpose, once, when its training step enters the fault's clock section `name`."""
         nonlocal struck
         if not struck and fault.section in ("", name):
             struck = True
@@ -96,7 +96,7 @@ def armed(fault: Fault) -> Callable[[str], None]:
 
 @torch.no_grad()
 def flip(weights: Mapping[str, Tensor]) -> None:
-    """Flip one bit in the first of `weights` (name -> local block) on this rank, as silent memory corruption."""
+    """Flip one bit of this rank's first weight block in `weights` (name -> block), as silent memory corruption."""
     w = next(w for w in weights.values() if w.numel()).detach()
     words = w.view(-1).view(WORDS[w.element_size()])
     words[len(words) // 2] ^= 1 << {2: 6, 4: 22, 8: 51}[w.element_size()]  # the highest bit of the mantissa

@@ -21,27 +21,30 @@ Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the firs
 
 
 def stretches(plan: Plan, communicator: Communicator) -> list[Stretch]:
-    """Return the ranges (first, behind the last) of a microbatch's sequences, of all replicas, that this rank reads."""
+    """Return the ranges [first, end) of a microbatch's sequences that this rank has to read from the data."""
     layouts = dict.fromkeys(layout for readers in plan.readers.values() for layout in readers.values())
     here = (layout for layout in layouts if layout.present(communicator.coordinates))
     return list(dict.fromkeys(_stretch(plan, communicator, layout) for layout in here))
 
 
 def _stretch(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
-    """Return the stretch of a microbatch's sequences that this rank's block of a data tensor in this layout has."""
+    """Return the range [first, end) of a microbatch's sequences in this rank's block of data in this layout."""
     ((start, n),) = block(("batch",), plan.sizes, layout, plan.mesh, communicator.coordinates)
     return start, start + n
 
 
 def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping[str, Any]]) -> Blocks:
-    """Cut this rank's input blocks of a microbatch out of its `stretches`, for each operation that reads a data tensor.
+    """Cut this rank's input blocks of a microbatch out of the sequences it has read, one for each operation that reads
+    a data tensor: return data tensor -> operation -> block.
 
-    `rows`: stretch -> every data tensor, by name: int64 [sequences, length], weights fp64. Blocks are [length, batch],
-    local; equal ones are shared; an operation that only other ranks compute gets an empty block.
+    `rows`: range of sequences, from `stretches` -> every data tensor, by name: int64 [sequences, length], weights fp64.
+    Blocks are [length, batch], local; equal ones are shared; an operation that only other ranks compute gets an empty
+    block.
     """
 
     def cut(name: str, layout: Layout) -> Tensor:
-        """Return this rank's block of the data tensor `name` in this layout: [length, batch], local."""
+        """Return this rank's block [length, batch] of the microbatch's data tensor `name` in this layout, on its
+        device."""
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
         whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
@@ -60,8 +63,8 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
 
 
 def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
-    """Return the divisor that makes a mean of the loss summed over training samples [first, end): the number of
-    labels that count or, if labels have weights, the sum of their magnitudes. Raises ConfigError if there is none."""
+    """Return the divisor that turns the loss summed over training samples [first, end) into a mean: the number of
+    labels that count or, if labels have weights, the sum of their magnitudes. Raises ConfigError if no label counts."""
     if LABEL_WEIGHTS not in plan.readers:
         return corpus.predicted("train", first, end) or _no_label(corpus, first, end)
     total, at_once = 0.0, plan.sizes["batch"]
@@ -72,7 +75,6 @@ def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
 
 
 def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
-    """Raise ConfigError for training samples [first, end), of which no label counts: a step on them alone would move
-    the weights for no reason, and report a loss of 0."""
+    """Raise ConfigError for a global batch, samples [first, end), without a label that counts: a step needs one."""
     where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_of('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")

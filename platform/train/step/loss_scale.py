@@ -26,16 +26,16 @@ class LossScale:
     good_steps: Count = 0
 
     def overflowed(self, loss: float, norm: float, rules: LossScaling) -> bool:
-        """Return True if a step's gradient is not finite, by its global 2-norm `norm`, and a smaller scale may cure it:
-        the loss itself is finite, and the scale is above its least value."""
+        """Return True if a training step's gradient overflowed in fp16, and a smaller loss scale may cure that: its
+        global 2-norm `norm` is not finite but the loss is, and the scale is above its least value."""
         return isfinite(loss) and not isfinite(norm) and self.scale > rules.least
 
     def after_overflow(self, rules: LossScaling) -> LossScale:
-        """Return the smaller fp16 loss scale for the step after one whose gradient overflowed."""
+        """Return the smaller fp16 loss scale for the next training step, after one whose gradient overflowed."""
         return LossScale(max(rules.least, self.scale * rules.backoff))
 
     def after_update(self, rules: LossScaling) -> LossScale:
-        """Return the fp16 loss scale for the step after an update, larger after enough of them."""
+        """Return the fp16 loss scale for the next training step, after an update: larger after growth_every of them."""
         if self.good_steps + 1 < rules.growth_every:
             return LossScale(self.scale, self.good_steps + 1)
         return LossScale(min(LARGEST, self.scale * rules.growth))

@@ -41,8 +41,9 @@ class Weights:
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, seed: int | None, overlap: bool = True):
-        """Allocate this rank's weights and gradients under a plan, with the initial values that `seed` gives; None
-        leaves these out. `overlap`: reduce gradients during backward passes, and gather shards ahead."""
+        """Allocate this rank's blocks or shards of the model's weights and gradients under `plan`. `seed`: seed of
+        initial values, None for none; `overlap`: reduce gradients during backward passes, and gather ZeRO shards
+        ahead."""
         self._plan, self._overlap = plan, overlap
         low, high = DTYPES[plan.precision]
         self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
@@ -64,7 +65,8 @@ class Weights:
         self._users = [{c.number for c in plan.chunks if c.parameters & flat.compute.keys()} for flat in self.buckets]
 
     def _residency(self, communicator: Communicator) -> Residency:
-        """Construct the Residency of sharded parameters in the spans of this stage's model chunks."""
+        """Construct the Residency that gathers this rank's ZeRO shards for each span of the stage's model chunks, in
+        training."""
         frees = bool(self._plan.storage)
         spans = {
             c.number: [
@@ -77,37 +79,36 @@ class Weights:
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """Return name -> master copy of the parameters of which this rank has a part."""
+        """Return parameter name -> master copy (block or ZeRO shard) of the weights of which this rank has a part."""
         return {n: w for n, w in self.master.items() if not absent(w)}
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Return name -> master copy of the parameters of which this rank has a part, without frozen ones."""
+        """Return parameter name -> master copy of the weights that this rank has a part of and that are not frozen."""
         return {n: w for n, w in self.owned.items() if n not in self._plan.frozen}
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """Return name -> this rank's gradient, summed over microbatches and not yet over ranks."""
+        """Return parameter name -> this rank's gradient, summed over the step's microbatches but not yet over ranks."""
         return {n: g for flat in self.buckets for n, g in flat.gradients().items()}
 
     def begin(self, early: bool = True) -> None:
-        """Begin a training step's backward passes, which add up gradients. `early`: True if completed gradients can be
-        reduced before the end of a backward pass: not where weight gradients are passes of their own."""
+        """Begin adding up gradients over a training step's backward passes. `early`: True if completed gradients can be
+        reduced before the end of a pass; False where weight gradients have passes of their own (zero bubble)."""
         self._early = early and self._overlap
         self._left = {chunk.number for chunk in self._plan.chunks}
 
     def last(self, chunk: int) -> None:
-        """Note that a model chunk's last backward pass of a step begins: gradients that it completes can be reduced."""
+        """Note that a chunk's last backward pass of this training step begins: its gradients can be reduced early."""
         self._left.discard(chunk)
 
     def _complete(self, flat: FlatBucket) -> None:
-        """Start reducing the gradients of a bucket, all of which a backward pass has given, if that is due."""
+        """Start reducing a bucket's gradients over ranks, now complete on this rank, if no later pass adds more."""
         if self._early and (self._plan.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
             self._reduce(flat)
 
     def _reduce(self, flat: FlatBucket) -> None:
-        """Start reducing a bucket's gradients. Where each pass does so (ZeRO-2 and 3), at most two reductions are under
-        way, which frees the memory of the others."""
+        """Start reducing a bucket's gradients over ranks; under ZeRO-2 and 3, settle older reductions beyond two."""
         flat.reduce()
         if self._plan.zero >= 2:
             self._reducing.append(flat)
@@ -115,8 +116,9 @@ class Weights:
                 self._reducing.popleft().settle()
 
     def passed(self, chunk: int, done: bool, whole: bool) -> None:
-        """Note the end of a chunk's backward pass, whose gradients are added up. `done`: it was the chunk's last in
-        this step; `whole`: all gradients of the pass have come, its weight gradients included."""
+        """Note the end of a model chunk's backward pass, whose gradients have been added up, and start the reductions
+        that it makes possible. `done`: it was the chunk's last pass in this training step; `whole`: all gradients of
+        the pass have come, its weight gradients included."""
         if self.residency:
             self.residency.end()
         if done:
@@ -136,7 +138,7 @@ class Weights:
             self._reducing.popleft().settle()
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the reductions of a step's gradients; return them, flat by bucket, by its first parameter's name."""
+        """Wait until a training step's gradients are reduced; return them, flat, by the bucket's first parameter."""
         self._reducing.clear()
         here = [flat for flat in self.buckets if flat.here]
         for flat in here:
@@ -144,27 +146,27 @@ class Weights:
         return {next(iter(flat.compute)): flat.finish() for flat in here}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Set the optimizer's gradients from `reduced`, the result of `finish`, by a bucket's first parameter."""
+        """Set the gradients that the optimizer reads from `reduced`, flat ones by bucket as `finish` returns them."""
         for flat in self.buckets:
             if (found := reduced.get(next(iter(flat.compute)))) is not None:
                 flat.receive(found)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Return name -> this rank's gradient for the optimizer, reduced over ranks, shaped as in `master`."""
+        """Return parameter name -> this rank's gradient, reduced over ranks, shaped like the master copy it updates."""
         return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
 
     def drop_gradients(self) -> None:
-        """Free the reduced gradients of the master copies."""
+        """Free the reduced gradients of this rank's master copies of the weights, after or instead of an update."""
         for master in self.master.values():
             master.grad = None
 
     @torch.no_grad()
     def refresh(self, ahead: bool = False) -> None:
-        """Update the compute copies from the master copies after these have changed, and free the gradients. All ranks
-        call it together, as masters may be shards that are gathered. `ahead`: if gathers may overlap at all, they run
-        under the next forward pass, which waits for each bucket where it reads it first; whatever else reads compute
-        copies has to `settle` before."""
+        """Update the compute copies of this rank's weights from the master copies after these have changed, and free
+        the gradients. All ranks call it together, as masters may be ZeRO shards that are gathered. `ahead`: True lets
+        gathers run under the next forward pass, which waits for each bucket where it reads it first, if overlap is
+        allowed; any other reader of compute copies has to call `settle` before."""
         self.drop_gradients()
         self.settle()
         for flat in self.buckets:
@@ -173,32 +175,32 @@ class Weights:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for all compute copies that are on their way since an update (ZeRO-1 and 2)."""
+        """Wait for compute copies of weights that are still being gathered since the last update (ZeRO-1 and 2)."""
         for flat in () if self._plan.storage else self.buckets:
             if not flat.resident:
                 flat.gather()
 
     @torch.no_grad()
     def begin_averages(self) -> None:
-        """Keep moving averages of the master weights from now on (train.ema), which begin with their values now."""
+        """Keep moving averages of the master weights (train.ema) from now on, starting at the weights' values."""
         self.averages = {n: w.detach().clone() for n, w in self.trained.items()}
 
     @torch.no_grad()
     def average(self, decay: float) -> None:
-        """Update the weights' moving averages, if they are kept: average = decay * average + (1 - decay) * master."""
+        """Update the weights' moving averages, if kept: average = decay * average + (1 - decay) * master weight."""
         if self.averages:
             torch._foreach_lerp_(list(self.averages.values()), list(self.trained.values()), 1 - decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Swap the moving averages into the weights during the block, and back after it, in every bit; on all ranks."""
+        """Swap the weights for their moving averages during the block, e.g. an evaluation, and back after it."""
         self._swap()
         yield
         self._swap()
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Swap averages and master copies in place, piece by piece, and refresh the compute copies."""
+        """Swap moving averages and master weights in place, piece by piece, and refresh the compute copies."""
         for name, average in self.averages.items():
             for a, b in zip(average.view(-1).split(_PIECE), self.master[name].view(-1).split(_PIECE), strict=True):
                 kept = a.clone()
@@ -208,5 +210,5 @@ class Weights:
 
     @torch.no_grad()
     def fresh(self) -> dict[str, Tensor]:
-        """Return name -> a new compute copy of each parameter's block, from its master; all ranks call it together."""
+        """Return parameter name -> new compute copy of its block, made from master weights; on all ranks together."""
         return {name: w for flat in self.buckets if flat.here for name, w in flat.fresh().items()}

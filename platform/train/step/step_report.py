@@ -32,10 +32,10 @@ class Combiner:
         self._layers = layers_of(plan)
 
     def together(self, mine: StepReport) -> StepReport | Taken:
-        """Combine the ranks' reports on a training step, of which `mine` is this rank's, returned by `Trainer.step`;
-        all ranks call it together. Return on rank 0 its own report with `seconds` as means over the ranks, `comm_bytes`
-        as sums, `peak_memory_bytes` as the maximum, the slow ranks, and sizes by layer if they are due; on the others
-        an acknowledgement."""
+        """Combine all ranks' reports on a training step into one; all ranks call it together. `mine`: this rank's
+        report, from `Trainer.step`. Return on rank 0 its own report with `seconds` as means over the ranks,
+        `comm_bytes` as sums, `peak_memory_bytes` as the maximum, the slow ranks, and sizes by layer if they are due; on
+        other ranks an acknowledgement."""
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
@@ -61,9 +61,10 @@ class Combiner:
         )
 
     def _sizes(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the sizes by layer of gradients and of activations in a step on `samples`, from the sums over all
-        ranks of both [layers, one behind the other], which are empty if they are not due. Layers whose activations no
-        rank has seen are left out."""
+        """Return the norms of gradients and the root mean squares of activations in a training step, each layer ->
+        number. `samples`: the step's first sample, and the next step's; `squares`: sums of squares over all ranks,
+        gradients then activations, by layer; empty if none are due. Layers whose activations no rank has seen are left
+        out."""
         if not squares:
             return {}, {}
         count, sequences = len(self._layers), samples[1] - samples[0]
@@ -75,7 +76,7 @@ class Combiner:
         )
 
     def _slower(self, work: torch.Tensor) -> list[SlowRank]:
-        """Return the slow ranks, given the seconds of each rank's own work [ranks], in a training step."""
+        """Return the slow ranks of a training step, by the seconds `work` [ranks] of each rank's own work in it."""
         usual = torch.stack([work[self._stages == stage].median() for stage in self._stages])
         ratios = (work / usual.clamp_min(1e-9)).tolist()
         return [SlowRank(rank, ratio) for rank, ratio in enumerate(ratios) if self._slow and ratio > self._slow]

@@ -71,8 +71,8 @@ class Trainer:
         rows: StageRows,
         fresh: bool = True,
     ):
-        """Build the model, weights and optimizer of this rank for its training steps. `rows`: the pipeline schedule of
-        its stage; `fresh`: the weights get their initial values; if False they are undefined until they are
+        """Build this rank's model, weights and optimizer for training steps. `rows`: the pipeline schedule of its
+        stage; `fresh`: True gives the weights their initial values; False leaves them undefined until they are
         restored."""
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.settle: Callable[[], None] = lambda: None
@@ -93,8 +93,8 @@ class Trainer:
         self._compiled: CompiledRows = {}  # for the executors of all steps
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Construct the optimizer of the master weights that this rank owns, with weight decay for the ones that the
-        model marks, and without frozen ones."""
+        """Construct the optimizer of this rank's master weights, without frozen ones, with weight decay for the
+        parameters that the model marks."""
         o, owned, matrices = self.config.optimizer, self.weights.trained, set(self.stage.matrices)
         groups = group_parameters(o, self.stage.parameters, owned, matrices)
         nothing = torch.zeros(0, device=self.communicator.device)  # a shard may be all padding, and none is refused
@@ -167,8 +167,8 @@ class Trainer:
         )
 
     def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
-        """Set the loss scale of the next step, if there is one; return True if it was too large in a step of this loss
-        and gradient norm. `skipped`: nothing was updated."""
+        """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this
+        step, by its loss and gradient norm. `skipped`: True if the step updated nothing."""
         scale, rules = self.loss_scale, self.config.loss_scale
         overflowed = scale is not None and scale.overflowed(loss, norm, rules)
         if scale and (overflowed or not skipped):
@@ -192,26 +192,28 @@ class Trainer:
         return total / share, sqrt(square) / self._scale
 
     def _forward_backward(self, step: int) -> tuple[Tensor, float]:
-        """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global one."""
+        """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global sum."""
         share = share_of(self.plan, self.corpus, *samples_of(self.config.train, step))
         return self._passes(step, self._row(step), share, self._pipeline), share
 
     def _row(self, step: int) -> Sequence[Action]:
-        """Return this stage's schedule row for training step `step`."""
+        """Return the actions of this pipeline stage, in order, for the microbatches of training step `step`."""
         first, end = samples_of(self.config.train, step)
         return self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
 
     def _passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
-        """Run the forward and backward passes of `row` on microbatches of training step `step`, and accumulate this
-        rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64
-        scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: makes the executor of the row."""
+        """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
+        accumulate this rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed
+        loss (fp64 scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: constructor of the executor
+        of the row."""
         first, end = samples_of(self.config.train, step)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         whole = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
-            """Run a chunk on microbatch `m`, add its loss to the total, and scale the loss for the backward pass."""
+            """Run a model chunk's forward pass on microbatch `m` of the training step, adding up the loss, and return
+            its output."""
             self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
             if self.ops.watched:
@@ -226,7 +228,7 @@ class Trainer:
             return out
 
         def accumulated(action: Action, done: int | None) -> None:
-            """Tell the weights that a backward action has added its gradients; `done`: the chunk it completes."""
+            """Note in the weights that a backward action has added its gradients; `done`: the chunk it ends."""
             self.weights.passed(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
         self.weights.begin(early=whole)
@@ -236,11 +238,10 @@ class Trainer:
         return total
 
     def rehearse(self, step: int) -> str:
-        """Prepare steps and evaluations from training step `step` on, so that none of them waits for a compiler: run
-        the passes of a microbatch on this stage alone, all ranks together, and drop what they compute. Where any rank
-        cannot compile something, none runs compiled from now on, as replicas must round alike. Return what this rank
-        cannot compile, and why, in a line; "" for nothing.
-        """
+        """Prepare training steps and evaluations from step `step` on, so that none of them waits for a compiler: run
+        the passes of one microbatch on this pipeline stage alone, all ranks together, and drop their results. Where any
+        rank cannot compile something, none runs compiled from now on, as replicas must round alike. Return what this
+        rank cannot compile, and why, in a line; "" for nothing."""
         ops, compiler = self.ops, self.ops.compiler
         ops.compiler = trial = Trial()
         row = [action for action in self._row(step) if not action.microbatch]
@@ -256,23 +257,24 @@ class Trainer:
 
     @property
     def _scale(self) -> float:
-        """Return the fp16 loss scale by which the loss is multiplied before the backward pass, 1 without one."""
+        """Return the factor on the loss before a training step's backward pass: the fp16 loss scale, else 1."""
         return self.loss_scale.scale if self.loss_scale else 1.0
 
     def _pipeline(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
-        """Construct the executor of this stage's schedule. `forward` runs a chunk on a microbatch; `accumulated` is
-        called after a backward action, with the chunk's number if it was the last of that chunk, else None."""
+        """Construct the executor of this stage's row of the schedule. `forward` runs a model chunk on a microbatch;
+        `accumulated` is called after a backward action, with the chunk's number if it was that chunk's last, else
+        None."""
         dtype = DTYPES[self.plan.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated, self._compiled)
 
     def _alone(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
-        """Construct an executor as `_pipeline` does, but of this stage by itself."""
+        """Construct an executor as `_pipeline` does, but of this pipeline stage without neighbours, for a rehearsal."""
         return StageAlone(self.stage, self.communicator, DTYPES[self.plan.precision][0], forward, accumulated)
 
     def _part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
-        """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global
-        batch that ends before `end`, in the data's `split`; return its outputs. `flow`: the activations from the
-        previous chunk."""
+        """Run a model chunk's forward pass on the microbatch (of all replicas together) that starts at sequence `first`
+        of a global batch that ends before `end`, in the data's `split`; return its output activations or loss. `flow`:
+        the activations from the previous chunk."""
         with self.clock.section("data"):
             inputs = self.load(split, first, end, chunk)
         residency, self.ops.label_weights = self.weights.residency, inputs.get(LABEL_WEIGHTS, {})
@@ -289,11 +291,12 @@ class Trainer:
 
     def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
         """Load this rank's input blocks of the microbatch (of all replicas together) that starts at sequence `first` of
-        the data's `split`, for the operations of `chunk` or of all chunks of this stage. Sequences from `end` on, which
-        complete a partial batch, are padding: their labels do not count."""
+        the data's `split`. `chunk`: the model chunk whose operations read them, None for all of this stage; `end`:
+        sequences from there on complete a partial batch, and are padding whose labels do not count."""
 
         def read(i: int, j: int) -> Mapping[str, Any]:
-            """Read the sequences [i, j) of the microbatch; sequences from `end` on are padding, all -1."""
+            """Read sequences [i, j) of the microbatch from the corpus, by data tensor; rows beyond `end` are padding,
+            all -1."""
             stop = first + j if end is None else min(first + j, end)
             start = min(first + i, stop - 1)
             missing = first + j - stop if first + i < stop else j - i
@@ -308,8 +311,8 @@ class Trainer:
         return place(part, self.communicator, rows)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
-        """Sum the loss over every token of the global batch, and `squares`, another fp64 scalar, over all ranks; return
-        both sums, equal on all ranks. `loss`: fp64 scalar, summed over this rank's tokens."""
+        """Sum this rank's loss (fp64 scalar, over its tokens) and `squares`, its part of the squared gradient norm,
+        over all ranks; return both sums, equal on all ranks."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
@@ -318,8 +321,8 @@ class Trainer:
         return total, square
 
     def _update(self, norm: float, lr: float) -> None:
-        """Update the weights from their reduced gradients at learning rate `lr`, clipped to optimizer.clip. `norm`: the
-        whole gradient's 2-norm, without the loss scale."""
+        """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
+        gradients clipped to optimizer.clip. `norm`: the whole gradient's 2-norm, without the loss scale."""
         clip = self.config.optimizer.clip
         factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._scale
         optimizer: Any = self.optimizer
@@ -336,7 +339,7 @@ class Trainer:
         self.weights.refresh(ahead=True)
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights to evaluate are in place: moving averages if eval.averaged is set."""
+        """Return a context in which the weights to evaluate are in place: moving averages under eval.averaged."""
         return self.weights.averaged() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
@@ -350,12 +353,13 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, split: str, first: int, end: int, pipeline_of: PipelineOf) -> Tensor:
-        """Return this rank's summed loss, an fp64 scalar, of the microbatch that starts at sample `first` of the data's
-        `split` and ends before `end`, without a backward pass. `pipeline_of`: makes the executor of the pass."""
+        """Run the forward pass of an evaluation on the microbatch that starts at sample `first` of the data's `split`
+        and ends before `end`. Return this rank's summed loss, an fp64 scalar. `pipeline_of`: constructor of the pass's
+        executor."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
 
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
-            """Run a chunk on the microbatch, and add its loss to the total."""
+            """Run a model chunk on the evaluation's microbatch, and add its loss to the total; return its output."""
             self.ops.position = PassPosition(training=False)  # of this pass: its documents make its masks
             out = self._part(chunk, flow, split, first, end)
             total.add_(out.get("loss", 0.0))
@@ -366,7 +370,7 @@ class Trainer:
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:
-    """Return a clock's record of a training step as this rank's timeline: sections, spans and collectives."""
+    """Convert the clock's reading of a training step to this rank's timeline: sections, model spans, collectives."""
     return RankTimeline(
         [SectionSpan(*section) for section in reading.sections],
         [SectionSpan(*span) for span in reading.spans],

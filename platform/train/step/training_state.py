@@ -37,8 +37,8 @@ from platform.weights.initial import InitialWeights, initial_weights
 
 
 def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
-    """List all tensors of a run's training state under a plan, each with its global shape and the ranks that keep its
-    blocks: master weights, and `moments` of the trained ones."""
+    """Return all tensors of a run's training state under `plan`, each with its global shape and the ranks that keep its
+    blocks: master weights, and the optimizer's `moments` of the trained ones."""
     dtype = DTYPES[plan.precision][1]
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
@@ -51,20 +51,20 @@ def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
 
 
 def _is_kept(plan: Plan, moment: str, name: str) -> bool:
-    """Return True if the training state has this optimizer moment of the trained parameter `name`."""
+    """Return True if the optimizer keeps this moment of the trained parameter `name`, as part of the training state."""
     if moment in SIDES:
         return name in plan.factored
     return name not in {NOT_OF_MATRICES: plan.matrices, NOT_OF_FACTORED: plan.factored}.get(moment, ())
 
 
 def side_size(plan: Plan, side: str, name: str) -> int:
-    """Return the rows or columns (`side`) of a parameter's matrix, for each of which Adafactor keeps a number."""
+    """Return the number of rows or columns (`side`) of a weight matrix: Adafactor keeps one number for each."""
     p = next(p for p in plan.parameters if p.name == name)
     return matrix_shape(p.role, plan.global_shape(p))[SIDES.index(side)]
 
 
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
-    """Return Adafactor's row or column statistics (`side`) of a matrix `h` as a tensor whole on all its ranks."""
+    """Return Adafactor's row or column statistics (`side`) of a weight `h` as a tensor whole on all ranks of `h`."""
     name = h.name.removeprefix("model.")
     whole = Box.whole((side_size(plan, side, name),))
     ranks = tuple(sorted({rank for holders in h.holders.values() for rank in holders}))
@@ -77,7 +77,8 @@ class State:
     the `moments` that are kept of it: the optimizer's, and the average."""
 
     def __init__(self, trainer: Trainer):
-        """List the tensors of the training state, weights and moments, of the rank that `trainer` trains."""
+        """List the tensors of the training state, weights and optimizer moments, that the rank of `trainer` saves and
+        restores."""
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         all_gather = partial(all_gather_values, self._communicator)
         self._world = World(self._communicator.rank, self._plan.mesh.size, all_gather, self._communicator.exchange)
@@ -93,15 +94,15 @@ class State:
 
     @property
     def image(self) -> Image:
-        """Return the host-memory copy of this rank's checkpoint file, allocated on first use and then kept."""
+        """Return the host-memory buffer that holds this rank's checkpoint file before it is written, allocated once."""
         if self._image is None:
             parts = shares(self.held, self._communicator.rank)
             self._image = Image(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
         return self._image
 
     def blocks(self) -> LiveBlocks:
-        """Return this rank's blocks of the training state: views of the live tensors, to be copied from or filled.
-        Moments that no update has made yet are zeros, which nothing reads."""
+        """Return this rank's blocks of the training state, weights and optimizer moments: views of the live tensors,
+        for snapshots to copy and restoring to fill. Moments that no update has made yet are zeros."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self.moments:
             trained = self._trainer.weights.trained.items()
@@ -117,9 +118,9 @@ class State:
         return self._blocks
 
     def values(self) -> dict[str, Any]:
-        """Return the parts of the training state that are no tensors, as plain data that is equal on all ranks: the
-        `optimizer`'s numbers (such as its count of steps), equal for all parameters and none before its first update,
-        and the `loss_scale` of fp16. {} on a rank without parameters."""
+        """Return the parts of the training state that are no tensors, as plain data, equal on all ranks: under
+        `optimizer` its numbers, such as its count of steps, none before the first update; under `loss_scale` that of
+        fp16. {} on a rank without parameters."""
         scale = self._trainer.loss_scale
         for w in self._trainer.weights.trained.values():
             there = self._of(w)
@@ -131,15 +132,15 @@ class State:
         return {}
 
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
-        """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
-        what `platform.checkpoint.moves.restore` does, and Refused; the state is then undefined."""
+        """Restore this rank's training state from the checkpoint `directory` of any plan; all ranks call it together.
+        Raises the errors of `platform.checkpoint.moves.restore`, and Refused; the state is then undefined."""
         self._prepare(manifest.meta.values)
         restore(storage, directory, manifest, self.held, self.blocks(), self._world)
         self._trainer.weights.refresh()
 
     def begin(self) -> None:
-        """Fill the weights from train.init, a checkpoint of any plan or a model of transformers, and nothing else:
-        moments and numbers stay as they are at the start. All ranks call it together. Raises Refused, Corrupt or
+        """Fill this rank's weights from train.init, a checkpoint of any plan or a model saved by transformers;
+        optimizer moments and numbers stay as at the start. All ranks call it together. Raises Refused, Corrupt or
         OSError; the weights are then undefined."""
         found = self._agreed_start()
         held = [h for h in self.held if h.name.startswith("model.")]
@@ -150,7 +151,8 @@ class State:
             self._trainer.weights.begin_averages()
 
     def _agreed_start(self) -> InitialWeights:
-        """Open the weights of train.init to start from. Raises Refused on all ranks alike, if some cannot read them."""
+        """Open the weights of train.init, and check that all ranks see the same files. Raises Refused on all ranks
+        alike if any cannot read them or they differ."""
         found, said = None, ""
         try:
             found = initial_weights(self._trainer.config)
@@ -166,8 +168,8 @@ class State:
         return found
 
     def recover(self, survived: Sequence[Chain], node: NodeSnapshot | None) -> None:
-        """Recover the training state from the in-memory snapshots that survivors of a failure, under any plan, can
-        read; all ranks call it together. `survived`: chains with their readers; `node`: snapshot that this rank can
+        """Recover this rank's training state from in-memory snapshots of any plan that survivors of a failure can read;
+        all ranks call it together. `survived`: chains of blocks with their readers; `node`: snapshot that this rank can
         read, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
         known = [values for values in all_gather_values(self._communicator, node.values if node else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
@@ -176,9 +178,9 @@ class State:
         self._trainer.weights.refresh()
 
     def _prepare(self, values: Mapping[str, Any]) -> None:
-        """Prepare the state to be filled from a checkpoint or snapshot, whose `values` are not trusted: zero moments,
-        the optimizer's numbers, and the loss scale if this run has one, the first one if that run had none. Raises
-        Refused."""
+        """Prepare this rank's training state to be filled from a checkpoint or snapshot: zero the optimizer's moments,
+        and set its numbers and the fp16 loss scale from `values`, which are not trusted. Where these have no loss
+        scale, the initial one is set. Raises Refused."""
         numbers, scale = _numbers(values, self._numbers), values.get("loss_scale")
         fresh = numbers.keys() < self._numbers.keys()
         if self._trainer.loss_scale:
@@ -196,27 +198,26 @@ class State:
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
 
     def _moment(self, name: str, w: Tensor, moment: str) -> Tensor:
-        """Return the tensor kept of the master weight `w` under the name of a moment, zeros if it is one of the
-        optimizer's and no update has made it yet."""
+        """Return this optimizer moment or moving average of the master weight `w`; zeros if no update has made it."""
         if moment == AVERAGE:
             return self._trainer.weights.averages[name]
         found: Tensor | None = self._of(w).get(moment)
         return self._zeros(name, w, moment) if found is None else found
 
     def _zeros(self, name: str, w: Tensor, moment: str) -> Tensor:
-        """Return a zero optimizer moment of the master weight `w` that no update has made yet."""
+        """Return a zero optimizer moment of the master weight `w`, in place of one that no update has made yet."""
         if moment in SIDES:
             return w.new_zeros(side_size(self._plan, moment, name))
         return torch.zeros_like(w, requires_grad=False)
 
     def _of(self, w: Tensor) -> dict[str, Any]:
-        """Return the optimizer's state of the master weight `w`, by name."""
+        """Return the optimizer's state of the master weight `w`: name -> moment (a tensor) or number."""
         return self._trainer.optimizer.state[w]
 
 
 def tried(fill: Callable[[], None]) -> Unrestored | None:
-    """Fill the training state from storage by calling `fill`; return why that failed, so that the state is undefined,
-    None if it did not."""
+    """Fill the training state from storage by calling `fill`; return None, or why that failed: data that is corrupt,
+    refused or cannot be read. The state is then undefined."""
     try:
         fill()
     except Corrupt as error:
@@ -229,18 +230,18 @@ def tried(fill: Callable[[], None]) -> Unrestored | None:
 
 
 def all_gather_values(communicator: Communicator, value: Any) -> list[Any]:
-    """Gather a plain JSON value of every rank on all ranks; return them, by rank. All ranks call it together."""
+    """Gather every rank's plain JSON value on all ranks, which call it together; return the values, by rank."""
     return [json.loads(text) for text in communicator.all_gather_texts(json.dumps(value))]
 
 
 def _nothing(part: Share, memory: Tensor) -> None:
-    """Raise AssertionError, as the reader of snapshots on a rank that has none to be asked for a part."""
+    """Raise AssertionError, as the snapshot reader of a rank that has no snapshot and must not be asked."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
 
 
 def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, float]:
-    """Return the optimizer's numbers, by name, in the values of a training state that are no tensors (`State.values`)
-    and are not trusted; {} if it has made no update. Raises Refused if one of `names` is missing or no number."""
+    """Return the optimizer's numbers, e.g. its count of steps, in the untrusted `values` of a saved training state; {}
+    before the first update. Raises Refused if one of `names` is missing or no number."""
     there = values.get("optimizer")
     kind = Annotated[dict[str, float], OpenMap((), tuple(names) if there else ())]
     found: dict[str, float] = _read(kind, there, "optimizer")
@@ -248,7 +249,7 @@ def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, fl
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
-    """Read an untrusted value of a training state, of the type `kind`. Raises Refused, naming it `name`."""
+    """Read an untrusted value of a saved training state as the type `kind`. Raises Refused, which calls it `name`."""
     try:
         return schema.read(kind, value)
     except Malformed as error:
