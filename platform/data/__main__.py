@@ -45,20 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _overrides(command: CommandLine) -> None:
-    """Add arguments KEY=VALUE and --config-dir, which name the data, to a command of `platform.data`."""
+    """Add arguments KEY=VALUE and --config-dir, by which a user names the data, to a command of `platform.data`."""
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch")
     command.add_argument("--config-dir", help="the user's own configuration files")
 
 
 def _answer(given: argparse.Namespace) -> int:
-    """Run a `platform.data` command on the tokenised corpus that its KEY=VALUE arguments name; return exit status."""
+    """Run a `platform.data` command on the tokenised corpus that the user's KEY=VALUE name; return its exit status."""
     config = compose(given.overrides, given.config_dir)
     given.run(given, config, corpus_of(config))
     return DONE
 
 
 def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
-    """Print the content of a cached corpus: of each source the number of samples in its splits, and how many times the
+    """Print what a tokenised corpus has: of each data source the number of samples per split, and how many times the
     training steps of `config` read it."""
     needed = samples_before(config.train, config.train.steps + 1)
     for part, share in zip(corpus.parts, corpus.shares, strict=True):

@@ -41,7 +41,7 @@ class SourceTokens:
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
 
     def beginning(self, split: str) -> Any:
-        """Return the token stream of a source's split, "train" or "validation"; a streamed source's first block."""
+        """Return the tokens of this data source's split, "train" or "validation"; if streamed, its first block's."""
         stream = self.streams[split]
         return stream.first() if isinstance(stream, StreamedTokens) else stream
 
@@ -74,12 +74,12 @@ class Corpus:
         return self.vocabulary.encode(text) if self.vocabulary else synthetic.encode_bytes(text, self.vocab)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text that the corpus's tokenizer makes of token ids; ids outside [0, vocab) are left out."""
+        """Return the text that the corpus's tokenizer decodes from token ids; ids outside [0, vocab) are left out."""
         return self.vocabulary.decode(ids) if self.vocabulary else synthetic.show_ids(ids)
 
     @property
     def digest(self) -> str:
-        """Return a hash of the corpus's documents, tokenizer, splits and shares: equal digests, equal samples."""
+        """Return a hash of the corpus's documents, tokenizer, splits and shares: equal hashes mean equal samples."""
         if len(self.parts) == 1:
             return self.parts[0].digest
         return short_hash([[part.digest, share] for part, share in zip(self.parts, self.shares, strict=True)])
@@ -132,9 +132,9 @@ class Corpus:
         return f"sample {number} of the stream"
 
     def _places(self, split: str, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
-        """Yield (token stream, rows, index) for each stream that holds some of the samples `numbers` of the split's
-        endless global order: `rows` are the positions in `numbers` of its samples, `index` the samples' indices in the
-        stream."""
+        """Find samples `numbers` of the split's endless global order in the corpus: yield (token stream, rows, index)
+        for each stream that has some of them, `rows` being their positions in `numbers` and `index` their indices in
+        the stream."""
         split, _, name = split.partition("/")
         if split == TRAIN:
             source, count = turns(self.shares, numbers)
@@ -152,13 +152,13 @@ class Corpus:
             yield stream, rows, order(self.seed, epoch, samples, index) if split == TRAIN else index
 
     def _samples(self, part: SourceTokens, split: str) -> int:
-        """Return the samples that a source has in an epoch of a split; of a streamed source, in its first block."""
+        """Count the samples that a data source has in one epoch of a split; if streamed, in its first block."""
         return max(0, self.objective.samples(part.beginning(split)))
 
 
 def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
-    """Open the tokenised corpus that a run's configuration names, cut into samples of its training objective; see
-    `open_corpus`."""
+    """Open the tokenised corpus that a run's configuration names, cut into samples for its training objective.
+    `shared`: a folder for its tokens that other machines see; `entry`: the cache entry with its tokens, if known."""
     m = config.model
     return open_corpus(
         config.data,
@@ -220,7 +220,7 @@ def open_corpus(
 
 @contextmanager
 def _as_found(folder: Path) -> Iterator[None]:
-    """Raise OSError in place of Malformed in the context: a data cache entry has changed since the driver read it."""
+    """Raise OSError in place of Malformed: a cache entry of tokens has changed since the driver read it."""
     try:
         yield
     except Malformed as error:
@@ -238,7 +238,7 @@ def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> 
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
-    """Return the ids of a corpus's special tokens: the tokenizer's, or `data.separator` of ready-made tokens."""
+    """Return the ids of the special tokens that begin and end documents: the tokenizer's, else `data.separator`."""
     if vocabulary or data.kind != "tokens":
         return vocabulary.special if vocabulary else SpecialIds()
     return SpecialIds((data.separator,), data.separator)
@@ -255,16 +255,16 @@ class _Opening:
     length: int
 
     def synthetic(self) -> Corpus:
-        """Open a corpus of random tokens, uniform in [0, vocab), for data=synthetic."""
+        """Open a corpus of random token ids, uniform in [0, vocab), for benchmarks (data=synthetic)."""
         vocab, seed = self.vocab, self.seed
         streams = {split: synthetic.RandomTokens(seed, i, vocab) for i, split in enumerate((TRAIN, VALIDATION))}
         part = SourceTokens("", streams, short_hash(["synthetic", FORMAT, vocab, seed]))
         return Corpus(vocab, self.objective, seed, (part,), (1,))
 
     def tokenised(self, shared: Path | None, given: Vocabulary | None) -> Corpus:
-        """Open a corpus of text: tokenise each source, or take its tokens from the cache if a process has done so.
-        `shared`: a folder that other machines see, in which the cache entries are put too. Several sources have one
-        tokenizer: the one `given`, or one that is trained on all of them."""
+        """Open a corpus: tokenise the text of each data source, or take its tokens from the cache if a process has done
+        so. `shared`: a folder that other machines see, in which the cache entries are put too; `given`: the tokenizer;
+        None trains one, on all sources together."""
         folder, entries = None, []
         if len(self.sources) > 1:
             folder, names = entry.open_common(self.sources, self.vocab, shared, given)
@@ -276,8 +276,8 @@ class _Opening:
         return self._of_entries(folder or entries[0][0], entries)
 
     def trusted(self, folder: Path) -> Corpus:
-        """Open the corpus from cache entries that another process of this run has verified, without hashing them again;
-        `folder` is the entry with the tokenizer. Raises OSError if they have changed since."""
+        """Open the corpus from cache entries of tokens that another process of this run has verified, without hashing
+        them again. `folder`: the entry that has the tokenizer. Raises OSError if an entry has changed since."""
         read = partial(entry.read_entry, vocab=self.vocab, deep=False)
         with _as_found(folder):
             several = len(self.sources) > 1
@@ -289,8 +289,9 @@ class _Opening:
             return self._of_entries(folder, entries, trusted=True)
 
     def _of_entries(self, folder: Path, entries: Sequence[tuple[Path, TokenFiles]], trusted: bool = False) -> Corpus:
-        """Return the corpus made of the cache entries of its sources, (folder, description) each; `folder`: the entry
-        that holds their common tokenizer, if there is one. `trusted`: another process of this run has verified them."""
+        """Make the corpus out of the cache entries with its sources' tokens, (folder, description) each. `folder`: the
+        entry that holds their common tokenizer, if there is one; `trusted`: True if another process of this run has
+        verified them."""
         vocabulary, parts = open_vocabulary(folder), []
         for source, (place, found) in zip(self.sources, entries, strict=True):
             with naming(source):
@@ -311,17 +312,17 @@ class _Opening:
         )
 
     def _streamed(self, data: Data, head: Path, vocabulary: Vocabulary | None) -> StreamedTokens:
-        """Return the training tokens of a streamed source, which is tokenised block by block during training; `head`:
-        the folder of its cache entry, with the tokenizer and the held-out documents. Raises ConfigError if its files
-        are missing."""
+        """Return the training tokens of a streamed data source, which is tokenised block by block during training.
+        `head`: the folder of its cache entry, with the tokenizer and the held-out documents. Raises ConfigError if its
+        files are missing."""
         kind, objective = kind_of(data), self.objective
 
         def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
-            """Write the tokens of a block's documents into `folder`; return their description."""
+            """Write the tokens of a block's documents into `folder`; return the description of these files."""
             return kind.write_tokens(folder, vocabulary, self.vocab, [(iter(documents), 0), (iter(()), 0)])
 
         def cut(place: Path, found: TokenFiles) -> Any:
-            """Open the tokens that a block of a streamed source has in the folder `place`, cut into training rows."""
+            """Open the tokens of a streamed source's block in the folder `place`, packed into rows for training."""
             train = {TRAIN: entry.streams_of(place, found, self.vocab)[TRAIN]}
             return self._rows_of(data, train, place, vocabulary, trusted=False)[TRAIN]
 

@@ -24,9 +24,9 @@ _LOOKED = 1 << 26  # tokens of samples in which a label is looked for; later one
 
 
 def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserved: int = 0) -> list[str]:
-    """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
-    kind, fraction, paths, beginnings of files. `vocab`: ids of the model, of which the objective takes the
-    `reserved` last ones for itself; a tokenizer needs at least one per byte value."""
+    """Return a refusal line for each of the user's mistakes in the keys of `data` that shows without tokenising, in
+    well under a second: kind, fraction, paths, beginnings of files. `vocab`: number of the model's token ids, of which
+    the training objective takes the last `reserved` for itself."""
     if data.kind not in (kinds := [*KINDS, "synthetic", "mixture"]):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     try:
@@ -39,9 +39,9 @@ def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserv
 
 
 def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> list[str]:
-    """Return one refusal line per mistake in the keys of `data` that name a tokenizer or say how one is trained.
-    `vocab`: ids of the model, of which the objective reserves `reserved`; `textual`: True if the data is text, which
-    needs a tokenizer."""
+    """Return a refusal line for each mistake in the keys of `data` that choose a tokenizer or how one is trained.
+    `vocab`: number of the model's token ids, of which the objective reserves `reserved`; `textual`: True if the data is
+    text, which needs a tokenizer."""
     try:
         given = given_vocabulary(data)
         added_tokens(data), template_of(data)
@@ -61,8 +61,8 @@ def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: boo
 
 
 def _violations_of_source(source: DataSource) -> list[str]:
-    """Return one refusal line per mistake in the keys of one data source, or at the beginning of its files, that shows
-    without tokenising them."""
+    """Return a refusal line for each mistake in the keys of one data source, or at the beginning of its files, that
+    shows without tokenising them."""
     data, lines = source.data, []
     if not (0 <= data.validation < 1 or (source.name and data.validation == 1)):
         lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")

@@ -47,7 +47,7 @@ class DataSource:
 
     @property
     def trained(self) -> bool:
-        """Return True if a data source has samples for training, False if all of it is held out for validation."""
+        """Return True if this data source has training samples, False if it is held out for validation as a whole."""
         return self.data.validation < 1
 
     @property
@@ -57,8 +57,8 @@ class DataSource:
 
 
 def sources_of(data: Data) -> list[DataSource]:
-    """Return the sources of a corpus, in the order in which the configuration gives them; unless the data is a mixture,
-    one source without a name. Raises ConfigError with all mistakes in the sources of a mixture."""
+    """Return the data sources that a corpus is made of, in the order of the configuration: the mixture's, or a single
+    one without a name. Raises ConfigError with all mistakes in the sources of a mixture."""
     if data.kind != "mixture":
         return [DataSource("", data)]
     lines = [line for name, given in data.sources.items() for line in _violations_of_source(name, given)]
@@ -82,14 +82,16 @@ def sources_of(data: Data) -> list[DataSource]:
 
 
 def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
-    """Return source `name` of a mixture: the keys `given` to it over the keys of the whole mixture, `data`."""
+    """Construct source `name` of a data mixture: keys that are not `given` to it come from `data`, the whole
+    mixture."""
     own = {key: value for key, value in given.items() if key in OWN}
     weighed = {key: float(given[key]) for key in ("weight", "epochs") if key in given}
     return DataSource(name, replace(data, **{"kind": "text", **own}, sources={}), **weighed)
 
 
 def _violations_of_source(name: str, given: Any) -> list[str]:
-    """Return one refusal line per mistake in `given`, the keys (path, weight, ...) of source `name` of a mixture."""
+    """Return a refusal line for each mistake in `given`, the keys (path, weight, ...) of source `name` of a data
+    mixture."""
     key = f"data.sources.{name}"
     if wrong := _violations_of_name(name):
         return wrong
@@ -122,12 +124,12 @@ def _violations_of_source(name: str, given: Any) -> list[str]:
 
 
 def of_source(source: DataSource, line: str) -> str:
-    """Replace the key of group data in a refusal line, "data.KEY", by that of a mixture's source."""
+    """Replace the key "data.KEY" at the start of a refusal line by the data source's: "data.sources.NAME.KEY"."""
     return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
 
 
 def naming(source: DataSource) -> AbstractContextManager[None]:
-    """Replace keys "data.KEY" by the source's "data.sources.NAME.KEY" in a ConfigError raised within the context."""
+    """Return a context in which a ConfigError names the data source's "data.sources.NAME.KEY", not "data.KEY"."""
     return rephrasing(partial(of_source, source))
 
 
@@ -141,16 +143,16 @@ def paths_of(data: Data) -> dict[str, str]:
 
 
 def _violations_of_name(name: Any) -> list[str]:
-    """Return [a refusal line] if a name is no identifier, as the name of a mixture's source must be, else []."""
+    """Return [a refusal line] if the name of a data mixture's source is no identifier, else []."""
     if isinstance(name, str) and name.isidentifier():
         return []
     return [violation("data.sources", name, "the name of a source has letters, digits and _")]
 
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
-    """Return the share of each data source in the training samples of a mixture, integers in lowest terms: in
-    proportion to its weight or, without weights, to its number of epochs times `samples`, the samples of one epoch; 0
-    for a held-out source."""
+    """Return each data source's share of a mixture's training samples, as integers in lowest terms: in proportion to
+    its weight or, without weights, to its epochs times `samples`, the number of samples that it has in one epoch; 0 for
+    a held-out source."""
     if total := sum(source.weight for source in sources):
         found = [max(1, round(source.weight / total * _FINEST)) for source in sources]
     else:
@@ -165,8 +167,9 @@ def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int
 
 
 def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
-    """Return, for each sample of a mixture's endless global order, the number of its source, and how many samples of
-    that source come before it; int64, as `index`. `parts`: the shares of the sources; one of 0 has no turn.
+    """Deal the samples of a mixture's endless global order to its data sources: return, for each sample number in
+    `index`, the number of its source, and how many samples of that source come before it; int64, shaped as `index`.
+    `parts`: the shares of the sources; one of 0 gets none.
 
     Sample k goes to the first source if the first source's due, floor((k share + phase) / sum), rises with it; of the
     samples that are left, the second source gets its due in the same way, and so on. So each source's count is near its

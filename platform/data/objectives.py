@@ -43,16 +43,16 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> int:
-        """Return how many tokens of a stream one sample of this objective takes."""
+        """Return how many tokens of a stream one training sample of this objective takes."""
         ...  # tokens of a stream for one sample
 
     @property
     def reserved(self) -> int:
-        """Return how many ids at the top of the vocabulary the objective takes, which text does not use."""
+        """Return how many ids at the top of the vocabulary this training objective uses itself, barred for text."""
         ...  # ids at the top of the vocabulary that text does not use
 
     def samples(self, stream: Any) -> int:
-        """Return how many samples the objective makes of a stream of tokens."""
+        """Return how many training samples this objective makes of a stream of tokens."""
         ...
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
@@ -60,7 +60,7 @@ class Objective(Protocol):
         ...
 
     def predicted(self, stream: Any, index: Ints) -> int:
-        """Return how many labels that are not padding samples `index` of a token stream have in all."""
+        """Count the labels that are not padding in samples `index` of a token stream, over which the loss is a mean."""
         ...  # labels that are not padding
 
 
@@ -92,7 +92,7 @@ class Causal:
 
     @property
     def needs(self) -> int:
-        """Return how many tokens of a stream one sample takes: its length, and one more to predict."""
+        """Return how many tokens of a stream one sample of next-token prediction takes: its length, and one more."""
         return self.length + 1
 
     def samples(self, stream: Any) -> int:
@@ -118,19 +118,19 @@ class Causal:
         return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
-        """Return how many labels of samples `index` of a token stream are not padding."""
+        """Count the labels of samples `index` of a token stream, for next-token prediction, that are not padding."""
         if self._counts(stream) or isinstance(stream, PackedStream):
             return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         return len(index) * self.length
 
     def _counts(self, stream: Any) -> bool:
-        """Return True if some tokens of the stream may be excluded from the loss, so that labels must be counted."""
+        """Return True if some tokens of the stream may be left out of the loss, so that labels must be counted."""
         known = starts_of(stream) is not None or self.special.begin != self.special.end
         return learned_of(stream) is not None or (known and (self.within or isinstance(stream, PackedStream)))
 
     def _learned(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
-        """Return a mask, shaped as `labels`, of the labels that count in the loss; `place`: positions in the token
-        stream of the tokens before them."""
+        """Return a mask of the labels that count in the loss of next-token prediction, shaped as `labels` [samples,
+        length]. `place`: position in the token stream of the token before each label."""
         after, learned = np.where(place < 0, PADDING, place + 1), learned_of(stream)
         found = labels >= 0
         if learned is not None:
@@ -155,7 +155,7 @@ class Masked:
 
     @property
     def reserved(self) -> int:
-        """Return 1 if the vocabulary's last id must serve as the mask token, 0 if the tokenizer has a mask token."""
+        """Return 1 if the vocabulary's last id must serve as the mask token, 0 if the tokenizer has one of its own."""
         return int(self.special.mask is None)
 
     @property
@@ -165,11 +165,11 @@ class Masked:
 
     @property
     def _count(self) -> int:
-        """Return how many tokens of each sample are predicted: 15 % of its length, at least one."""
+        """Return how many tokens of a sample are masked and predicted: 15 % of its length, at least one."""
         return max(1, round(NOISE * self.length))
 
     def samples(self, stream: Any) -> int:
-        """Return how many samples of masked-token prediction a token stream has."""
+        """Return how many samples of masked-token prediction, of `length` tokens each, a token stream has."""
         return len(stream) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
@@ -194,7 +194,7 @@ class Masked:
         return found
 
     def predicted(self, stream: Any, index: Ints) -> int:
-        """Return how many labels of samples `index` of a token stream are not padding; the same for each sample."""
+        """Count the labels of samples `index`, for masked-token prediction, that are not padding."""
         return len(index) * self._count
 
 
@@ -214,27 +214,27 @@ class SpanDenoising:
 
     @property
     def needs(self) -> int:
-        """Return how many tokens of a stream a sample takes: the most that fit source and target length."""
+        """Return how many tokens of a stream one sample of span denoising takes: the most that both lengths allow."""
         fitting = [n for n in range(2, self.source_length + self.length) if self._fits(n)]
         if not fitting:
             raise ConfigError(f"model.length={self.length}: span denoising needs at least 3, and a source of 2")
         return fitting[-1]
 
     def _fits(self, n: int) -> bool:
-        """Return True if n tokens, with spans removed, fit the encoder's length, and the spans the decoder's."""
+        """Return True if a span-denoising sample of n tokens fits: the text the encoder, removed spans the decoder."""
         noise, spans = _noise(n)
         return n - noise + spans <= self.source_length and noise + spans + 1 <= self.length
 
     @property
     def reserved(self) -> int:
-        """Return how many vocabulary ids to reserve as sentinels of missing spans; or raise ConfigError."""
+        """Return how many vocabulary ids stand for missing spans, as the tokenizer lacks sentinels; or ConfigError."""
         spans, there = _noise(self.needs)[1], self.special.sentinels
         if there and spans > there:
             raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {there} sentinels")
         return 0 if there else spans
 
     def samples(self, stream: Any) -> int:
-        """Return how many samples of span denoising a token stream has."""
+        """Return how many samples of span denoising, of `needs` tokens each, a token stream has."""
         return len(stream) // self.needs
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
@@ -261,7 +261,7 @@ class SpanDenoising:
         return {"source": _padded(source, self.source_length), **decoder}
 
     def predicted(self, stream: Any, index: Ints) -> int:
-        """Return how many labels of samples `index` of a token stream are not padding; the same for each sample."""
+        """Count the labels of samples `index`, for span denoising, that are not padding."""
         return len(index) * (sum(_noise(self.needs)) + 1)
 
 
@@ -276,17 +276,17 @@ class Pairs:
     needs, reserved = 1, 0
 
     def samples(self, stream: Any) -> int:
-        """Return how many samples a stream of text pairs has: one for each pair."""
+        """Return how many training samples a stream of text pairs (source, target) has: one for each pair."""
         return len(stream.ends)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return text pairs `index` as data tensors `source`, `labels` (target), `tokens` (shifted right labels)."""
+        """Return text pairs `index` as int64 data tensors: `source`, `labels` (target), `tokens` (shifted labels)."""
         end, start = self.special.end, self.special.start
         source, answer = (stream.rows(side, index, n, end) for side, n in enumerate((self.source_length, self.length)))
         return {"source": source, **target(answer, start)}
 
     def predicted(self, stream: Any, index: Ints) -> int:
-        """Return how many labels the targets of the text pairs at `index` have, with the end token, cut to `length`."""
+        """Count the labels in the targets of text pairs `index`: their tokens and the end token, cut to `length`."""
         first, last = stream.ends[index].T
         return int(np.minimum(last - first + 1, self.length).sum())
 
@@ -309,8 +309,9 @@ def register_objective(
     loss: str = "",
     settings: type | None = None,
 ) -> None:
-    """Register a user's objective as `data.objective=NAME`, for the kinds of models `models`: `make(shape)` returns one
-    that makes samples of this shape. A kind that `register_model` adds names it in its own `objectives`.
+    """Register a user's training objective as `data.objective=NAME`, for the kinds of models `models`: `make(shape)`
+    returns an objective that makes samples of this shape. A kind that `register_model` adds names it in its own
+    `objectives`.
 
     `weighted`: its samples have the data tensor `label_weights` too, fp64, the weight of each label in training; the
     mean is over the sum of their magnitudes. `loss`: its loss function unless `train.loss` names another; "" is
@@ -328,20 +329,19 @@ def register_objective(
 
 
 def target(labels: Ints, start: int) -> dict[str, Ints]:
-    """Return the data tensors of a decoder that predicts `labels` [samples, length]: `labels`, and `tokens`, its input:
-    the labels shifted right by one, behind the id `start`; padding stays -1."""
+    """Return a decoder's data tensors for `labels` [samples, length]: these, and `tokens`, shifted right by one."""
     shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 
 def _noise(n: int) -> tuple[int, int]:
-    """Return (tokens that span denoising removes from a sample of n tokens, number of spans that they form)."""
+    """Return how many tokens span denoising removes from a sample of n tokens, and how many spans these form."""
     noise = max(1, round(NOISE * n))
     return noise, max(1, round(noise / SPAN))
 
 
 def _windows(stream: Any, starts: Ints, length: int) -> Ints:
-    """Return the `length` tokens of a token stream from each position in `starts` on, int64 [len(starts), length]."""
+    """Return int64 [len(starts), length]: `length` tokens of a stream from each position in `starts` on."""
     return np.asarray(stream[starts[:, None] + np.arange(length)]).astype(np.int64)
 
 
@@ -351,8 +351,7 @@ def _padded(rows: Ints, length: int) -> Ints:
 
 
 def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
-    """Draw a random boolean mask [rows, n] in which `count` entries of each row are True, to choose the tokens of a
-    sample that are predicted; `key` [rows, 1] decides the draw of each row."""
+    """Draw a mask [rows, n] of the tokens to predict, `count` True in each row, by random keys `key` [rows, 1]."""
     chosen = np.zeros((len(key), n), bool)
     ranked = np.argsort(mix(key, 0, np.arange(n)), 1, kind="stable")
     np.put_along_axis(chosen, ranked[:, :count], True, 1)
@@ -360,8 +359,8 @@ def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
 
 
 def _parts(keys: Keys, salt: int, total: int, parts: int) -> Ints:
-    """Divide `total` tokens at random into `parts` spans, uniformly among all ways: return int64 [rows, parts] of
-    positive lengths, each row summing to `total`; `keys` [rows] and `salt`, the number of the draw, decide it."""
+    """Divide each sample's `total` tokens at random into `parts` spans, uniformly among all ways: return their positive
+    lengths, int64 [rows, parts]. `keys` [rows] and `salt`, the number of the draw, decide it."""
     cuts = _choice(mix(keys, 3, salt)[:, None], total - 1, parts - 1)
     ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)

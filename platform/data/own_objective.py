@@ -16,8 +16,8 @@ from platform.plan.language.numbers import count_of
 
 
 def make_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:
-    """Construct the training objective named by `data.objective` for samples of a shape. `settings`: the
-    data.objective_settings of a user's own; its samples are checked. Raises ConfigError for any error in it."""
+    """Construct the training objective that `data.objective` names, for samples of `shape`. A user's own gets
+    `settings`, the data.objective_settings, and its samples are checked; ConfigError names any error in it."""
     if name in GIVEN:
         return OBJECTIVES[name](shape)
     with of_objective(name):
@@ -37,16 +37,16 @@ class OwnObjective:
 
     @property
     def needs(self) -> int:
-        """Return how many tokens of a stream one sample of the user's objective takes, at least 1."""
+        """Return how many tokens of a stream one sample of the user's training objective takes, at least 1."""
         return self._said("needs", 1)
 
     @property
     def reserved(self) -> int:
-        """Return how many ids at the top of the vocabulary the user's objective takes for itself."""
+        """Return how many ids at the top of the vocabulary the user's training objective reserves for itself."""
         return self._said("reserved", 0)
 
     def samples(self, stream: Any) -> int:
-        """Return how many samples the user's objective makes of a stream of tokens."""
+        """Return how many training samples the user's objective makes of a stream of tokens."""
         return self._said("samples", -1, stream)
 
     def predicted(self, stream: Any, index: Ints) -> int:
@@ -54,8 +54,8 @@ class OwnObjective:
         return self._said("predicted", 0, stream, index)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of a token stream as data tensors by name, as the user's objective makes them, once
-        checked. Raises ConfigError for illegal samples."""
+        """Return samples `index` of a token stream as data tensors by name, made by the user's training objective and
+        checked. Raises ConfigError for illegal samples. `keys`: the random key of each sample."""
         with of_objective(self.name):
             found = dict(self.made.batch(stream, index, keys))
             for name, most in self._limits.items():
@@ -68,14 +68,14 @@ class OwnObjective:
 
     @property
     def _limits(self) -> dict[str, int]:
-        """Return the bound of each integer data tensor: name -> values are legal in [0, bound), and -1 for padding."""
+        """Return data tensor -> bound of its integers in samples: legal are [0, bound), and -1 for padding."""
         ids, places = ("tokens", "labels", "source"), ("begins", "positions")
         segments = {"segments": self.shape.segments} if self.shape.segments else {}
         return dict.fromkeys(ids, self.shape.vocab) | dict.fromkeys(places, self.shape.length) | segments
 
     def _check(self, name: str, rows: Any, most: int, index: Ints) -> None:
-        """Raise ConfigError for data tensor `name` of a user's objective if `rows` has not one row of integers for each
-        sample in `index`, or a value that is neither padding (-1) nor in [0, most)."""
+        """Raise ConfigError if data tensor `name` of the user's objective is illegal: `rows` must be one row of
+        integers for each sample in `index`, each integer padding (-1) or in [0, most)."""
         of = f"data.objective={self.name}: "
         if rows.dtype.kind not in "iu" or rows.ndim != 2 or len(rows) != len(index):
             made = f"makes {name!r} as {rows.dtype} of shape {list(rows.shape)}"
@@ -88,8 +88,8 @@ class OwnObjective:
             raise ConfigError(f"{of}{where}: legal are 0 to {most - 1}, and -1 for padding")
 
     def _check_predicted(self, stream: Any, index: Ints, labels: Ints) -> None:
-        """Raise ConfigError if `predicted` of the user's objective disagrees with `labels` [len(index)], the number of
-        labels that the samples `index` have."""
+        """Raise ConfigError if `predicted` of the user's objective is not the number of labels that samples `index` of
+        the token stream have, `labels` [len(index)]."""
         if self.predicted(stream, index) == labels.sum():
             return
         each = [self.predicted(stream, index[i : i + 1]) for i in range(len(index))]
@@ -101,7 +101,7 @@ class OwnObjective:
         raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
     def _said(self, what: str, least: int, *given: Any) -> int:
-        """Check that `given`, an answer of the user's objective, is one integer of at least `least`, and return it."""
+        """Return the integer `what` of the user's training objective, given `given`; ConfigError if not >= `least`."""
         with of_objective(self.name):
             value = getattr(self.made, what)
             value = value(*given) if given else value
@@ -112,8 +112,7 @@ class OwnObjective:
 
 @contextmanager
 def of_objective(name: str) -> Iterator[None]:
-    """Turn every error that a user's own objective raises within the context into a ConfigError that names
-    `data.objective`."""
+    """Raise ConfigError, naming data.objective, in place of any error of a user's own objective within the context."""
     if name in GIVEN:
         yield
         return

@@ -23,8 +23,8 @@ def mix(*words: ArrayLike) -> NDArray[np.uint64]:
 
 
 def order(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.int64]:
-    """Map sample `index` to its image in the permutation of [0, n) that `seed` and `epoch` give; elementwise with
-    broadcasting.
+    """Shuffle samples: map number `index` to its image in the permutation of [0, n) that `seed` and `epoch` give,
+    elementwise with broadcasting.
 
     A Feistel network permutes [0, 4**half), the smallest such range that holds n. Applying it again to images outside
     [0, n) until all lie inside (cycle walking) makes it a permutation of [0, n); fewer than four rounds are expected.
@@ -33,7 +33,7 @@ def order(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.i
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
 
     def permute(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Apply the Feistel network to numbers in [0, 4**half), a permutation of them."""
+        """Apply the Feistel network, which permutes sample numbers in [0, 4**half), to each number in `x`."""
         left, right = x >> shift, x & mask
         for turn in range(_ROUNDS):
             left, right = right, left ^ (mix(seed, epoch, turn, right) & mask)

@@ -19,7 +19,7 @@ class RandomTokens:
     vocab: int
 
     def __len__(self) -> int:
-        """Return the number of random tokens, practically without end: 2^40."""
+        """Return the number of tokens in this stream of random tokens, practically endless: 2^40."""
         return 1 << 40
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:

@@ -49,9 +49,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int, special: Sequence[str] = (
 
 
 def _bounded(text: str) -> list[str]:
-    """Cut a training text in two after every _LONGEST letters in a row, and likewise digits, spaces or signs, because
-    training takes time quadratic in the length of such a run, which the tokenizer sees as one word. A text without so
-    long a run stays whole."""
+    """Cut a training text for the tokenizer after every _LONGEST letters (or digits, spaces, signs) in a row, because
+    training takes time quadratic in the length of such a run, which is one word. Return its parts."""
     if len(text) <= _LONGEST or not (found := list(_RUN.finditer(text))):
         return [text]
     cuts = [0, *(run.end() for run in found), len(text)]
@@ -61,9 +60,9 @@ def _bounded(text: str) -> list[str]:
 def encode_documents(
     vocabulary: Vocabulary, pieces: Iterable[tuple[int, str]], characters: int = 0
 ) -> Iterator[NDArray[np.uint32]]:
-    """Encode pieces of text, (number of the document, text) each, into one stream of token ids with what begins
-    documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: total length of the documents, to
-    report progress, 0 if unknown."""
+    """Tokenize documents given in pieces, (number of the document, text) each: yield, in parts, one stream of token ids
+    with the special tokens `SpecialIds.front` in front of each document. `characters`: total length of the documents,
+    to report progress, 0 if unknown."""
     current, done = -1, 0
     start = reported = monotonic()
     whole = _joined(pieces) if vocabulary.given else pieces
@@ -82,15 +81,16 @@ def encode_documents(
 
 
 def _log_progress(done: int, characters: int, speed: float) -> None:
-    """Log how many of `characters` are encoded, `speed` of them in a second, and how long the others will take."""
+    """Log the progress of tokenisation: `done` of `characters`, `speed` characters per second, and the seconds left."""
     of = f" of {characters / 1e6:.1f}" if characters else ""
     left = f", {max(0, characters - done) / speed:.0f} s left" if characters else ""
     logger.info("tokenised %.1f%s million characters, %.1f in a second%s", done / 1e6, of, speed / 1e6, left)
 
 
 def _joined(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Put the pieces of each document together, because tokens may cross them; one of more than _WHOLE characters is
-    cut behind the last line, or the last space, that ends within as many."""
+    """Join the pieces of each document for the tokenizer, because tokens may cross them; yield (number, text). A
+    document of more than _WHOLE characters is cut behind the last line end, or before the last space, within as
+    many."""
     for document, group in groupby(pieces, itemgetter(0)):
         rest = ""
         for _, piece in group:
@@ -103,8 +103,8 @@ def _joined(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Yield a text in stretches of at most _WHOLE characters, that end with a line or at least before a space if one is
-    near the end; the last one may be empty."""
+    """Yield a document's text in stretches of at most _WHOLE characters for the tokenizer, each up to a line end or at
+    least a space if one is near; the last one may be empty."""
     place = 0
     while len(text) - place > _WHOLE:
         end = place + _WHOLE
@@ -116,8 +116,8 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Group pieces of documents for the tokenizer, (number of the document, text) each, into lists of at least _BATCH
-    characters, each encoded at once."""
+    """Group pieces of documents, (number of the document, text) each, into batches of at least _BATCH characters, which
+    the tokenizer encodes at once."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for piece in pieces:

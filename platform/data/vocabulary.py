@@ -68,7 +68,7 @@ class Vocabulary:
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of the tokenizer's files: equal digests, equal ids, special tokens and templates."""
+        """Return a hash of the tokenizer's files: equal hashes mean equal ids, special tokens and chat templates."""
         named = sorted((name, sha256(raw).hexdigest()) for name, raw in self.files.items())
         return sha256(json.dumps(named).encode()).hexdigest()
 
@@ -83,7 +83,7 @@ class Vocabulary:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each of several texts, encoded side by side on all cores; as `encode`."""
+        """Return the token ids of each of several texts, encoded on all cores; special tokens' spellings are text."""
         if not self._spelled:
             return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         parts = [self._spelled.split(text) for text in texts]
@@ -92,8 +92,9 @@ class Vocabulary:
         return [[i for _ in some for i in next(ids)] for some in parts]
 
     def encode_parts(self, documents: Sequence[Parts]) -> list[tuple[list[int], list[bool]]]:
-        """Return the token ids of conversations given in parts, and for each id whether it is of an answer. Parts
-        between special tokens are encoded together; the part that holds an id's last character decides about it."""
+        """Tokenize conversations given in parts: return, for each, its token ids, and for each id whether it belongs to
+        an answer. Parts between special tokens are encoded together; the part that holds a token's last character
+        decides."""
         runs = [[list(run) for _, run in groupby(parts, itemgetter(1))] for parts in documents]
         plain = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
         encoded, found = iter(self._with_ends(plain)), []
@@ -113,7 +114,8 @@ class Vocabulary:
         return found
 
     def _with_ends(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
-        """Yield (id, number of characters up to its end) of the tokens of each of several texts, as `encode_all`."""
+        """Tokenize texts, as `encode_all`: yield (id, number of characters of the text up to its end) of each text's
+        tokens."""
         parts = [self._spelled.split(text) if self._spelled else [text] for text in texts]
         every = [part for some in parts for part in some]
         encoded: Iterator[Any] = iter(self.tokenizer.encode_batch(every, add_special_tokens=False))
@@ -127,14 +129,13 @@ class Vocabulary:
             yield found
 
     def spelling(self, number: int) -> str:
-        """Return how the token of id `number` is spelled."""
+        """Return the text by which this tokenizer spells the token of id `number`."""
         return str(self.tokenizer.id_to_token(number))
 
     @cached_property
     def _spelled(self) -> re.Pattern[str] | None:
-        """Return the pattern by which texts are cut before encoding, so that no special token is made of its spelling:
-        behind the first character of each that the tokenizer would make of it, as unigram models do; None if it makes
-        none."""
+        """Return the pattern of places at which texts are cut before they are tokenised, lest the spelling of a special
+        token in a text become that token, as in unigram models: behind its first character. None if none would."""
         made = []
         for number, token in self.tokenizer.get_added_tokens_decoder().items():
             text = token.content
@@ -163,8 +164,8 @@ class Vocabulary:
 
 
 def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
-    """Construct a vocabulary from the files of a tokenizer. Raises Malformed if they are none, or if no token ends
-    documents."""
+    """Construct a vocabulary from a tokenizer's files, name -> bytes. `given`: False if it was trained here. Raises
+    Malformed for files of no tokenizer, and if no special token ends documents."""
     tokenizer = ConfinedTokenizer(files[JSON]) if given else parse_tokenizer(files[JSON])
     named = with_usual(tokenizer, named_tokens(settings_of(files)))
     for role, token in named.items():
@@ -176,7 +177,7 @@ def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
 
 
 def open_vocabulary(folder: Path) -> Vocabulary | None:
-    """Open the vocabulary whose files `Vocabulary.save` wrote; None if there are none. Raises Malformed, OSError."""
+    """Open the tokenizer that `Vocabulary.save` put into a cache entry; None without one. Raises Malformed, OSError."""
     found = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
     if JSON not in found:
         return None
@@ -184,13 +185,13 @@ def open_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def own_files(found: TokenizerFiles) -> dict[str, bytes]:
-    """Return the files of a tokenizer that was trained here, with one that names its special tokens."""
+    """Return the files of a tokenizer trained on the corpus, and one more that names its special tokens."""
     return with_config(found, OWN)
 
 
 def given_vocabulary(data: Data) -> Vocabulary | None:
-    """Return the vocabulary that data.tokenizer names, with the special tokens and chat template of other keys of data;
-    None if one is to be trained. Raises ConfigError."""
+    """Return the tokenizer that data.tokenizer names, with the special tokens and the chat template of other keys of
+    `data`; None if one is to be trained on the corpus. Raises ConfigError."""
     if data.tokenizer in ("", TRAIN):
         return None
     found = read_files(data.tokenizer, data.tokenizer_words)

@@ -16,9 +16,9 @@ _left: list[bytes] = []  # the row that no longer fitted into the last answer
 
 
 def answer_table(request: dict[str, Any], body: bytes, read: Read) -> bytes:
-    """Answer a request to this child process, which parses a data file (Parquet or Arrow's IPC): open the file of
-    `size` bytes for the wanted `columns` and return the names of all its columns as JSON, or return the next rows as
-    lines of JSON, nothing after the last. `read` fetches bytes of the file from the parent."""
+    """Answer the parent's request to this child process, which parses a data file (Parquet or Arrow's IPC): open the
+    file of `size` bytes for the wanted `columns` and return the names of all its columns as JSON; or return the next
+    rows as lines of JSON, nothing after the last. `read` fetches bytes of the file from the parent."""
     global _rows
     if request["do"] == "next":
         return _next(request["output"])
@@ -34,8 +34,8 @@ def answer_table(request: dict[str, Any], body: bytes, read: Read) -> bytes:
 
 
 def _next(most: int) -> bytes:
-    """Return the next rows of the opened table, as lines of JSON; `most`: bytes of the answer. Raises ValueError if a
-    single row has more."""
+    """Return the next rows of the opened data table as lines of JSON, b"" at its end; `most`: the most bytes of the
+    answer. Raises ValueError if a single row has more."""
     found, size = _left[:], sum(map(len, _left))
     _left.clear()
     for row in _rows:
@@ -52,7 +52,7 @@ def _next(most: int) -> bytes:
 
 
 def _parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
-    """Open a Parquet file of data; return its schema, and an iterator over batches of the `wanted` columns it has."""
+    """Open a Parquet data file; return its schema, and an iterator over batches of rows with the `wanted` columns."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(source, pre_buffer=False)
@@ -62,8 +62,8 @@ def _parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Itera
 
 
 def _arrow(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
-    """Open a data file in Arrow's file or stream format; return its schema, and an iterator over batches of rows with
-    the `wanted` columns only. Raises ValueError for a torn stream."""
+    """Open an Arrow data file (IPC file or stream); return its schema, and an iterator over batches of rows with the
+    `wanted` columns. Raises ValueError for a torn stream."""
     from pyarrow import ipc
 
     is_file = raw.read(6) == b"ARROW1"
@@ -84,7 +84,7 @@ def _arrow(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterato
 
 
 def _lines(batch: Any) -> Iterator[bytes]:
-    """Yield each row of a pyarrow table batch as JSON bytes. Raises pyarrow's error if the batch is corrupt."""
+    """Yield each row of a data table's batch (pyarrow) as JSON bytes. Raises pyarrow's error for corrupt ones."""
     batch.validate(full=True)
     step = 1 if "dictionary" in str(batch.schema) else AT_ONCE  # its size says nothing of that of its rows
     for start in range(0, batch.num_rows, step):
@@ -92,7 +92,7 @@ def _lines(batch: Any) -> Iterator[bytes]:
 
 
 def _of_slice(batch: Any) -> Iterator[bytes]:
-    """Yield each row of a slice of a pyarrow batch as JSON bytes, halving one too large to be converted at once."""
+    """Yield each row of a data table's batch (pyarrow) as JSON bytes, halving one too large to convert at once."""
     if batch.num_rows > 1 and batch.get_total_buffer_size() > _ENOUGH and batch.nbytes > _ENOUGH:
         half = batch.num_rows // 2
         yield from _of_slice(batch.slice(0, half))
@@ -103,5 +103,5 @@ def _of_slice(batch: Any) -> Iterator[bytes]:
 
 
 def _no_json(value: Any) -> Any:
-    """Return a stand-in, [type name], for a table value that JSON lacks (bytes, a date): no text, no number."""
+    """Return [type name] in place of a data table's value that JSON lacks (bytes, a date): no text and no number."""
     return [type(value).__name__]

@@ -11,9 +11,9 @@ _templates: dict[str, Any] = {}  # the last one, by its text
 
 
 def answer_template(request: dict[str, Any], body: bytes, read: Read) -> bytes:
-    """Answer a request to this child process: check that its chat `template` is one of Jinja; or, for a body of JSON,
-    return the texts that the template makes of its `messages`, as a JSON list: one for each (number of messages, True
-    to begin an answer after them) in `wanted`."""
+    """Answer the parent's request to this child process, which runs a chat template in Jinja's sandbox: check that
+    `template` is one; or, for a body of JSON, return the texts that the template makes of its `messages`, as a JSON
+    list, one for each (number of messages, True to begin an answer after them) in `wanted`."""
     template = _compiled(request["template"])
     if not body:
         return b""
@@ -28,7 +28,7 @@ def answer_template(request: dict[str, Any], body: bytes, read: Read) -> bytes:
 
 
 def _compiled(text: str) -> Any:
-    """Return the Jinja template made of the text of a chat template, in the sandbox of Jinja."""
+    """Return a chat template, compiled from its text in Jinja's sandbox and kept until another one is asked for."""
     if text not in _templates:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -44,21 +44,20 @@ def _compiled(text: str) -> Any:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raise TemplateError with a chat template's own message; templates call this as `raise_exception`."""
+    """Raise TemplateError with a chat template's own message: the `raise_exception` that templates call to refuse."""
     from jinja2 import TemplateError
 
     raise TemplateError(message)
 
 
 def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
-    """Return plain data as JSON for a chat template, without the HTML escapes of Jinja's own filter."""
+    """Return plain data as JSON: the chat templates' filter `tojson`, without the HTML escapes of Jinja's own."""
     kept = {name: more[name] for name in ("ensure_ascii", "separators", "sort_keys") if name in more}
     return json.dumps(value, indent=indent, **{"ensure_ascii": False, **kept})
 
 
 def _generation() -> type:
-    """Return the Jinja extension by which chat templates may hold {% generation %} blocks, whose text stays as it
-    is."""
+    """Return the Jinja extension for {% generation %} blocks of chat templates, which leaves their text as it is."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 

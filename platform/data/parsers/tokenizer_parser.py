@@ -17,13 +17,12 @@ _opened: list[Tokenizer] = []  # the last one
 
 
 def answer_tokenizer(request: dict[str, Any], body: bytes, read: Read) -> bytes:
-    """Return what the request wants: "make" tokenizer.json of other files, which the body has one after the other;
-    "add" special tokens to it; "open" it, and say its tokens; "encode" texts, "decode" ids."""
+    """Answer the parent's request to this child process, which alone runs foreign tokenizers; `do` names the action."""
     return _DO[request["do"]](request, body)
 
 
 def _make(request: dict[str, Any], body: bytes) -> bytes:
-    """Return a tokenizer.json made of the tokenizer files that the request names, concatenated in the body."""
+    """Return a tokenizer.json made of a tokenizer's other files, listed in the request and end to end in the body."""
     found, place = {}, 0
     for name, size in request["files"]:
         found[name] = body[place : place + size]
@@ -32,22 +31,22 @@ def _make(request: dict[str, Any], body: bytes) -> bytes:
 
 
 def _add(request: dict[str, Any], body: bytes) -> bytes:
-    """Return the tokenizer.json in the body with the special tokens of the request added."""
+    """Add the request's special tokens to the tokenizer.json in the body, and return it."""
     tokenizer = parse_tokenizer(body)
     tokenizer.add_special_tokens(request["tokens"])
     return tokenizer.to_str().encode()
 
 
 def _open(request: dict[str, Any], body: bytes) -> bytes:
-    """Open the tokenizer.json in the body; return its vocabulary and added tokens (id, text, special) as JSON."""
+    """Open the tokenizer.json in the body; return its vocabulary and its added tokens (id, text, special) as JSON."""
     _opened[:] = [parse_tokenizer(body)]
     added = [(i, token.content, token.special) for i, token in _opened[0].get_added_tokens_decoder().items()]
     return json.dumps({"vocab": _opened[0].get_vocab(with_added_tokens=True), "added": added}).encode()
 
 
 def _encode(request: dict[str, Any], body: bytes) -> bytes:
-    """Tokenize the texts in the body; return 4-byte integers: the number of tokens in each text, the ids of all and,
-    with `ends`, the number of characters of its text up to the end of each token."""
+    """Tokenize the texts in the body (JSON) by the opened tokenizer. Return 4-byte integers: the number of tokens in
+    each text, the ids of all and, with `ends`, the number of characters of its text up to the end of each token."""
     texts = json.loads(body)
     run = _opened[0].encode_batch if request["ends"] else _opened[0].encode_batch_fast
     found = run(texts, add_special_tokens=False)
@@ -60,7 +59,7 @@ def _encode(request: dict[str, Any], body: bytes) -> bytes:
 
 
 def _decode(request: dict[str, Any], body: bytes) -> bytes:
-    """Return the text, in UTF-8, that the opened tokenizer makes of the token ids in the body (JSON)."""
+    """Return the text, in UTF-8, that the opened tokenizer decodes from the token ids in the body (JSON)."""
     return _opened[0].decode(json.loads(body), skip_special_tokens=request["skip"]).encode(errors="replace")
 
 

@@ -40,7 +40,7 @@ def ending(file: DataFile) -> str:
 
 @contextmanager
 def open_raw(file: DataFile) -> Iterator[BinaryIO]:
-    """Open a data file, at a path or URL, as a buffered byte stream that can seek; compressed data stays so."""
+    """Open a data file, at a path or URL, as a buffered byte stream that can seek, without unpacking it."""
     if isinstance(file, RemoteFile):
         with open_remote(file.url) as remote:
             yield remote
@@ -77,7 +77,7 @@ class Bounded:
         return self._place
 
     def _checked(self, data: bytes) -> bytes:
-        """Count the unpacked bytes `data` and return them. Raises ConfigError if the file's total is out of bounds."""
+        """Count unpacked bytes of a data file, and return them. Raises ConfigError if it unpacks to too many."""
         self._place += len(data)
         if self._place > self._most:
             raise ConfigError(f"it unpacks to more than {RATIO} times its size, which no text does; unpack it yourself")
@@ -86,7 +86,7 @@ class Bounded:
 
 @contextmanager
 def open_unpacked(file: DataFile) -> Iterator[Bounded]:
-    """Open a file of text as a bounded byte stream, decompressed if it is in the format of gzip or zstd."""
+    """Open a data file as a stream of bytes within bounds, unpacked if it is in the format of gzip or zstd."""
     with open_raw(file) as raw:
         begins = raw.read(4)
         raw.seek(0)
@@ -100,7 +100,7 @@ def open_unpacked(file: DataFile) -> Iterator[Bounded]:
 
 
 def pyarrow(file: DataFile) -> Any:
-    """Return module pyarrow, which reads this table of data. Raises ConfigError, saying how to install it."""
+    """Return the module pyarrow, to read a data file. Raises ConfigError, with the install command, without it."""
     try:
         import pyarrow as found
     except ImportError:
@@ -111,8 +111,8 @@ def pyarrow(file: DataFile) -> Any:
 
 @contextmanager
 def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
-    """Raise ConfigError, naming the file of data and the key that leads to it, in place of the errors that reading or
-    parsing the file raises within the context."""
+    """Raise ConfigError, naming the data file and the configuration's `key` that leads to it, in place of errors from
+    reading or parsing the file within the context."""
     try:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
@@ -126,12 +126,12 @@ def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return, in one line, the reason for which a data file could not be read, as its error says."""
+    """Return why a data file could not be read, in one line, out of the error that reading it raised."""
     return getattr(error, "strerror", None) or first_line(error)
 
 
 def content_hash(file: DataFile) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits. Raises OSError."""
+    """Return the SHA-256 of a data file's content, 64 hexadecimal digits, to name its cache entry. Raises OSError."""
     digest = hashlib.sha256()
     with open_raw(file) as stream:
         while block := stream.read(_HASHED):
@@ -140,9 +140,9 @@ def content_hash(file: DataFile) -> str:
 
 
 def stamp(file: DataFile) -> list[Any]:
-    """Return values that distinguish the content of a file without reading all of it: for a path its size and the
-    SHA-256 of _SAMPLES stretches, spread evenly from the first to the last byte; for a URL its size and the version
-    that its storage reports. Raises OSError."""
+    """Return values that identify a data file's content without reading all of it: for a path its size and the SHA-256
+    of _SAMPLES stretches, spread evenly from the first to the last byte; for a URL its size and the version that its
+    storage reports. Raises OSError."""
     if isinstance(file, RemoteFile):
         return [file.size, file.version]
     digest, size = hashlib.sha256(), size_of(file)
@@ -154,5 +154,5 @@ def stamp(file: DataFile) -> list[Any]:
 
 
 def encodable(text: str) -> str:
-    """Replace half surrogate pairs in a data file's text, which JSON may hold and UTF-8 cannot, by "?"."""
+    """Replace lone surrogates in the text of a data file, which JSON may hold and UTF-8 cannot encode, by "?"."""
     return text.encode(errors="replace").decode()

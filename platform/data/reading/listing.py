@@ -22,9 +22,9 @@ MOST = 1_000_000  # names of files and folders that are looked at; links may lea
 
 
 def find_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataFile]:
-    """Find the files that the user names by the key `key`: `value` is a file, a glob, or a folder, of which the files
-    with one of `endings` that are not hidden count; or a URL of any of these. Raises ConfigError, naming the key, if
-    there is none."""
+    """Find the data files that the user names by the configuration key `key`: `value` is a file, a glob, or a folder,
+    of which the files count that are not hidden and have one of the suffixes `endings`; or a URL of any of these.
+    Raises ConfigError, naming the key, if there is none."""
     if "://" in value:
         return _remote_files(key, value, endings)
     path = Path(value).expanduser()
@@ -50,23 +50,23 @@ class _Looking:
     """Count of the names that are looked at for one key. Raises ConfigError if they are more than MOST."""
 
     def __init__(self) -> None:
-        """Start the count of file names examined for one data path at 0."""
+        """Start the count of file names that the search for one path of data has examined at 0."""
         self._seen = 0
 
     def see(self, names: int) -> None:
-        """Count `names` more file names examined for a data path. Raises ConfigError beyond MOST in total."""
+        """Count `names` more file names that the search for data examined. Raises ConfigError beyond MOST in all."""
         self._seen += names
         if self._seen > MOST:
             raise ConfigError(f"more than {MOST:,} files and folders are there; name fewer, or put texts into .jsonl")
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Return the sorted paths that match a glob of data files, "**" included. Raises ConfigError beyond MOST names."""
+    """Return the sorted paths of data files that match a glob, "**" included. Raises ConfigError beyond MOST names."""
     return sorted(set(map(Path, _below(pattern.anchor, pattern.parts[bool(pattern.anchor) :], _Looking()))))
 
 
 def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str]:
-    """Yield the paths of data files below a folder ("" for the current one) that match `parts`, the components of a
+    """Yield the paths of data files below `folder` ("" for the current one) that match `parts`, the components of a
     glob; `looking` counts the names examined."""
     if not parts:
         yield folder
@@ -89,18 +89,18 @@ def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str
 
 
 def _names(folder: str) -> Iterator[str]:
-    """Yield the names in a folder of data; none if it is not a folder or may not be read."""
+    """Yield the file names in a folder of data; none if it is not a folder or may not be read."""
     with suppress(OSError), os.scandir(folder) as entries:
         yield from (entry.name for entry in entries)
 
 
 def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
-    """Find the files of data under `folder` with one of the endings (or that and a compression's), in one order on
-    every machine; hidden folders and those named in `skip` are left out. Raises OSError, and ConfigError if there are
-    more than MOST names to look at."""
+    """Find the data files under `folder` whose suffix is one of `endings` (or that and a compression's), in one order
+    on every machine; hidden folders and folders named in `skip` are left out. Raises OSError, and ConfigError if there
+    are more than MOST names to look at."""
 
     def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
-        """Raise the error of a data folder that cannot be listed: to skip it would change the corpus."""
+        """Raise the error of a folder of data that cannot be listed: to skip it would silently change the corpus."""
         raise error
 
     found, looking = [], _Looking()
@@ -112,8 +112,8 @@ def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
 
 
 def _remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]:
-    """Find the files at a URL, which names a file, a glob or a folder of a storage. Raises ConfigError, naming the key,
-    if there is none or the storage refuses."""
+    """Find the data files at a URL: a file, a glob or a folder of a remote storage. Raises ConfigError, naming the
+    configuration `key`, if there is none or the storage refuses."""
     try:
         files = find_remote(url, lambda name: ending(Path(name)) in endings)
     except FileNotFoundError:
@@ -126,8 +126,8 @@ def _remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]:
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
-    """Return the files of a dataset that Hugging Face's `datasets` saved in `folder`, in order; [] if it is none.
-    Raises ConfigError for several datasets in one folder, and for one whose rows are chosen by an index."""
+    """Return the data files that Hugging Face's `datasets` saved in `folder`, in order; [] if it holds no dataset.
+    Raises ConfigError for several datasets in one folder, and for a dataset whose rows are chosen by an index."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise ConfigError(
@@ -150,7 +150,7 @@ def _saved_dataset(folder: Path) -> list[Path]:
 
 
 def _nearest(path: Path) -> str:
-    """Return "; nearest: PATHS", similar file names beside a missing `data.path`, for its refusal; "" if none is."""
+    """Return "; nearest: PATHS", data files named like the missing `path`, for its refusal; "" if none is."""
     beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, cutoff=0.5)
     return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""

@@ -22,7 +22,7 @@ _VALUES = 1 << 24  # in a row of a table, such as tokens
 
 
 def json_lines(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
-    """Yield the records of a .jsonl file, which may be compressed; blank lines are left out."""
+    """Yield the records of a .jsonl data file, perhaps compressed, as (place, fields); blank lines are left out."""
     with open_unpacked(file) as stream:
         for number, text in enumerate(stream, 1):
             if not text.strip():
@@ -37,8 +37,9 @@ def json_lines(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
 
 
 def table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of a table, of the columns `fields` only; `form` is parquet, or arrow for a stream (as Hugging
-    Face datasets are saved) or file of Arrow's IPC formats. A child process parses it, see `platform.data.parsers`."""
+    """Yield the rows of a data table as (place, fields), of the columns `fields` only. `form`: parquet, or arrow for an
+    Arrow IPC file or stream (as Hugging Face datasets are saved). A child process parses it, see
+    `platform.data.parsers`."""
     pyarrow(file)
     packed = size_of(file)
     most, unpacked, number = max(data_files.UNPACKED, data_files.RATIO * packed), 0, 0
@@ -46,7 +47,7 @@ def table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterator[Rec
     with open_raw(file) as raw, parser_of("platform.data.parsers.table_parser:answer_table") as parser:
 
         def read(offset: int, size: int) -> bytes:
-            """Return `size` bytes of the table's file from byte `offset` on, for the child process that parses it."""
+            """Return `size` bytes of the data table's file from byte `offset` on, for the process that parses it."""
             raw.seek(offset)
             return raw.read(size)
 
@@ -78,8 +79,8 @@ def _check_columns(names: list[str], fields: Sequence[str]) -> None:
 
 
 def text_of(record: Record, field: str) -> str:
-    """Return the text in a field of a record; "" for null. Raises ConfigError, with the fields that hold texts, if it
-    is missing or no text."""
+    """Return the text in a `field` of a data record, "" for null. Raises ConfigError, which lists the fields with text,
+    if the field is missing or no text."""
     place, values = record
     value = values.get(field)
     if isinstance(value, str):

@@ -43,12 +43,12 @@ class Instruction:
 
     @property
     def texts(self) -> list[str]:
-        """Return the texts of this conversation's messages, on which a tokenizer is trained."""
+        """Return the texts of this conversation's messages, for a tokenizer to be trained on."""
         return [message["content"] for message in self.messages if isinstance(message.get("content"), str)]
 
 
 def instruction_files(data: Data) -> list[DataFile]:
-    """Find the files of data=instructions, which hold records. Raises ConfigError."""
+    """Find the record files of data=instructions (conversations, or prompts with answers). Raises ConfigError."""
     if not data.path:
         raise ConfigError(f"data.path: data={data.kind} needs a file of records: {', '.join(ENDINGS)}")
     found = find_files("data.path", data.path, ENDINGS)
@@ -60,9 +60,9 @@ def instruction_files(data: Data) -> list[DataFile]:
 def read_instructions(
     files: Sequence[DataFile], data: Data, key: str = "data.path"
 ) -> Iterator[tuple[int, Instruction]]:
-    """Yield (number, conversation) of each record of files: its field `data.field` holds messages, of role and content
-    or, as ShareGPT has them, from and value; or a prompt, with what `data.input_field` adds, that field
-    `data.target_field` answers; a pair of which one is blank is left out. Raises ConfigError, naming the file, by the
+    """Yield (number, conversation) of each record in data files: its field `data.field` holds messages, of role and
+    content or, as ShareGPT has them, from and value; or it holds a prompt, extended by the field `data.input_field` and
+    answered by `data.target_field`. A pair with a blank part is left out. Raises ConfigError, naming the file, by the
     `key` that leads to it, and the place, for a record that holds neither, for a conversation without an answer, and
     for a prompt of which a part would not be read."""
     number = 0
@@ -75,7 +75,8 @@ def read_instructions(
 
 
 def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> Instruction | None:
-    """Return the conversation in a record's values; None for a pair of which one is blank. Raises ConfigError."""
+    """Return the conversation that a data record's values hold, None for a pair with a blank part. `where`: the
+    record's file and place; `place`: its place alone, for refusals. Raises ConfigError."""
     given, answer = values.get(data.field), values.get(data.target_field)
     if isinstance(given, str) and isinstance(answer, str):
         if not given.strip() or not answer.strip():
@@ -94,13 +95,13 @@ def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> 
 
 
 def _input_field(data: Data) -> str:
-    """Return the record's field that is appended to its prompt: data.input_field, or the usual one if that is unset."""
+    """Return the name of the data record's field that is appended to its prompt: data.input_field, else "input"."""
     return data.input_field or ALPACA_INPUT
 
 
 def _more(values: dict[str, Any], data: Data, place: str) -> str:
-    """Return the text to append to a record's prompt. Raises ConfigError if it is no text, or if `data.input_field`
-    does not name its field."""
+    """Return the text that a data record adds to its prompt, "" for none. Raises ConfigError if it is no text, or if it
+    is there and data.input_field does not say whether to add it. `place`: the record's, for the refusal."""
     name = _input_field(data)
     text = values.get(name)
     if data.input_field == UNREAD or name in (data.field, data.target_field) or text is None or text == "":
@@ -117,7 +118,7 @@ def _more(values: dict[str, Any], data: Data, place: str) -> str:
 
 
 def _with_roles(value: Any) -> Any:
-    """Return a conversation of ShareGPT (`from`, `value`) as one of roles and contents; any other value as it is."""
+    """Convert a conversation from ShareGPT's form (`from`, `value`) to roles and contents; return others as given."""
     said = isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value)
     if not said or not all(isinstance(m["from"], str) for m in value):
         return value
@@ -127,7 +128,7 @@ def _with_roles(value: Any) -> Any:
 
 
 def _says(content: Any) -> bool:
-    """Return True if the content of a conversation's message is not blank."""
+    """Return True if the content of a conversation's message, a text or a list, is not blank."""
     return bool(content.strip() if isinstance(content, str) else content)
 
 
@@ -135,8 +136,8 @@ _BATCH = 1024  # conversations that are encoded at once
 
 
 def encode_instructions(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
-    """Encode conversations as the chat template of the vocabulary writes them; pairs of a vocabulary without one as
-    what begins documents, the prompt, the answer, and what ends documents. Raises ConfigError, with the place, for a
+    """Yield the token ids of conversations, as the tokenizer's chat template writes them, with a mask of the answers'
+    tokens, which are learned; prompts with answers need no template. Raises ConfigError, with the place, for a
     conversation that the template refuses."""
     assert vocabulary
     while batch := [instruction for _, instruction in islice(documents, _BATCH)]:
@@ -148,7 +149,8 @@ def encode_instructions(vocabulary: Vocabulary | None, documents: Documents, cha
 
 
 def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
-    """Return a conversation as pieces of text, each with whether it is one special token, and whether it is learned."""
+    """Write a conversation as pieces of text to be tokenised: (text, True if it is one special token, True if it is
+    learned). `vocabulary`: the tokenizer, whose chat template is used. Raises ConfigError if it writes no answer."""
     if instruction.pair and not vocabulary.has_chat:
         prompt, answer = instruction.texts
         begin, end = (vocabulary.spelling(i) for i in (vocabulary.special.begin, vocabulary.special.end))
@@ -162,7 +164,7 @@ def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
 
 
 def _writes_answer(instruction: Instruction, learned: str) -> bool:
-    """Return True if the learned text of a conversation has a word of its answers; if these have no words, any."""
+    """Return True if the text that the chat template marks as learned has a word of the conversation's answers."""
     contents = [message.get("content") for message in instruction.messages if message["role"] == ANSWERS]
     words = [word for content in contents if isinstance(content, str) for word in content.split()]
     return any(word in learned for word in words) if words else bool(learned.strip())

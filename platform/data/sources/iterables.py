@@ -29,9 +29,10 @@ _NO_MORE = object()
 def register_documents(
     name: str, read: Callable[..., Iterable[Any]], *, tokens: bool = False, settings: type | None = None
 ) -> None:
-    """Register documents as `data.kind=NAME`: `read`, given the keys of group data, returns an iterable of texts, or,
-    with `tokens`, of sequences of token ids. It is called anew for every pass over them, and must then give the same
-    documents in the same order. `settings`: a dataclass of data.settings, which `read` gets as `settings`."""
+    """Register a user's function as the data source `data.kind=NAME`: `read`, given the keys of group data, returns an
+    iterable of documents: texts or, with `tokens`, sequences of token ids. It is called anew for every pass over them,
+    and must then give the same documents in the same order. `settings`: a dataclass of data.settings, which `read` gets
+    as `settings`."""
     admit("data.kind", name, settings, read)
     documents = partial(read_own, read, _tokens if tokens else _text)
     texts = None if tokens else lambda text: [text]
@@ -46,9 +47,9 @@ def read_own(
     data: Data,
     key: str = "data.path",
 ) -> Iterator[tuple[int, str | NDArray[np.int64]]]:
-    """Yield (number, text or tokens) of each document of the user's function `read`, as `convert` checks them; empty
-    ones are left out. Raises ConfigError, naming it and the document, for any error that it raises, and for a value
-    that is no document."""
+    """Yield (number, text or token ids) of each document that the user's function `read` gives, converted and checked
+    by `convert`; empty ones are left out. Raises ConfigError, naming the function and the document, for any error that
+    it raises, and for a value that is no document."""
     number, place = 0, 0
     with _reading(data):
         documents = iter(with_settings(read, "data.kind", data.kind, data.settings)(data))
@@ -65,7 +66,7 @@ def read_own(
 
 
 def _content(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return the SHA-256 of all documents that the user's function yields, which names their cache entry."""
+    """Return ["own", SHA-256 of all documents that the user's function gives], which names their cache entry."""
     digest = hashlib.sha256()
     for _, document in read(files, data):
         raw = document.encode() if isinstance(document, str) else document.astype("<i8").tobytes()
@@ -74,14 +75,14 @@ def _content(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[Dat
 
 
 def _text(document: Any, data: Data, place: int) -> str:
-    """Return a document of the user's function as text. Raises ConfigError if it is none."""
+    """Return a document that the user's data source gives as text. Raises ConfigError, with its number, if not."""
     if isinstance(document, str):
         return encodable(document)
     raise ConfigError(f"data.kind={data.kind}: document {place} is a {type(document).__name__}, not a text")
 
 
 def _tokens(document: Any, data: Data, place: int) -> NDArray[np.int64]:
-    """Return a document of the user's function as token ids. Raises ConfigError if it is none."""
+    """Return a document that the user's data source gives as token ids. Raises ConfigError if it is no list of them."""
     try:
         found = np.asarray(document)
     except (TypeError, ValueError):
@@ -95,7 +96,7 @@ def _tokens(document: Any, data: Data, place: int) -> NDArray[np.int64]:
 
 @contextmanager
 def _reading(data: Data, which: str = "") -> Iterator[None]:
-    """Raise ConfigError, naming data.kind and `which` document, in place of an error of the user's function."""
+    """Raise ConfigError, naming data.kind and `which` document, in place of an error of the user's data source."""
     name = f"data.kind={data.kind}"
     try:
         with own_code(name, (ConfigError, OSError), READING):
@@ -108,11 +109,11 @@ class OwnKind(SourceKind):
     """Kind of source of a user's function that yields documents, and reads no files of ours."""
 
     def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
-        """Return one group of files, as the user's function yields all documents at once."""
+        """Return a single empty group of files, as the user's function gives all documents at once, without files."""
         return [[]]
 
     def held(self, data: Data) -> list[DataFile]:
-        """Return no files, as a user's function has none to hold out. Raises ConfigError if some are named."""
+        """Return no files to hold out, as the user's data source has none. Raises ConfigError if some are named."""
         if data.validation_path:
             reason = f"data.kind={data.kind} reads no files"
             raise ConfigError(violation("data.validation_path", data.validation_path, reason, ['""']))
@@ -121,8 +122,8 @@ class OwnKind(SourceKind):
     def write_entry(
         self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
     ) -> dict[str, Any]:
-        """Build the cache entry of the documents of the user's function. Raises ConfigError if two passes over them
-        differ."""
+        """Build the cache entry of the documents that the user's function gives; return its description. Raises
+        ConfigError if two passes over the documents differ."""
         whole = not is_streamed(data)
         before = whole and self.content(data, files)
         found = super().write_entry(folder, files, data, vocab, given)

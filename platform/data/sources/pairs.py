@@ -26,9 +26,8 @@ from platform.plan.language.numbers import count_of
 
 
 def pair_files(data: Data) -> list[DataFile]:
-    """Find the files of data=pairs, for `read_pairs`: one of sources and one of targets, files of records, or, without
-    a path, the source files of Python's standard library. Raises ConfigError if a path is missing or they do not make
-    pairs."""
+    """Find the files of data=pairs, for `read_pairs`: one of source texts and one of targets, files of records, or,
+    without a path, Python's standard library. Raises ConfigError if a path is missing or they do not make pairs."""
     if not data.path:
         return list(texts.stdlib_files(data))
     named = {"data.path": data.path, "data.target_path": data.target_path}
@@ -51,8 +50,8 @@ def read_pairs(files: Sequence[DataFile], data: Data) -> Iterator[tuple[str, str
 
 
 def _lines(source: DataFile, target: DataFile) -> Iterator[tuple[str, str]]:
-    """Yield each line of the file `source` with the same line of the file `target`. Raises ConfigError if one has more
-    lines."""
+    """Yield pairs of texts: each line of the data file `source` with the same line of the file `target`. Raises
+    ConfigError if one has more lines."""
     lines = [0, 0]
     for pair in zip_longest(_text_lines(source, "data.path"), _text_lines(target, "data.target_path")):
         lines = [n + (text is not None) for n, text in zip(lines, pair, strict=True)]
@@ -65,16 +64,15 @@ def _lines(source: DataFile, target: DataFile) -> Iterator[tuple[str, str]]:
 
 
 def _text_lines(file: DataFile, key: str) -> Iterator[str]:
-    """Yield the lines of a file of UTF-8 text, which may be compressed, without their ends. Raises ConfigError, naming
-    `key`, which leads to the file, for a fault in it."""
+    """Yield the lines of a data file of UTF-8 text, perhaps compressed. Raises ConfigError, which names `key`."""
     with naming_file(file, key), open_unpacked(file) as stream:
         for line in stream:
             yield line.decode().removesuffix("\n").removesuffix("\r")  # other line ends belong to the text
 
 
 def _objects(file: DataFile, data: Data) -> Iterator[tuple[str, str]]:
-    """Yield the texts in fields `data.field` and `data.target_field` of each record of a file. Raises ConfigError for a
-    record that lacks one."""
+    """Yield pairs of texts, fields `data.field` and `data.target_field` of each record in a data file. Raises
+    ConfigError for a record that lacks one."""
     fields = [data.field, data.target_field]
     with naming_file(file):
         for place, values in ROWS[ending(file)](file, fields):
@@ -96,7 +94,7 @@ def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def deciding_options(data: Data) -> str:
-    """Return, as JSON, the keys of `data` that decide the pairs of texts in its files, to name the cache entry."""
+    """Return, as JSON, the keys of `data` that decide which pairs of texts its files hold, to name the cache entry."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])
 
 
@@ -104,7 +102,7 @@ _BATCH = 4096  # pairs that are encoded at once
 
 
 def encode_pairs(vocabulary: Vocabulary | None, pairs: Documents, characters: int) -> Iterator[Encoded]:
-    """Yield the token ids of pairs of texts, with the positions at which each text ends."""
+    """Yield the token ids of pairs of texts, batch by batch, with the positions at which each text ends."""
     assert vocabulary
     while batch := [text for _, pair in islice(pairs, _BATCH) for text in pair]:
         encoded = vocabulary.encode_all(batch)
@@ -116,15 +114,15 @@ class PairKind(SourceKind):
     """Kind of source of pairs of texts, which are read as a whole."""
 
     def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
-        """Return the files of pairs as one group, as two files may hold one pair, each a half."""
+        """Return the data files of pairs of texts as one group, as a pair's halves may be in two files."""
         return [files] if files else []
 
     def held(self, data: Data) -> list[DataFile]:
-        """Return no files: of pairs of texts no whole files are held out for validation, only some of the pairs."""
+        """Return no files to hold out: of pairs of texts, single pairs are held out for validation, not whole files."""
         return []
 
     def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
-        """Read the pairs of texts of a source once, and split them for training and validation. Raises ConfigError."""
+        """Read a data source's pairs of texts once, and split them for training and validation. Raises ConfigError."""
         pairs = [*self.read(files, data, "data.path")]
         found = SourceKind.splits(replace(self, read=lambda *_: iter(pairs)), files, data)
         trained = sum(self.size(pair) for _, pair in found.read(False))
@@ -133,8 +131,8 @@ class PairKind(SourceKind):
     def write_tokens(
         self, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
     ) -> dict[str, Any]:
-        """Write into `folder` the tokens of pairs of texts, and ends.bin (int64, the position in its split where each
-        text ends). Return their description, of each split the numbers of tokens and pairs."""
+        """Tokenize pairs of texts into the cache entry `folder`: tokens.bin, and ends.bin (int64, the position in its
+        split where each text ends). Return their description: of each split the numbers of tokens and pairs."""
         dtype, written = type_of(vocab), []
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "ends.bin").open("wb") as ends:
             for pairs, characters in parts:

@@ -85,15 +85,15 @@ class SourceKind:
     blockwise: bool = True
 
     def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
-        """Return the files of a data source in groups, each of which can be read by itself."""
+        """Return the files of a data source in groups, each of which can be read without the others."""
         return [[file] for file in files]
 
     def held(self, data: Data) -> list[DataFile]:
-        """Return the data files that are held out for validation as a whole. Raises ConfigError."""
+        """Return the files of a data source that are held out for validation as a whole. Raises ConfigError."""
         return held_files(data, self.endings)
 
     def violations_of_source(self, data: Data) -> list[str]:
-        """Return one refusal line per mistake in a data source that shows at the beginnings of its files."""
+        """Return a refusal line for each mistake in a data source that shows at the beginnings of its files."""
         lines: list[str] = []
         files: Sequence[DataFile] = ()
         held: Sequence[DataFile] = ()
@@ -111,9 +111,9 @@ class SourceKind:
         return lines
 
     def decisive(self, data: Data, files: Sequence[DataFile]) -> list[Any]:
-        """Return the values that name a data source's cache entry, as they decide which documents it holds, and how a
-        streamed one is divided into blocks: of each file the format, the size and a part of its content, of a user's
-        function its first documents."""
+        """Return the values that decide which documents a data source has, and how a streamed one is divided into
+        blocks; they name its cache entry. Of each file of a streamed source: format, size and samples of its
+        content."""
         if not is_streamed(data):
             return self.content(data, files)
         digest = hashlib.sha256()
@@ -124,16 +124,16 @@ class SourceKind:
         return ["stream", FORMAT, data.kind, stamps, held, data.field, *more_fields(data), data.block]
 
     def blocks(self, files: Sequence[DataFile], data: Data) -> BlockReader:
-        """Return the reader of a streamed source, which yields its documents block by block during training."""
+        """Construct the reader that yields a streamed source's documents block by block, while training goes on."""
         return BlockReader(self.parts(files), lambda part: self.read(part, data, "data.path"), self.size, data.block)
 
     def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
-        """Read the documents of a source once, for their faults, and divide them into those to train on and those held
-        out; of a streamed one only those held out count, and its first block trains a tokenizer. Raises ConfigError."""
+        """Read all documents of a data source once, to find faults, and divide them into training and validation; of a
+        streamed source only the held-out ones are read, and its first block trains a tokenizer. Raises ConfigError."""
         others = self.held(data)
 
         def held_documents() -> Documents:
-            """Return the documents of the files that are held out for validation, none without such files."""
+            """Return the documents in the data files that are held out for validation; none without such files."""
             return self.read(others, data, "data.validation_path") if others else iter(())
 
         if is_streamed(data):
@@ -150,7 +150,7 @@ class SourceKind:
         chosen = set() if others else held_out(sizes, data.validation)
 
         def split(held: bool) -> Documents:
-            """Return the documents held out for validation if `held`, else those to train on."""
+            """Return the documents for validation if `held`, else the documents for training, of this data source."""
             if others and held:
                 return held_documents()
             return (found for found in self.read(files, data, "data.path") if (found[0] in chosen) == held)
@@ -159,16 +159,16 @@ class SourceKind:
         return Splits(split, lambda: self._texts(split(False), sum(sizes)), len(sizes), sum(sizes), tail)
 
     def training_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
-        """Return the texts of a data source on which a tokenizer is trained. Raises ConfigError."""
+        """Return the texts of a data source, in pieces, for a tokenizer to be trained on. Raises ConfigError."""
         return self.splits(files, data).texts()
 
     def write_entry(
         self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
     ) -> dict[str, Any]:
-        """Build the cache entry of a source: write into `folder` tokens.bin (the training documents, then the held-out
-        ones), the arrays beside them (starts.bin, int64; learned.bin, a byte per token), and the tokenizer, of at most
-        `vocab` entries, which is trained if none is `given`. Return its description. The documents are read once for
-        their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
+        """Build the cache entry of a data source: write into `folder` tokens.bin (the training documents, then the
+        held-out ones), the arrays beside them (starts.bin, int64; learned.bin, a byte per token), and the tokenizer, of
+        at most `vocab` entries, which is trained if none is `given`. Return its description. The documents are read
+        once for their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
         splits = self.splits(files, data)
         if self.texts and splits.documents:
             logger.info("tokenising %d documents, %.1f million characters", splits.documents, splits.characters / 1e6)
@@ -184,8 +184,8 @@ class SourceKind:
     def vocabulary(
         self, folder: Path, texts: Callable[[], Texts], data: Data, vocab: int, given: Vocabulary | None
     ) -> Vocabulary | None:
-        """Return the tokenizer of an entry of the cache, which is saved in its `folder`: the one that is `given`, or,
-        for a source of text, one that is trained on `texts`, as the keys of `data` say."""
+        """Return the tokenizer of a data source, saved in its cache entry `folder`: the one `given` or, for a source of
+        text, one trained on `texts`, as the keys of `data` say; None if the source holds token ids."""
         if given:
             given.save(folder)
         return given or (train_on(folder, texts(), vocab, data) if self.texts else None)
@@ -193,9 +193,9 @@ class SourceKind:
     def write_tokens(
         self, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
     ) -> dict[str, Any]:
-        """Write the tokens of documents, and the arrays beside them, into `folder`, a cache entry; return their
-        description. `parts`: the documents to train on, then the held-out ones, each with the characters in them, 0 if
-        that is not known."""
+        """Tokenize documents into the cache entry `folder`, tokens.bin and the arrays beside it; return their
+        description. `parts`: the documents for training, then the held-out ones, each with their number of characters,
+        0 if unknown."""
         ends, place, dtype = [], 0, type_of(vocab)
         with ExitStack() as opened:
             names = ["tokens", *(["starts"] if self.starts else []), *(["learned"] if self.learned else [])]
@@ -214,24 +214,24 @@ class SourceKind:
         return {"dtype": dtype.str, "splits": splits_at(*ends)}
 
     def _texts(self, documents: Iterable[tuple[int, Any]], characters: int) -> Texts:
-        """Wrap documents as texts to train a tokenizer on, with their total number of `characters`."""
+        """Return the texts in documents, and their total number of `characters`, for a tokenizer to be trained on."""
         parts = self.texts or (lambda _: ())
         return Texts((text for _, document in documents for text in parts(document)), characters)
 
     def _first_block(self, files: Sequence[DataFile], data: Data) -> list[tuple[int, Any]]:
-        """Return the documents of a streamed source's first block. Raises ConfigError if there is none."""
+        """Return the documents of a streamed data source's first block, numbered. Raises ConfigError without one."""
         found, _ = self.blocks(files, data).block(BEGIN)
         if not found:
             raise self._nothing_in(data)
         return found
 
     def _first_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
-        """Return the texts of a streamed source's first block, on which a tokenizer is trained."""
+        """Return the texts of a streamed data source's first block, for a tokenizer to be trained on."""
         documents = self._first_block(files, data)
         return self._texts(documents, sum(self.size(document) for _, document in documents))
 
     def _nothing_in(self, data: Data) -> ConfigError:
-        """Return the refusal of a data source without a document."""
+        """Return the ConfigError that refuses a data source without a document, naming its path or kind."""
         return ConfigError(f"{place_of(data)}: no {'text' if self.texts else 'tokens'} in it")
 
 
@@ -239,23 +239,23 @@ KINDS: dict[str, SourceKind] = {}  # by data.kind; each is in a file here, or of
 
 
 def kind_of(data: Data) -> SourceKind:
-    """Return the object that reads a data source of its data.kind (pairs, records, tokens, ...); text by default."""
+    """Return the SourceKind that reads a data source, by its data.kind (pairs, tokens, ...); text by default."""
     return KINDS.get(data.kind, KINDS["text"])
 
 
 def place_of(data: Data) -> str:
-    """Return the setting that names a data source, for a refusal: data.path=PATH, or data=KIND."""
+    """Return the setting that names a data source to the user, in a refusal: data.path=PATH, or data=KIND."""
     return f"data.path={data.path}" if data.path else f"data={data.kind}"
 
 
 def more_fields(data: Data) -> list[str]:
-    """Return the fields of a data record, beside `data.field`, that decide the text read from it."""
+    """Return the field names of a data record, beside `data.field`, that decide the text read from it."""
     return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
 
 
 @contextmanager
 def _noting(lines: list[str], data: Data) -> Iterator[None]:
-    """Append the refusal of a data source that is raised within the context to `lines`."""
+    """Append the refusal lines of an error about a data source, raised within the context, to `lines`."""
     try:
         yield
     except ConfigError as error:
@@ -265,8 +265,8 @@ def _noting(lines: list[str], data: Data) -> Iterator[None]:
 
 
 def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Choose the documents of the validation split, by their numbers: in a fixed random order, each that still fits
-    into `fraction` of the corpus. `sizes`: characters of each document.
+    """Choose the documents held out for validation, by number: in a fixed random order, each that still fits into
+    `fraction` of the corpus. `sizes`: characters of each document.
 
     The result is empty if whole documents cannot fill half of that fraction, as with a single document: then the end of
     the token stream is held out instead.
@@ -281,12 +281,12 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
 
 
 def held_files(data: Data, endings: list[str] = ENDINGS) -> list[DataFile]:
-    """Return the files that `data.validation_path` names, held out as a whole; [] if it is "". Raises ConfigError."""
+    """Find the data files of `data.validation_path`, held out for validation; [] if it is "". Raises ConfigError."""
     return find_files("data.validation_path", data.validation_path, endings) if data.validation_path else []
 
 
 def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
-    """Train a tokenizer of at most `vocab` entries on texts, evenly spaced pieces if these are many, with the special
+    """Train a tokenizer of at most `vocab` entries on texts, of which long ones are sampled evenly, with the special
     tokens and the chat template that the keys of `data` name; save it in `folder`, and return it."""
     share, start = min(1.0, _TRAINING / given.characters), monotonic()
     pieces = (t for i, t in enumerate(given.pieces) if int((i + 1) * share) > int(i * share))
@@ -303,13 +303,13 @@ def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
 
 
 def training_options(data: Data) -> list[Any]:
-    """Return the keys of `data`, with values, that decide how a tokenizer is trained, other than its texts."""
+    """Return the options in `data` for the training of a tokenizer (special tokens, template); [] if none is set."""
     found = [added_tokens(data), template_of(data)]
     return [found] if any(found) else []
 
 
 def splits_at(trained: int, end: int) -> dict[str, list[int]]:
-    """Describe the splits of a token stream, for a cache entry: [0, `trained`) to train on, the rest held out."""
+    """Describe the splits of a token stream for a cache entry: [0, `trained`) to train on, the rest held out."""
     return {"train": [0, trained], "validation": [trained, end]}
 
 
@@ -319,8 +319,8 @@ def type_of(vocab: int) -> np.dtype:
 
 
 def contents(files: Sequence[DataFile]) -> list[list[Any]]:
-    """Return the format and the SHA-256 of each data file, which decide which documents it holds: as format
-    False for text, True for .jsonl, or the ending of a table."""
+    """Return [format, SHA-256] of each data file, which decide the documents in it: False for text, True for .jsonl, or
+    the suffix of a table."""
     formats = {end: end if end != ".jsonl" else True for end in ROWS}
     return [[formats.get(ending(file), False), content_hash(file)] for file in files]
 

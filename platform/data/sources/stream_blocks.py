@@ -12,7 +12,7 @@ Documents = Iterator[tuple[int, Any]]  # (number of the document, it or its next
 
 
 def is_streamed(data: Data) -> bool:
-    """Return True if a data source is tokenised while it is trained on; one held out as a whole never is."""
+    """Return True if a data source is tokenised during training, block by block; one that is held out never is."""
     return data.streaming and data.validation < 1
 
 
@@ -38,15 +38,16 @@ class BlockReader:
         size: Callable[[Any], int],
         most: int,
     ):
-        """Prepare to read the files `parts` of a streamed source in blocks of `most` characters, by `size` of
+        """Prepare to read the files `parts` of a streamed data source in blocks of `most` characters, by `size` of
         pieces."""
         self._parts, self._read, self._size, self._most = parts, read, size, most
         self._rest: Iterator[tuple[PiecePlace, bool, Any]] = iter(())
         self._next: tuple[PiecePlace, bool, Any] | None = None  # what _rest has given and no block has taken
 
     def block(self, start: PiecePlace) -> tuple[list[tuple[int, Any]], PiecePlace | None]:
-        """Return the documents of the streamed source's block that begins at `start`, in pieces, each with the number
-        of its document, and where the next block begins, None at the end of the source. Raises ConfigError, OSError."""
+        """Read the block of a streamed source that begins at `start`: return its documents in pieces, (number of the
+        document, piece) each, and where the next block begins, None at the end of the source. Raises ConfigError,
+        OSError."""
         if not self._next or self._next[0].file != start.file or self._next[0] > start:
             self._rest = self._pieces(start)
             self._advance()
@@ -65,12 +66,12 @@ class BlockReader:
         return found, None
 
     def _advance(self) -> None:
-        """Move to the next piece of the documents of a streamed source, None at its end."""
+        """Read the next piece of a streamed source's documents, and hold it for the next block; None at the end."""
         self._next = None  # what raises is not read on from
         self._next = next(self._rest, None)
 
     def _pieces(self, start: PiecePlace) -> Iterator[tuple[PiecePlace, bool, Any]]:
-        """Yield a streamed source's pieces of documents from `start` on: (place, if a document begins, piece)."""
+        """Yield the pieces of a streamed source's documents from `start` on: (place, True to begin one, piece)."""
         for file in range(start.file, len(self._parts)):
             before = -1
             for count, (document, piece) in enumerate(self._read(self._parts[file])):

@@ -38,23 +38,24 @@ def stdlib_bytes(data: Data) -> int:
 
 
 def text_files(data: Data) -> list[DataFile]:
-    """Find the user's files of data=text: `data.path` is a file, a glob, a folder (of which non-hidden files of
-    `platform.data.reading.listing.ENDINGS`), or a URL. Raises ConfigError if there is none."""
+    """Find the user's files of data=text: `data.path` is a file, a glob, a folder (of which non-hidden files with the
+    suffixes ENDINGS count), or a URL. Raises ConfigError if there is none."""
     if not data.path:
         raise ConfigError(f"data.path: data={data.kind} needs a file, a folder or a glob")
     return find_files("data.path", data.path)
 
 
 def register_source(name: str, files: Callable[..., Sequence[DataFile | str]], settings: type | None = None) -> None:
-    """Register a source of text as `data.kind=NAME`: the function `files` finds its files of text, given the keys of
-    group data. `settings`: a dataclass of data.settings, which `files` gets as `settings`."""
+    """Register a user's source of text as `data.kind=NAME`: the function `files`, given the keys of group data, returns
+    the paths of its text files. `settings`: a dataclass of data.settings, which `files` gets as `settings`."""
     admit("data.kind", name, settings, files)
     KINDS[name] = replace(KINDS["text"], find=partial(registered_files, files))
 
 
 def registered_files(find: Callable[..., object], data: Data) -> list[DataFile]:
-    """Return the files of text that the user's function `find` finds. Raises ConfigError, naming the source, if it
-    raises, or gives anything but an iterable of paths; its own ConfigError and OSError pass unchanged."""
+    """Return the text files of a user's data source, which its function `find` returns. Raises ConfigError, naming the
+    source, if that raises, or gives anything but an iterable of paths; its own ConfigError and OSError pass
+    unchanged."""
     given: object = None
     try:
         with own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
@@ -85,8 +86,8 @@ def read_documents(files: Iterable[DataFile], data: Data, key: str = "data.path"
 
 
 def _blocks(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
-    """Yield a file of text as one document: (True for the first, piece) of about _READ_AT_ONCE bytes, to a line end if
-    near. Raises ConfigError for a NUL byte or text that is not UTF-8."""
+    """Read a text file as one document: yield its pieces of about _READ_AT_ONCE bytes, each with True if it is the
+    first, ended by a line end if one is near. Raises ConfigError for a NUL byte or text that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     begins = True
     with open_unpacked(file) as stream:
@@ -102,7 +103,8 @@ def _blocks(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: Bounded) -> str:
-    """Decode the next block of a text file, which begins at byte `start`, from UTF-8. Raises ConfigError."""
+    """Decode the next block of a text file from UTF-8; `start`: its first byte's number. Raises ConfigError for a NUL
+    byte, or bytes that are not UTF-8."""
     if (nul := block.find(0)) >= 0:
         raise ConfigError(f"a binary file (NUL at byte {start + nul}); text is needed")
     try:
@@ -113,20 +115,20 @@ def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, start: int, strea
 
 
 def _records(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
-    """Yield the documents of a file of records: (True, the text in field `data.field`) of each; skip empty texts."""
+    """Yield (True, text of field `data.field`) of each record in a data file, a document each; skip empty texts."""
     for record in ROWS[ending(file)](file, [data.field]):
         if text := text_of(record, data.field):
             yield True, text
 
 
 def encode_texts(vocabulary: Vocabulary | None, pieces: Documents, characters: int) -> Iterator[Encoded]:
-    """Yield the token ids of texts that come in pieces, encoding about `characters` characters at once."""
+    """Yield the token ids of documents that come in `pieces`; `characters`: their total length, 0 if unknown."""
     assert vocabulary
     return map(Encoded, tokenizer.encode_documents(vocabulary, pieces, characters))
 
 
 def deciding(data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return the formats, contents and field of text files, which decide their documents, to name a cache entry."""
+    """Return formats, content hashes and field of text files, which decide their documents and name a cache entry."""
     others = held_files(data)
     return [contents(files), data.field, *([contents(others)] if others else [])]
 

@@ -56,8 +56,8 @@ class TokenFile:
         return np.memmap(self.file, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
     def check(self, vocab: int, whole: bool) -> None:
-        """Raise ConfigError for a token in this .bin file that a vocabulary does not have: the largest of the `whole`
-        file, or of stretches of it, spread evenly from the first to the last token."""
+        """Raise ConfigError if a token in this .bin file is not in a vocabulary of `vocab` entries. `whole`: True to
+        check the whole file; False to check stretches of it, spread evenly from the first to the last token."""
         tokens, most, at = self.tokens(), 0, 0
         starts = range(0, self.count, _AT_ONCE)
         if not whole and len(starts) > _STRETCHES:
@@ -92,8 +92,8 @@ class CheckedTokens:
 
 
 def check_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | None = None) -> None:
-    """Raise ConfigError for a negative token, and for one that a vocabulary of `vocab` entries does not have. `place`:
-    the number of each token in its file, or of the first."""
+    """Raise ConfigError for a negative token id, or one outside a vocabulary of `vocab` entries. `place`: the number of
+    each token in its file, or of the first."""
     least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
     if least >= 0 and (vocab is None or most < vocab):
         return
@@ -116,13 +116,14 @@ def token_files(data: Data) -> list[DataFile]:
 
 
 def index_of(file: Path) -> Path | None:
-    """Return Megatron-LM's .idx file beside a .bin file of tokens, None if there is none."""
+    """Return the path of Megatron-LM's .idx file beside a .bin file of tokens, None if there is none."""
     found = file.with_suffix(".idx")
     return found if found.is_file() else None
 
 
 def locate(file: DataFile, data: Data) -> TokenFile:
-    """Find the tokens in a .bin file. Raises ConfigError, naming the file, if it is none, or not whole."""
+    """Find where the tokens in a .bin file are: their type, offset and number. Raises ConfigError, naming the file, if
+    it is no such file, or not whole."""
     with naming_file(file):
         if isinstance(file, RemoteFile):
             raise ConfigError("a .bin is read in place: copy it to a path, or mount its storage")
@@ -140,7 +141,7 @@ def locate(file: DataFile, data: Data) -> TokenFile:
 
 
 def _size_and_head(file: Path) -> tuple[int, bytes]:
-    """Return the size of a file of tokens in bytes, and its first 12 bytes, which show its format."""
+    """Return the size of a .bin file of tokens in bytes, and its first 12 bytes, which show its format."""
     with open_regular(file) as raw:
         size = raw.seek(0, 2)
         raw.seek(0)
@@ -148,7 +149,7 @@ def _size_and_head(file: Path) -> tuple[int, bytes]:
 
 
 def _llm_c(file: Path, header: NDArray[np.integer], version: int, dtype: str, size: int) -> TokenFile:
-    """Find the tokens of llm.c's .bin of `size` bytes, whose `header` begins with magic, version and tokens."""
+    """Find the tokens in llm.c's .bin of `size` bytes. `header`: its first integers, magic, version and tokens."""
     count = int(header[2])
     if int(header[1]) != version:
         raise ConfigError(f"version {header[1]} of llm.c's format is not known, {version} is")
@@ -216,7 +217,7 @@ def write_nanogpt(path: Path, documents: Iterable[NDArray[np.integer]], vocab: i
 
 
 def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> list[int]:
-    """Write documents of tokens to a file as integers of a type; return how many tokens each has."""
+    """Write documents, arrays of token ids, to a file as integers of `dtype`; return the number of tokens of each."""
     lengths = []
     for document in documents:
         file.write(document.astype(dtype).tobytes())
@@ -233,12 +234,12 @@ Ids = NDArray[np.int64]
 
 
 def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
-    """Return the values that name the cache entry of files of tokens: hashes of them and of their indices, and how they
-    are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
+    """Return the values that name the cache entry of files of tokens: hashes of the files and of their indices, and how
+    they are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
     whole = _read_whole([*files, *(others := held_files(data, ENDINGS))])
 
     def hashes(some: Sequence[DataFile]) -> list[list[Any]]:
-        """Return the format and the hash of the content, or its sample, of each file of tokens and its index."""
+        """Return, for each file of tokens, its format and the hash of its content (or of samples), and its index's."""
         each = [(file, [index] if isinstance(file, Path) and (index := index_of(file)) else []) for file in some]
         content = {file: content_hash(file) if whole or ending(file) in ROWS else stamp(file) for file in some}
         return [[*map(ending, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
@@ -247,17 +248,16 @@ def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
 
 
 def _read_whole(files: Sequence[DataFile]) -> bool:
-    """Return True if .bin files are short enough to be read as a whole before a run; the tokens of longer ones are
-    checked when they are trained on."""
+    """Return True if .bin files of tokens are short enough to be checked as a whole before a run, not in training."""
     return sum(size_of(file) for file in files if ending(file) not in ROWS) <= _WHOLE
 
 
 def _name(
     folder: Path, files: Sequence[DataFile], others: Sequence[DataFile], data: Data, vocab: int
 ) -> dict[str, Any]:
-    """Describe, for a cache entry, .bin files of tokens that stay where they lie, training files, then held-out files;
-    without held-out files the end of the tokens is held out, from the beginning of a document on if an index says where
-    documents begin."""
+    """Describe .bin files of tokens that stay where they are, for a cache entry: `files` to train on, `others` held
+    out. Without held-out files the end of the tokens is held out, from the beginning of a document on if an index has
+    the beginnings; these are written to starts.bin in `folder`."""
     found = [locate(file, data) for file in (*files, *others)]
     whole = _read_whole([*files, *others])
     for file in found:
@@ -274,7 +274,7 @@ def _name(
 
 
 def _place(file: TokenFile) -> dict[str, Any]:
-    """Describe, for a cache entry, where the tokens of a .bin file are: path, type, offset, number."""
+    """Describe where the tokens of a .bin file are, for a cache entry: path, type, offset, number, file size."""
     size = file.file.stat().st_size
     path = str(file.file.absolute())
     return {"path": path, "dtype": file.dtype, "offset": file.offset, "count": file.count, "bytes": size}
@@ -283,9 +283,9 @@ def _place(file: TokenFile) -> dict[str, Any]:
 def read_tokens(
     files: Sequence[DataFile], data: Data, key: str = "data.path", vocab: int = 1 << 31
 ) -> Iterator[tuple[int, Ids]]:
-    """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. A .bin, which
-    is read in place, is only located. Raises ConfigError, naming the file, by the `key` that leads to it, and the
-    place, for a value that is no list of tokens of the vocabulary."""
+    """Yield (number, token ids) of each record in data files, from its field `data.field`; empty ones are left out. A
+    .bin, which is read in place, is only located. Raises ConfigError, naming the file, by the `key` that leads to it,
+    and the place, for a value that is no list of tokens of the vocabulary."""
     number = 0
     for file in files:
         if ending(file) not in ROWS:
@@ -307,14 +307,14 @@ def read_tokens(
 
 
 def encode_tokens(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
-    """Yield documents that are token ids already in batches, as encoded texts are."""
+    """Yield documents that are token ids already, batch by batch: the ids, and where each document begins."""
     while batch := [ids for _, ids in islice(documents, _BATCH)]:
         ends = np.cumsum([len(ids) for ids in batch])
         yield Encoded(np.concatenate(batch), [0, *ends[:-1].tolist()])
 
 
 def _array(given: Any) -> Ids | None:
-    """Return a record's list of token ids as an array, None if it is no list of integers."""
+    """Return a data record's list of token ids as an int64 array, None if it is no list of integers."""
     if not isinstance(given, list) or not all(type(i) is int and abs(i) < 1 << 62 for i in given):
         return None
     return np.array(given, np.int64)
@@ -327,8 +327,8 @@ class TokenKind(SourceKind):
         self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
     ) -> dict[str, Any]:
         """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
-        tokens.bin for records; .bin files are only named. Return its description. Raises ConfigError, for tokens that a
-        vocabulary of `vocab` entries does not have too."""
+        tokens.bin for records; .bin files are only referred to. Return its description. Raises ConfigError, also for
+        tokens that a vocabulary of `vocab` entries does not have."""
         others = self.held(data)
         forms = {ending(file) in ROWS for file in (*files, *others)}
         if len(forms) > 1:

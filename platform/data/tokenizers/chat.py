@@ -42,8 +42,8 @@ class ChatTemplate:
     role; `special`: all that a message must not spell."""
 
     def __init__(self, text: str, named: Mapping[str, str], special: Sequence[str], key: str = "data.chat_template"):
-        """Open a chat template in a child process. `named`: special tokens by role; `special`: all; `key`: its
-        source."""
+        """Open a chat template, the `text` of a Jinja template, in a child process. `named`: special tokens by role;
+        `special`: all special tokens; `key`: the setting it comes from, for refusals. Raises ConfigError."""
         self._key = key
         self._named = {f"{role}_token": token for role, token in named.items()}
         self._special = sorted((t for t in special if len(t) > 1), key=len, reverse=True)
@@ -53,7 +53,7 @@ class ChatTemplate:
         self._ask(b"", limits(_MEMORY, _SECONDS, 0), "no template of Jinja")
 
     def _ask(self, body: bytes, bounds: Limits, fault: str) -> bytes:
-        """Send the child process that holds the chat template a request; return its answer. Raises ConfigError."""
+        """Return the answer of the child process that runs the chat template. Raises ConfigError, with the `fault`."""
         if not self._parser.usable:
             self._parser = borrow(_PARSER)
         try:
@@ -62,18 +62,19 @@ class ChatTemplate:
             raise ConfigError(f"{self._key}: {fault}: {error}") from None
 
     def text(self, messages: Conversation, *, prompt: bool = False) -> str:
-        """Return the text of a conversation, with `prompt` also the beginning of an answer. Raises ConfigError."""
+        """Return the text of a conversation by the chat template; `prompt`: begin an answer too. Raises ConfigError."""
         return self._shown(self._rendered(messages, [(len(messages), prompt)])[0])
 
     def prompt_parts(self, messages: Conversation) -> Iterator[tuple[str, bool]]:
-        """Yield the text of a conversation with the beginning of an answer in parts, each with whether it is one
-        special token. Raises ConfigError if the template refuses it."""
+        """Yield the text of a conversation, by the chat template, with the beginning of an answer: (part, True if it is
+        one special token). Raises ConfigError if the template refuses it."""
         [whole] = self._rendered(messages, [(len(messages), True)])
         return ((text, special) for text, special, _ in self._split(whole, True))
 
     def parts(self, messages: Conversation) -> Iterator[tuple[str, bool, bool]]:
-        """Yield the text of a conversation in parts, each with whether it is one special token, and whether it is of
-        an answer. Raises ConfigError if the template refuses it, or does not write an answer behind its prompt."""
+        """Yield the text of a conversation, by the chat template, in parts: (part, True if it is one special token,
+        True if it is of an answer). Raises ConfigError if the template refuses it, or writes no answer behind its
+        prompt."""
         place = 0
         answers = [i for i, message in enumerate(messages) if message.get("role") == ANSWERS]
         ends = [end for i in answers for end in ((i, True), (i + 1, False))]
@@ -87,8 +88,8 @@ class ChatTemplate:
         yield from self._split(whole[place:], False)
 
     def _rendered(self, messages: Conversation, wanted: Sequence[tuple[int, bool]]) -> list[str]:
-        """Return a conversation as the template writes it, once for each that is wanted: (how many of its messages, if
-        the beginning of an answer follows); what messages spell like a special token is hidden."""
+        """Return the texts that the chat template makes of a conversation, one for each of `wanted`: (how many of its
+        messages, True to begin an answer after them). Spellings of special tokens in messages are marked."""
         hidden = changed([*messages], str, self._hidden)
         body = json.dumps({"messages": hidden, "named": self._named, "wanted": wanted}, default=str).encode()
         output = _OUTPUT + 4 * len(body) * len(wanted)
@@ -105,12 +106,11 @@ class ChatTemplate:
         return texts
 
     def _hidden(self, text: str) -> str:
-        """Mark each spelling of a special token in a user's text, so that it is not taken for the token itself."""
+        """Mark each spelling of a special token in a message's text, lest the tokenizer take it for the token."""
         return self._spelling.sub(lambda m: m[0][0] + _HIDDEN + m[0][1:], text.replace(_HIDDEN, ""))
 
     def _split(self, text: str, answer: bool) -> Iterator[tuple[str, bool, bool]]:
-        """Yield the parts of a rendered conversation, cut at special tokens: (part, True for a special token,
-        `answer`)."""
+        """Cut a conversation's text at its special tokens: yield (part, True if it is a special token, `answer`)."""
         place = 0
         for found in self._spelling.finditer(text):
             if found.start() > place:
@@ -122,12 +122,12 @@ class ChatTemplate:
 
     @staticmethod
     def _shown(text: str) -> str:
-        """Remove the marks of `_hidden` from a text."""
+        """Remove the marks of special tokens' spellings, which `_hidden` has set, from a message's text."""
         return text.replace(_HIDDEN, "")
 
 
 def conversation(value: Any) -> Conversation | None:
-    """Return plain data as a conversation: a list of messages with a role; None if it is none."""
+    """Return plain data as a conversation, a list of messages with a role each; None if it is anything else."""
     if not isinstance(value, list) or not value:
         return None
     if all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):

@@ -39,18 +39,18 @@ class EncodedText(NamedTuple):
 
 
 def make_json(files: Mapping[str, bytes], words: str) -> bytes:
-    """Convert a tokenizer's other files to tokenizer.json, in a child process. Raises Malformed."""
+    """Make a tokenizer.json of a tokenizer's other `files` (name -> bytes), in a child process. Raises Malformed."""
     request = {"do": "make", "files": [(name, len(raw)) for name, raw in files.items()], "words": words}
     return _once(request, b"".join(files.values()))
 
 
 def with_tokens(raw: bytes, tokens: Sequence[str]) -> bytes:
-    """Add special tokens to a tokenizer.json, in a child process; return it. Raises Malformed."""
+    """Add special tokens to a tokenizer.json, in a child process; return its bytes. Raises Malformed."""
     return _once({"do": "add", "tokens": [*tokens]}, raw)
 
 
 def _once(request: dict[str, Any], body: bytes) -> bytes:
-    """Return the answer of a child process to one request to parse a tokenizer's files."""
+    """Send one request to a child process that parses tokenizers' files, and return its answer. Raises Malformed."""
     with parser_of(_PARSER) as parser:
         return parser.ask(request, body, _limits_of(len(body)))
 
@@ -70,7 +70,7 @@ class ConfinedTokenizer:
         self._opened()
 
     def _opened(self) -> None:
-        """Start the child process that opens the tokenizer, and take over its tokens and ids."""
+        """Start the child process that runs this tokenizer, and take over its tokens and ids. Raises Malformed."""
         self._parser: Parser = borrow(_PARSER)
         finalize(self, give_back, self._parser)
         bounds = _limits_of(len(self._raw))
@@ -84,31 +84,32 @@ class ConfinedTokenizer:
         self._highest = max(self._texts, default=-1)
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
-        """Return the ids of all of this tokenizer's tokens, by their spelling."""
+        """Return token -> id of all tokens of this tokenizer, by their spelling."""
         return dict(self._ids)
 
     def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """Return the tokens added to the tokenizer's vocabulary, by id."""
+        """Return id -> token of the tokens that were added to this tokenizer's vocabulary, such as special ones."""
         return dict(self._added)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token of this tokenizer; None if there is none of this spelling."""
+        """Return the id of the token spelled `token` in this tokenizer; None if it has no such token."""
         return self._ids.get(token)
 
     def id_to_token(self, number: int) -> str | None:
-        """Return the spelling of the token with an id in this tokenizer; None if there is none."""
+        """Return the spelling of this tokenizer's token of id `number`; None if it has no such token."""
         return self._texts.get(number)
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[EncodedText]:
-        """Return the tokens of each of several texts, without where they end."""
+        """Tokenize texts in the child process; return the token ids of each, without their places in the text."""
         return self._encoded(texts, False)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[EncodedText]:
-        """Return the tokens of each of several texts, with where they end."""
+        """Tokenize texts in the child process; return the token ids of each, and where in the text each token ends."""
         return self._encoded(texts, True)
 
     def _encoded(self, texts: Sequence[str], ends: bool) -> list[EncodedText]:
-        """Encode texts, with the `ends` of tokens if wanted. Raises ConfigError for illegal text or a failed parser."""
+        """Tokenize texts in the child process; return the tokens of each, with their `ends` in the text if wanted.
+        Raises ConfigError for illegal text or a failed parser."""
         if not texts:
             return []
         for number, text in enumerate(texts):
@@ -128,13 +129,13 @@ class ConfinedTokenizer:
         return [EncodedText(flat[a:b], offsets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text that the tokenizer makes of token ids."""
+        """Return the text that this tokenizer decodes from token ids. Raises ConfigError if the child process fails."""
         body = json.dumps([int(i) for i in ids]).encode()
         bounds = limits(_MEMORY + _PER_FILE * len(self._raw), _SECONDS, (1 << 20) + 4096 * len(body))
         return self._ask({"do": "decode", "skip": skip_special_tokens}, body, bounds).decode(errors="replace")
 
     def _ask(self, request: dict[str, Any], body: bytes, bounds: Limits) -> bytes:
-        """Send the child process that holds the tokenizer a request; return its answer. Raises ConfigError."""
+        """Send a request to the child process that runs this tokenizer, and return its answer. Raises ConfigError."""
         with self._lock:
             try:
                 if not self._parser.usable:

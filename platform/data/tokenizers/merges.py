@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 def merges_of(tokens: Iterable[str], known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the BPE merges of a vocabulary: the pairs that make each of the tokens in turn, of `known` tokens with
-    their ids, by which pairs that make one token are ordered."""
+    """Yield a BPE tokenizer's merges, the pairs of `known` tokens that make each of `tokens`, ordered by their ids."""
     for token in tokens:
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
         legal = [(left, right) for left, right in pairs if left in known and right in known]

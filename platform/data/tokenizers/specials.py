@@ -52,8 +52,8 @@ class SpecialIds:
 
 
 def named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the special tokens by role (bos, eos, pad, ...) that `settings` name, such as tokenizer_config.json; of
-    several the first counts."""
+    """Return role -> special token (bos, eos, pad, ...) as a tokenizer's `settings` files name them, such as
+    tokenizer_config.json; of several files the first counts."""
     out: dict[str, str] = {}
     for found in settings:
         for key, value in found.items():
@@ -65,7 +65,7 @@ def named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def with_usual(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> dict[str, str]:
-    """Return special tokens by role with the USUAL mask, and with all USUAL ones if none named ends documents."""
+    """Return the `named` special tokens and the tokenizer's USUAL mask; all USUAL ones if no end is named."""
     silent = not named.keys() & {"eos", _ALSO["eos"]}
     wanted = [role for role in USUAL if role not in named and (silent or role == "mask")]
     found = {role: next((t for t in USUAL[role] if tokenizer.token_to_id(t) is not None), "") for role in wanted}
@@ -73,8 +73,8 @@ def with_usual(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str
 
 
 def special_ids(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> SpecialIds | None:
-    """Return the ids of a tokenizer's special tokens, of which `named` has the spellings by role; None if no token ends
-    documents."""
+    """Return the ids of a tokenizer's special tokens, for samples to be made with. `named`: role -> its spelling. None
+    if no token ends documents."""
 
     def of(role: str) -> int | None:
         """Return the id of the tokenizer's special token for a role, such as "eos"; None if it has none."""

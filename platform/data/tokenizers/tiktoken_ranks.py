@@ -46,7 +46,7 @@ class Encoding:
 
 
 def _llama3() -> dict[str, int]:
-    """Return the ids of the 256 special tokens of Llama 3 by spelling, from 128000 on."""
+    """Return special token -> id for Llama 3's tokenizer: 256 tokens, from 128000 on."""
     first = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1",
              "finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id", "eom_id",
              "eot_id", "python_tag"]  # fmt: skip

@@ -64,7 +64,8 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def _gathered(source: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer at `source`, by name, unchanged. Raises Malformed, OSError."""
+    """Read the files of a tokenizer at `source`, a path or URL: return name -> bytes, unchanged. Raises Malformed,
+    OSError."""
     register_url_secrets(source)
     if reason := violation_of_protocol(source, writing=False):
         raise Malformed(reason)
@@ -185,7 +186,7 @@ def _add_tokens(tokenizer: Tokenizer, found: TokenizerFiles) -> None:
 
 
 def _built(make: Callable[[], Any]) -> Any:
-    """Call a constructor of the tokenizers library on foreign data; raises Malformed if it refuses them."""
+    """Call `make`, which builds a tokenizer's part from foreign data; return that. Raises Malformed if it fails."""
     try:
         return make()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -195,8 +196,8 @@ def _built(make: Callable[[], Any]) -> Any:
 
 
 def parse_tokenizer(raw: bytes) -> Tokenizer:
-    """Parse the bytes of a tokenizer.json of ours, or in a child process (`ConfinedTokenizer`). It encodes the spelling
-    of a special token like any text, and neither cuts nor pads. Raises Malformed."""
+    """Parse the bytes of a tokenizer.json that was made here, or in a child process (`ConfinedTokenizer`). The
+    tokenizer encodes the spelling of a special token like any text, and neither cuts nor pads. Raises Malformed."""
     from tokenizers import Tokenizer
 
     try:
@@ -224,12 +225,12 @@ def json_of(found: TokenizerFiles, name: str) -> dict[str, Any]:
 
 
 def settings_of(found: TokenizerFiles) -> list[dict[str, Any]]:
-    """Return the maps of a tokenizer's files that name special tokens, the one that counts first. Raises Malformed."""
+    """Return the settings in a tokenizer's files that name special tokens, most important first. Raises Malformed."""
     return [json_of(found, CONFIG), json_of(found, "special_tokens_map.json")]
 
 
 def chat_template(found: TokenizerFiles) -> str:
-    """Return the chat template of a tokenizer, a template of Jinja; "" if it has none. Raises Malformed."""
+    """Return the text of a tokenizer's chat template (Jinja), out of its files; "" if it has none. Raises Malformed."""
     if TEMPLATE in found:
         return found[TEMPLATE].decode(errors="strict")
     given = json_of(found, CONFIG).get("chat_template", "")

@@ -38,21 +38,20 @@ logger = logging.getLogger(__name__)
 
 
 def root(cache: str) -> Path:
-    """Return the folder of tokenised corpora: `cache` (data.cache), else elastic-platform in the user's cache
-    folder."""
+    """Return the folder in which tokenised data is cached: `cache` (data.cache), else in the user's ~/.cache."""
     if cache:
         return Path(cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
 
 
 def hash_of(values: list[Any]) -> str:
-    """Return a hash of plain data as 64 hexadecimal digits, which names an entry of the data cache."""
+    """Return the SHA-256 of plain data, 64 hexadecimal digits: the name of an entry in the token cache."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]) -> T:
-    """Read an entry of the data cache, the folder `entry` with one source's tokens, by `read`; build it first if it is
-    missing, torn or corrupt.
+    """Return an entry of the token cache, the folder `entry` with one data source's tokens, as `read` reads it; build
+    it first if it is missing, torn or corrupt.
 
     `build(folder)` fills an empty private folder and returns the description (plain JSON), to which `files: {name:
     {bytes, sha256}}` is added, and to the folder the hashes of their blocks. `read(folder, description)` raises
@@ -71,8 +70,8 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[
 def fetch_shared(
     entry: Path, folder: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]
 ) -> tuple[Path, T]:
-    """Read an entry of the data cache, as `fetch` does, from its copy in `folder`, which other machines see too; return
-    the copy's path, and what `read` makes of it. If the copy is missing or corrupt, it is made from this machine's
+    """Read an entry of the token cache, as `fetch` does, from its copy in `folder`, which other machines see too;
+    return the copy's path, and the result of `read`. If the copy is missing or corrupt, it is made from this machine's
     entry, as `fetch` finds or builds it: linked, or copied if that is on another file system. Raises ConfigError,
     OSError."""
     shared = folder / entry.name
@@ -92,9 +91,9 @@ def fetch_shared(
 
 @contextmanager
 def _published(key: str, entry: Path) -> Iterator[Path]:
-    """Yield an empty private folder that becomes the data cache's entry after the block, in the place of a corrupt one;
-    it is dropped if another process has made the entry meanwhile. Raises ConfigError, naming the configuration's `key`
-    of caches, if their folder cannot be written."""
+    """Yield an empty private folder that becomes the entry of the token cache after the block, in the place of a
+    corrupt one; it is dropped if another process has made the entry meanwhile. Raises ConfigError, naming the
+    configuration's `key` of caches, if their folder cannot be written."""
     with as_refusal(key, entry.parent, OSError, why="cannot be written: {.strerror}; name another folder"):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), TemporaryDirectory(dir=entry.parent, prefix=".building-") as aside:
@@ -109,8 +108,7 @@ def _published(key: str, entry: Path) -> Iterator[Path]:
 
 
 def open_trusted(entry: Path, read: Callable[[Path, dict[str, Any]], T]) -> T:
-    """Read an entry of the data cache, by `read`, that another process of the same run has just verified: only the
-    sizes of its files are looked at. Raises OSError, Malformed if it is not there as it was."""
+    """Read by `read` a token cache entry that another process of this run has verified; check only sizes of files."""
     content = described(entry)
     for name, file in content["files"].items():
         if (entry / name).stat().st_size != file["bytes"]:
@@ -119,13 +117,13 @@ def open_trusted(entry: Path, read: Callable[[Path, dict[str, Any]], T]) -> T:
 
 
 def _cut(sizes: Mapping[str, int], size: int) -> list[FileRange]:
-    """Cut a cache entry's files, name -> bytes, into blocks of `size` bytes, the last of each as long as is left."""
+    """Divide the files of a token cache entry, name -> bytes, into blocks of `size` bytes, hashed one by one."""
     return [FileRange(name, i, min(size, n - i)) for name, n in sorted(sizes.items()) for i in range(0, n, size)]
 
 
 def _seal(folder: Path, description: dict[str, Any]) -> None:
-    """Write blocks.bin and meta.json into the folder of a new cache entry: the hashes of the blocks of its files; its
-    description, size and hash of every file, and a hash of these."""
+    """Seal a new entry of the token cache: write into its folder blocks.bin (the hashes of its files' blocks) and
+    meta.json (its description, size and hash of every file, and a hash of these)."""
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     whole = [FileRange(name, 0, size) for name, size in sizes.items()]
     hashes = list(hashes_of(Local(folder), [*whole, *_cut(sizes, BLOCK)], threads=THREADS))
@@ -154,8 +152,8 @@ class _Meta:
 
 
 def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
-    """Read an entry of the data cache, by `read`, if its files are unchanged, by their sizes and the hashes of their
-    blocks, and `read` accepts it, None otherwise."""
+    """Read an entry of the token cache by `read`, if sizes and hashes of its files' blocks show it unchanged and `read`
+    accepts it; return None otherwise."""
     try:
         content = described(folder)
         _verify(folder, content["files"])
@@ -168,8 +166,8 @@ def verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | Non
 
 
 def _verify(folder: Path, files: Mapping[str, Any]) -> None:
-    """Check the files of a cache entry, name -> its size and hash. Raises OSError or Malformed for the first block that
-    has changed."""
+    """Check the files of a token cache entry, name -> its size and hash. Raises OSError or Malformed for the first
+    block that has changed."""
     for name, file in files.items():
         if (size := (folder / name).stat().st_size) != file["bytes"]:
             raise Malformed(f"has {size:,} bytes, not {file['bytes']:,}", name)
@@ -187,8 +185,8 @@ def _verify(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def _blocks_of(folder: Path, files: Mapping[str, Any]) -> list[tuple[FileRange, str]]:
-    """Return the blocks of a cache entry with their hashes: every file as a whole, if an earlier version made it.
-    Raises OSError or Malformed."""
+    """Return the blocks of a token cache entry's files, each with its recorded hash: whole files, if an earlier version
+    made the entry. Raises OSError or Malformed."""
     if _BLOCKS not in files:
         return [(FileRange(name, 0, file["bytes"]), file["sha256"]) for name, file in files.items()]
     raw = documents.read_bytes(folder / _BLOCKS, _MOST)
@@ -202,7 +200,7 @@ def _blocks_of(folder: Path, files: Mapping[str, Any]) -> list[tuple[FileRange, 
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """Return the description of a data cache entry, whose `files` are not looked at. Raises Malformed or OSError."""
+    """Return the description in the meta.json of a token cache entry, by its own hash. Raises Malformed or OSError."""
     meta = schema.read(_Meta, documents.json_file(folder / _META))
     if meta.sha256 != _hash(meta.content):
         raise Malformed("is not what was written", _META)
@@ -210,5 +208,5 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def _hash(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a cache entry's description, by which it is sealed, as hexadecimal digits."""
+    """Return the SHA-256 of a token cache entry's description, hexadecimal, which its meta.json records."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

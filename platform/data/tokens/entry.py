@@ -50,12 +50,13 @@ class TokenFiles:
     arrays: list[_ArrayPlace] = field(default_factory=list)
 
     def digest(self, folder: Path) -> str:
-        """Return a hash of a source's tokens, which lie in the cache folder `folder` and are described here."""
+        """Return a hash of a data source's tokens, which are in its cache entry `folder` and described here."""
         return short_hash([folder.name, self.files.get("tokens.bin")])
 
     def tokens(self, folder: Path, vocab: int) -> list[Any]:
-        """Return a source's arrays of tokens, mapped into memory; those outside of the cache are checked against a
-        vocabulary of `vocab` entries as they are read. Raises Malformed or OSError if they are not there."""
+        """Return the arrays of a data source's token ids, mapped into memory from its cache entry `folder`, or from
+        files of the user's, then checked against a vocabulary of `vocab` entries as they are read. Raises Malformed or
+        OSError if they are not there."""
         if not self.arrays:
             if not self.dtype or "tokens.bin" not in self.files:
                 raise Malformed("lacks tokens")
@@ -71,8 +72,8 @@ class TokenFiles:
 
 
 def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | None = None) -> tuple[Path, TokenFiles]:
-    """Open the data cache's entry of the source `data`: return its folder and its description. The first process that
-    asks builds it, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the
+    """Open the token cache's entry of the data source `data`: return its folder and its description. The first process
+    that asks builds it, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the
     tokenizer; None: one is trained on the source, if it is one of text.
 
     The entry is named by a hash of the files and of every option that decides about their tokens.
@@ -83,7 +84,7 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | 
     read = partial(read_entry, vocab=vocab)
 
     def make(folder: Path) -> dict[str, Any]:
-        """Write the source's tokens into the empty `folder` of a new cache entry; return its description."""
+        """Write the data source's tokens into the empty `folder` of a new cache entry; return its description."""
         return kind.write_entry(folder, files, data, vocab, given)
 
     if shared:
@@ -92,13 +93,13 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | 
 
 
 def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Vocabulary | None) -> str:
-    """Return the name of a source's entry in the data cache: a hash of all that decides its tokens."""
+    """Return the name of a data source's entry in the token cache: a hash of all options that decide its tokens."""
     decisive = [*kind.decisive(data, files), data.validation, vocab]
     return cache.hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
 
 
 def streams_of(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
-    """Return the token streams of a data cache entry in `folder`, by split; `vocab`: ids that they may have."""
+    """Return the token streams in a data source's cache entry, split -> stream; `vocab`: legal ids are below it."""
     arrays = entry.tokens(folder, vocab)
     if "ends.bin" in entry.files:
         return _pair_streams(arrays[0], np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2), entry.splits)
@@ -115,12 +116,12 @@ def streams_of(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
 
 
 def _learned(folder: Path) -> NDArray[np.bool_]:
-    """Return for each token of a data cache entry whether the loss counts it, mapped into memory."""
+    """Return a mask of the tokens in a cache entry that count in the loss, mapped into memory."""
     return mapped(folder / "learned.bin", "|b1")
 
 
 def _pair_streams(tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Cut the tokens of pairs of texts, which have `ends` [pairs, 2], into their splits."""
+    """Divide the tokens of pairs of texts, whose texts end at `ends` [pairs, 2], into streams by split."""
     streams, place, pair = {}, 0, 0
     for split, (length, count) in splits.items():
         streams[split] = PairStream(tokens[place : place + length], ends[pair : pair + count])
@@ -129,9 +130,9 @@ def _pair_streams(tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping
 
 
 def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True) -> TokenFiles:
-    """Read the description of a source's entry in the data cache, `meta`, and check the files in `folder` against it;
-    `vocab`: most entries of the tokenizer; `deep`: read every token. Raises Malformed for an entry that no kind of
-    source can have made, even if its hashes hold."""
+    """Read the description of a data source's entry in the token cache, `meta`, and check the files in `folder` against
+    it. `vocab`: most entries of the tokenizer; `deep`: True reads every token. Raises Malformed for an entry that no
+    kind of source can have made, even if its hashes hold."""
     entry = schema.read(TokenFiles, meta)
     try:
         vocabulary = open_vocabulary(folder)
@@ -161,12 +162,12 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
 
 
 def _beyond(tokens: NDArray[Any], entries: int) -> bool:
-    """Return True if some token of a data cache entry is not an id of a vocabulary of `entries` tokens."""
+    """Return True if some token id in a cache entry is outside a vocabulary of `entries` tokens."""
     return any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW))
 
 
 def _ascend(folder: Path, entry: TokenFiles, total: int) -> bool:
-    """Return True if the beginnings of documents in starts.bin, if there is one, ascend within `total` tokens."""
+    """Return True if a cache entry's document starts in starts.bin, if there are any, ascend within `total` tokens."""
     if "starts.bin" not in entry.files:
         return True
     starts = np.fromfile(folder / "starts.bin", "<i8")
@@ -194,8 +195,9 @@ class _Common:
 def open_common(
     sources: Sequence[DataSource], vocab: int, shared: Path | None, given: Vocabulary | None = None
 ) -> tuple[Path, list[str]]:
-    """Return the folder in the cache of the tokenizer that several sources share, of at most `vocab` entries, and the
-    names of their own entries. Unless one is `given` it is trained on all of them by the first process that asks."""
+    """Return the cache folder of the tokenizer that several data sources share, of at most `vocab` entries, and the
+    names of their own entries. Unless one is `given`, it is trained on all of them by the first process that asks.
+    `shared`: a folder that other machines see, to which the entry is copied."""
     every = []
     for source in sources:
         with naming(source):
@@ -210,7 +212,8 @@ def open_common(
     place = cache.root(sources[0].data.cache) / cache.hash_of([FORMAT, "common", decisive, vocab, *options])
 
     def make(folder: Path) -> dict[str, Any]:
-        """Save the sources' common tokenizer in `folder`, trained on texts if none is given; name their entries."""
+        """Save the data sources' common tokenizer in `folder`, trained on texts if none is given; return their entries'
+        names."""
         made = given
         if given:
             given.save(folder)
@@ -227,10 +230,10 @@ def open_common(
 
 
 def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile]) -> Texts:
-    """Return the texts of a source to train a tokenizer on; errors in them name the mixture's source."""
+    """Return the texts of a mixture's data source for a tokenizer to be trained on; errors in them name the source."""
 
     def pieces(given: Texts) -> Iterator[str]:
-        """Yield the texts' pieces; errors in them name the mixture's source."""
+        """Yield the pieces of texts for a tokenizer's training; errors in them name the mixture's data source."""
         with naming(source):
             yield from given.pieces
 
@@ -240,5 +243,5 @@ def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile
 
 
 def read_common(folder: Path, meta: dict[str, Any]) -> _Common:
-    """Read the description `meta` of the tokenizer that several sources have in common. Raises Malformed."""
+    """Read `meta`, the description of a tokenizer that several data sources share in the cache. Raises Malformed."""
     return schema.read(_Common, meta)

@@ -29,17 +29,18 @@ _COUNT = Annotated[int, Span(0, 1 << 50)]
 def packed_streams(
     streams: Mapping[str, Any], tokens: Path, length: int, begin: int, overlong: str = "split", *, trusted: bool = False
 ) -> dict[str, PackedStream]:
-    """Return the streams of the cache entry `tokens`, by split, in rows of `length` tokens. The rows are kept beside
-    the entry, made by the first process that asks; `trusted`: another process of this run has found them. `begin`: the
-    token with which a document begins, where the entry does not know. `overlong`: what becomes of documents that are
-    longer than a row (`best_fit`). Raises ConfigError, OSError, Malformed."""
+    """Return token streams packed into rows of `length` tokens, by split: whole documents laid end to end. The rows are
+    kept beside `tokens`, the cache entry of the streams, made by the first process that asks; `trusted`: another
+    process of this run has verified them. `begin`: the token with which a document begins, where the entry does not
+    know. `overlong`: what becomes of documents that are longer than a row (`best_fit`). Raises ConfigError, OSError,
+    Malformed."""
     policy = [] if overlong == "split" else [overlong]
     place = tokens.parent / cache.hash_of(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
     read = partial(_read, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
 
     def make(folder: Path) -> dict[str, Any]:
-        """Pack the documents of each split into rows, and write these to `folder`; return their numbers."""
+        """Pack each split's documents into rows, written to the cache entry `folder`; return their numbers."""
         counts = {}
         for split, stream in streams.items():
             bounds = np.append(beginnings(stream, begin), len(stream))
@@ -68,9 +69,9 @@ class _Rows:
 def _read(
     folder: Path, meta: dict[str, Any], sizes: Mapping[str, int], length: int, deep: bool, whole: bool
 ) -> dict[str, tuple[Ints, Ints]]:
-    """Read the packed rows of each split in `folder` as (pieces, rows), mapped into memory, and check them against
-    their description `meta` and, if `deep`, the numbers of tokens, all of which are in rows if they are `whole`. Raises
-    Malformed for what `best_fit` cannot have made."""
+    """Read the packed rows of documents from the cache entry `folder`, split -> (pieces, rows), mapped into memory, and
+    check them against the description `meta` and, if `deep`, against the numbers of tokens `sizes`; `whole`: rows hold
+    all tokens. Raises Malformed for rows that `best_fit` cannot have made."""
     described = schema.read(_Rows, meta)
     found = {}
     for split, size in sizes.items():
@@ -85,8 +86,8 @@ def _read(
 
 
 def _fits(pieces: Ints, rows: Ints, size: int, length: int, whole: bool) -> bool:
-    """Return True if packed pieces of documents hold each of `size` tokens once, or, if they are not the `whole`, at
-    most once, in rows of at most `length` tokens."""
+    """Return True if packed rows of documents are legal: each of `size` tokens in one row (at most one unless `whole`),
+    and at most `length` tokens per row. `pieces`: (first token, tokens) each; `rows`: bounds of the rows among them."""
     if not len(rows) or rows[0] != 0 or rows[-1] != len(pieces) or (np.diff(rows) < 1).any():
         return False
     ordered = pieces[np.argsort(pieces[:, 0])]
@@ -135,12 +136,12 @@ def best_fit(bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, 
 
 
 def _document(pieces: Ints, bounds: Ints) -> Ints:
-    """Return, for each piece of packed documents, the number of the document (between `bounds`) that it is of."""
+    """Return, for each piece of a packed document, the number of its document, which lies between `bounds`."""
     return np.searchsorted(bounds, pieces[:, 0], "right") - 1
 
 
 def _cut(bounds: Ints, length: int) -> Ints:
-    """Cut the documents between `bounds` into pieces of at most `length` tokens, [n, 2] of (first token, tokens)."""
+    """Cut documents, given by their `bounds`, into pieces of at most `length` tokens: [n, 2] of (first, tokens)."""
     sizes = np.diff(bounds)
     parts = -(-sizes // length)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document

@@ -57,7 +57,7 @@ class _End:
 
     @property
     def last(self) -> bool:
-        """Return True if the streamed source ends with this block."""
+        """Return True if the streamed data source ends with this block."""
         return self.file == _LAST
 
 
@@ -90,18 +90,18 @@ class StreamedTokens:
     _turn: RLock = field(default_factory=RLock)
 
     def __post_init__(self) -> None:
-        """Find the newest of the blocks whose ends the cache folder of this streamed source already notes."""
+        """Find out up to which block the cache folder of this streamed data source knows the ends of blocks."""
         there = {path.name for path in self.folder.glob("end-*")}
         while _END.format(self._newest + 1) in there:
             self._newest += 1
 
     def first(self) -> Any:
-        """Return the token stream of this streamed source's first block. Raises ConfigError, OSError."""
+        """Return the tokens of this streamed data source's first block. Raises ConfigError, OSError."""
         return self._open(0)
 
     def places(self, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
-        """Yield each block of this streamed source that has some of the samples `numbers`, which ascend: its token
-        stream, which of `numbers` these are, and their indices in it. Raises ConfigError, OSError."""
+        """Yield each block of this streamed data source that has some of the training samples `numbers`, which ascend:
+        its token stream, which of `numbers` these are, and their indices in it. Raises ConfigError, OSError."""
         left = 0
         while left < len(numbers):
             epoch, block, first, samples = self._locate(int(numbers[left]))
@@ -111,8 +111,8 @@ class StreamedTokens:
             left = right
 
     def _locate(self, number: int) -> _Located:
-        """Find the block of this streamed source that has sample `number`; blocks up to its own are read if they have
-        never been."""
+        """Find the block of this streamed data source that has training sample `number`; blocks up to it are tokenised
+        if no run has done so."""
         end = self._end(max(self._newest, 0))
         while not end.last and number >= end.samples:
             end = self._end(self._newest + 1)
@@ -122,22 +122,23 @@ class StreamedTokens:
         return _Located(epoch, block, number - index + before, self._end(block).samples - before)
 
     def _before(self, block: int) -> int:
-        """Return the number of samples in the blocks of this streamed source before block number `block`."""
+        """Return the number of training samples in this streamed source's blocks before block number `block`."""
         return self._end(block - 1).samples if block else 0
 
     def _start(self, block: int) -> PiecePlace:
-        """Return at which file and piece of the streamed source block number `block` begins."""
+        """Return the place (file, piece) in the streamed data source at which block number `block` begins."""
         return PiecePlace(self._end(block - 1).file, self._end(block - 1).piece) if block else BEGIN
 
     def _end(self, block: int) -> _End:
-        """Return where a block of this streamed source ends; one never read before is read and tokenised now."""
+        """Return where a block of this streamed source ends, from the cache; a block never read before is tokenised
+        now."""
         if block not in self._ends:
             entry = self.folder / _END.format(block)
             if not (found := cache.verified(entry, _read_end)):
                 start, before = self._start(block), self._before(block)  # not while others wait for us
 
                 def make(_: Path) -> dict[str, Any]:
-                    """Read and tokenise the block; return the description of its end: place and samples up to it."""
+                    """Tokenize the block; return the description of its end: place in the source, samples so far."""
                     documents, after = self.reader.block(start)
                     shutil.rmtree(self._place(block).parent, ignore_errors=True)  # of an interrupted run
                     file, piece = after or PiecePlace(_LAST, 0)
@@ -150,11 +151,11 @@ class StreamedTokens:
         return self._ends[block]
 
     def _place(self, block: int) -> Path:
-        """Return the cache folder of the tokens of block number `block`; files made of them lie beside it."""
+        """Return the cache folder for the tokens of block number `block` of this streamed data source."""
         return self.folder / f"block-{block:08d}" / "tokens"
 
     def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
-        """Return the token stream of a block, tokenised from `documents()` if the cache does not have it."""
+        """Return the token stream of a block from the cache; if it is not there, tokenise the block's `documents()`."""
         place = self._place(block)
         return self._once(
             "blocks",
@@ -165,14 +166,14 @@ class StreamedTokens:
         )
 
     def _stream(self, block: int) -> Any:
-        """Return the token stream of block number `block`, which is tokenised first if need be."""
+        """Return the token stream of block number `block` of a streamed source, tokenised first if it is not cached."""
         self._end(block)
         start = self._start(block)
         return self._tokens(block, lambda: self.reader.block(start)[0])
 
     def _open(self, block: int) -> Any:
-        """Return the token stream of a block, and keep it open. One that this process has opened long before it is
-        deleted; the next one is made meanwhile."""
+        """Return the token stream of a streamed source's block, which stays open, and tokenise the next block in a
+        thread meanwhile. Blocks that this process opened long before are deleted."""
         if block not in self._opened:
             self._opened[block] = self._stream(block)
             self._delete_old()
@@ -181,15 +182,15 @@ class StreamedTokens:
         return self._opened[block]
 
     def _delete_old(self) -> None:
-        """Delete the blocks that this process has opened long before; while another makes one, which may be one of them
-        for its next epoch, they stay until the next call."""
+        """Delete the cached tokens of blocks that this process has opened long before. While another process makes a
+        block, which may be one of them for its next epoch, they stay until the next call."""
         with _alone(self.folder, "blocks", waits=False) as alone:
             for old in list(self._opened)[:-KEPT] if alone else ():
                 self._opened.pop(old, None)
                 shutil.rmtree(self._place(old).parent, ignore_errors=True)
 
     def _prepare(self, block: int) -> None:
-        """Prepare a block of this streamed source, ahead of the training steps that will read it."""
+        """Tokenize a block of this streamed source ahead of the training steps that will read it; ignore errors."""
         with suppress(Exception):  # who asks for it meets the same
             self._stream(block)
 
@@ -200,7 +201,8 @@ class StreamedTokens:
         make: Callable[[Path], dict[str, Any]],
         read: Callable[[Path, dict[str, Any]], T],
     ) -> T:
-        """Read a cache entry of this streamed source by `read`; one process makes it while others wait."""
+        """Return a cache entry of this streamed data source, read by `read`; if it is missing, one process makes it by
+        `make` while others wait for the lock of this `kind` of entry."""
         if (found := cache.verified(entry, read)) is not None:
             return found
         with self._turn, _alone(self.folder, kind):
@@ -208,14 +210,14 @@ class StreamedTokens:
 
 
 def _read_end(folder: Path, meta: dict[str, Any]) -> _End:
-    """Read the description of a block's end in a streamed source. Raises Malformed."""
+    """Read `meta`, the cached description of where a streamed source's block ends. Raises Malformed."""
     return schema.read(_End, meta)
 
 
 @contextmanager
 def _alone(folder: Path, kind: str, waits: bool = True) -> Iterator[bool]:
-    """Hold, within the context, the lock by which one process alone makes a kind of cache entry in a folder; where the
-    file system has no locks, nothing. Yield False where another process holds it, unless this one `waits`."""
+    """Hold the lock, within the context, by which one process alone makes a kind of cache entry of a streamed source;
+    nothing where the file system has no locks. Yield False where another process holds it, unless this one `waits`."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     try:

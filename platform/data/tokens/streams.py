@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 
 def mapped(file: Path, dtype: str) -> NDArray[Any]:
-    """Return the numbers in a file of a data cache entry, mapped into memory. Raises OSError, ValueError."""
+    """Return an array of numbers from a token cache entry's file, mapped into memory. Raises OSError, ValueError."""
     return np.memmap(file, dtype, "r").view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
 
@@ -39,16 +39,16 @@ class PackedStream:
     rows: Ints
 
     def __len__(self) -> int:
-        """Return the number of tokens of the token stream, in packed rows or not."""
+        """Return the number of tokens in the stream beneath the packed rows, also of tokens that are in no row."""
         return len(self.tokens)
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
-        """Return the tokens at positions `index` of the stream, regardless of rows."""
+        """Return the tokens at positions `index` of the stream beneath the packed rows."""
         return np.asarray(self.tokens[index])
 
     def places(self, index: Ints, length: int) -> Ints:
-        """Return the positions in the stream of the tokens in the rows `index`, int64 [len(index), length]; -1 where a
-        row has no more."""
+        """Return the stream positions of the tokens in packed rows `index`, int64 [len(index), length]; -1 where a row
+        has no more tokens."""
         first, counts = self.rows[index], self.rows[index + 1] - self.rows[index]
         piece = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         starts, sizes = self.pieces[piece].T
@@ -66,32 +66,32 @@ def _beneath(stream: Any) -> Any:
 
 
 def starts_of(stream: Any) -> Ints | None:
-    """Return the positions in a token stream at which documents begin; None if a token marks them instead."""
+    """Return the positions in a token stream at which documents begin; None if only a special token marks them."""
     beneath = _beneath(stream)
     return beneath.starts if isinstance(beneath, DocumentStream) else None
 
 
 def learned_of(stream: Any) -> NDArray[np.bool_] | None:
-    """Return for each token of a stream whether the loss counts it; None if it counts all."""
+    """Return a mask of the tokens in a stream that count in the loss; None if all of them count."""
     beneath = _beneath(stream)
     return beneath.learned if isinstance(beneath, DocumentStream) else None
 
 
 def taken(stream: Any, place: Ints) -> Ints:
-    """Return the tokens of a stream at the positions `place`, int64; PADDING where a position is not in the stream."""
+    """Return the token ids of a stream at positions `place`, int64; PADDING (-1) for positions outside of it."""
     there = (place >= 0) & (place < len(stream))
     return np.where(there, np.asarray(stream[np.where(there, place, 0)]).astype(np.int64), PADDING)
 
 
 def among(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
-    """Return a mask of the `values` that occur in the ascending ones, by binary search."""
+    """Return a mask of the token positions `values` that occur in `ascending`, such as the starts of documents."""
     where = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
     return np.asarray(ascending)[where] == values if len(ascending) else np.zeros(values.shape, bool)
 
 
 def first_of_documents(stream: Any, place: Ints, tokens: Ints, end: int) -> NDArray[np.bool_]:
-    """Return which of the tokens [rows, length] at positions `place` of a stream begin a document, or a piece of one;
-    what follows a row's last piece, which is padding, counts as another."""
+    """Return a mask of the tokens [rows, length] that begin a document, or a piece of one, at positions `place` of a
+    token stream; padding behind a row's last piece counts as another document."""
     starts = starts_of(stream)
     found = (tokens == end) & (end >= 0) if starts is None else among(starts, place)
     if isinstance(stream, PackedStream):
@@ -101,7 +101,7 @@ def first_of_documents(stream: Any, place: Ints, tokens: Ints, end: int) -> NDAr
 
 
 def documents(stream: Any, end: int) -> Iterator[NDArray[Any]]:
-    """Yield the tokens of each document of a token stream, as `beginnings` divides it."""
+    """Yield the token ids of each document in a stream; `end`: the token that begins one, if no index does."""
     starts = [*beginnings(stream, end).tolist(), len(stream)]
     for start, until in pairwise(starts):
         yield np.asarray(stream[np.arange(start, until)])
@@ -116,7 +116,7 @@ class PairStream:
     ends: Ints
 
     def __len__(self) -> int:
-        """Return the number of tokens of all pairs of texts."""
+        """Return the number of tokens in all pairs of texts, sources and targets together."""
         return len(self.tokens)
 
     def rows(self, side: int, index: Ints, length: int, last: int) -> Ints:
@@ -139,11 +139,11 @@ class JoinedTokens:
     end: int
 
     def __len__(self) -> int:
-        """Return the number of tokens of this split, which may lie in several arrays."""
+        """Return the number of tokens of this data split, which may lie in several files."""
         return self.end - self.start
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
-        """Return the tokens at positions `index` of this split, each from the array that holds it."""
+        """Return the token ids at positions `index` of this data split, each from the file that holds it."""
         place = np.asarray(index) + self.start
         if len(self.arrays) == 1:
             return np.asarray(self.arrays[0][place])
@@ -166,9 +166,9 @@ class DocumentStream:
     learned: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
-        """Return the number of tokens of this token stream."""
+        """Return the number of tokens in this stream of documents."""
         return len(self.tokens)
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
-        """Return the token ids at positions `index` of this token stream."""
+        """Return the token ids at positions `index` of this stream of documents."""
         return np.asarray(self.tokens[index])

@@ -180,7 +180,7 @@ class Generator:
         return [_written(row[row >= 0], stops) for row in out[: batch.texts]]
 
     def _search(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int]) -> list[Written]:
-        """Continue each text by the best continuation that a beam search finds; arguments and result are those of
+        """Continue each text by the best continuation that a beam search finds, with the arguments and result of
         `write`. The beams of a text are adjacent rows of the batch, on the same ranks, so that they may go on from each
         other's key-value cache."""
         batch = self._batch(texts, copies=how.beams)

@@ -118,9 +118,9 @@ class State:
         return self._blocks
 
     def values(self) -> dict[str, Any]:
-        """Return the parts of the training state that are no tensors, as plain data, equal on all ranks: under
-        `optimizer` its numbers, such as its count of steps, none before the first update; under `loss_scale` that of
-        fp16. {} on a rank without parameters."""
+        """Return the parts of the training state that are no tensors, as plain data, equal on all ranks: `optimizer`,
+        its numbers, such as its count of steps, none before the first update; `loss_scale`, if computed in fp16. {} on
+        a rank without parameters."""
         scale = self._trainer.loss_scale
         for w in self._trainer.weights.trained.values():
             there = self._of(w)
