@@ -82,8 +82,7 @@ def sources_of(data: Data) -> list[DataSource]:
 
 
 def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
-    """Construct source `name` of a data mixture: keys that are not `given` to it come from `data`, the whole
-    mixture."""
+    """Construct source `name` of a data mixture: keys that are not `given` to it come from the mixture, `data`."""
     own = {key: value for key, value in given.items() if key in OWN}
     weighed = {key: float(given[key]) for key in ("weight", "epochs") if key in given}
     return DataSource(name, replace(data, **{"kind": "text", **own}, sources={}), **weighed)

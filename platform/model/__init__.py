@@ -39,7 +39,7 @@ def register_model(
 
 
 def build_model(config: ModelConfig) -> Any:
-    """Build the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
+    """Construct the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
     model = with_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)
     with as_model_mistakes(MODELS[config.kind]):
         return model(config)

@@ -37,7 +37,7 @@ class StackSpecs:
     stack; None: the model's length."""
 
     def __init__(self, length: int | None = None):
-        """Construct the Specs of a Transformer stack's activations, with `length` tokens per sequence if given."""
+        """Construct the Specs of a Transformer stack's activations: regions, dims. `length`: its tokens a sequence."""
         sizes = () if length is None else (("length", length),)
         self.stream = Spec.of("stream", "length batch d_model", sizes)
         self.query = Spec.of("attention", "length batch heads d_kv", sizes)
@@ -64,7 +64,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
 
 
 def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
-    """Return how a model configuration scales the angles of its rotary positions; None if it does not."""
+    """Return how a model scales the angles of its rotary positions, by its configuration; None if it does not."""
     if c.rope_scaling == "none":
         return None
     magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
@@ -76,13 +76,13 @@ class Layer:
     the order in which they were set."""
 
     def parameters(self) -> list[Parameter]:
-        """Return the Parameters of this model layer and of the layers inside it, each once, in order."""
+        """Return the declared weights of this model layer and of the layers inside it, each once, in order."""
         return list(dict.fromkeys(_parameters_in(vars(self).values())))
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
-    """Yield the model Parameters among the attribute values of a layer, and inside the layers, lists and dicts among
-    them, in order."""
+    """Yield the Parameters (declared weights) among the attribute `values` of a model layer, also of the layers, lists
+    and dicts among them."""
     for value in values:
         if isinstance(value, Parameter):
             yield value
@@ -104,21 +104,21 @@ class Norm(Layer):
 
     @classmethod
     def of(cls, name: str, c: ModelConfig) -> Norm:
-        """Construct a norm over d_model as the model configuration says, with parameters NAME.gain and NAME.bias."""
+        """Construct a model's norm over d_model, by its configuration `c`, with the weights NAME.gain and NAME.bias."""
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if c.norm == "layernorm" else None
         return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
     @classmethod
     def of_heads(cls, name: str, c: ModelConfig) -> Norm:
-        """Construct the RMSNorm over d_kv of each head's queries or keys, with the parameter NAME.gain."""
+        """Construct the RMSNorm of attention queries or keys, over d_kv of each head, with the weight NAME.gain."""
         return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", ("d_kv",), "in", "ones"), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
-        """Return the LayerNorm or RMSNorm of the activation x, whose Spec is `spec`, over the dim of the gain."""
+        """Apply a model's LayerNorm or RMSNorm to the activation x over the dim of the gain; `spec`: dims of x."""
         return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
     def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
-        """Return the residual sum x + dropout(y), whose dropout is called `name`, and the norm of this sum."""
+        """Add y, after the dropout `name`, to a Transformer's residual stream x; return the sum, and its norm."""
         return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias, self.eps)
 
 
@@ -127,18 +127,18 @@ class Residual(Layer):
     original Transformer (`post_norm`)."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
-        """Construct the norm of the residual layer `name` in a stack whose activations have the Specs `shapes`."""
+        """Construct the norm of a Transformer's residual layer `name`; `shapes`: Specs of its stack's activations."""
         self.name, self.config, self.shapes = name, c, shapes
         self.norm = Norm.of(f"{name}.norm", c)
 
     def enter(self, ops: Ops, x: Any) -> Any:
-        """Return the layer's input for the residual stream x: the norm of x, or x itself in a post-norm model."""
+        """Return the layer's input from the Transformer's residual stream x: its norm, or x if norms come after."""
         return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
 
     def leave(self, ops: Ops, x: Any, y: Any, following: Residual | None = None) -> Any:
-        """Add the layer's output y, with dropout, to the residual stream x; a post-norm model then normalises the sum.
-        Return the new stream or, with a `following` layer, a pair: the new stream, and its norm as the input of that
-        layer (see `enter`)."""
+        """Add a Transformer layer's output y, with dropout, to the residual stream x; a post-norm model then normalises
+        the sum. Return the new stream or, with a `following` layer, a pair: the new stream, and its norm, the input of
+        that layer (see `enter`)."""
         name, stream, post = f"{self.name}.residual", self.shapes.stream, self.config.post_norm
         if following and not post:
             return following.norm.of_sum(ops, name, x, y, stream)
@@ -161,10 +161,10 @@ class Attention(Residual):
         window: int = 0,
         memory: StackSpecs | None = None,
     ):
-        """Construct the query, key, value and output Parameters of an attention layer called `name`. `shapes`: the
-        Specs of its own stack's activations; `causal`: True if a token sees only earlier ones; `window`: number of
-        latest tokens that it sees, 0 for all; `memory`: the Specs of the encoder's stack for cross-attention, None for
-        self-attention."""
+        """Construct the query, key, value and output weights of a Transformer's attention layer called `name`.
+        `shapes`: the Specs of its own stack's activations; `causal`: True if a token sees only earlier ones; `window`:
+        number of latest tokens that it sees, 0 for all; `memory`: the Specs of the encoder's stack for cross-attention,
+        None for self-attention."""
         super().__init__(name, c, shapes)
         self.causal, self.window, self.cross, self.memory = causal, window, memory is not None, memory or shapes
         self.scale = c.attention_scale or 1 / sqrt(c.d_kv or c.d_model // c.heads)
@@ -195,11 +195,12 @@ class Attention(Residual):
         entered: Any = None,
         following: Residual | None = None,
     ) -> Any:
-        """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
-        (key, value) of cross-attention, from `keys_and_values`, both None if an earlier pass of generation has cached
-        them; None for self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention` (padding, first positions
-        of documents, relative bias). `entered`: the result of `enter`, if it has been computed already; `following`:
-        the next layer, see `leave`."""
+        """Apply a Transformer's attention layer, with norm and residual connection, to the stream x [length, batch,
+        d_model]; return the new stream (a pair with `following`, see `leave`). `memory`: the (key, value) of
+        cross-attention, from `keys_and_values`, both None if an earlier pass of generation has cached them; None for
+        self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention` (padding, first positions of documents,
+        relative bias). `entered`: the result of `enter`, if it has been computed already; `following`: the next
+        layer."""
         s, m = self.shapes, self.memory
         entered = self.enter(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
@@ -228,8 +229,8 @@ class Attention(Residual):
 
 
 def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:
-    """Compute the (key, value) of every cross-attention layer from the encoder's output `memory`, in one group of
-    einsums: the memory is converted once, and its gradient, summed over the layers, is reduced once."""
+    """Compute the (key, value) of every cross-attention layer of a decoder from the encoder's output `memory`, in one
+    group of einsums: the memory is converted once, and its gradient, summed over the layers, is reduced once."""
     shapes = layers[0].memory
     weights = [w for layer in layers for w in (layer.key, layer.value)]
     biases = [b for layer in layers for b in layer.inner_biases[1:]]
@@ -242,7 +243,8 @@ class FeedForward(Residual):
     """Feed-forward layer (a Residual layer): down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
-        """Construct the up, gate (of a gated activation) and down Parameters of a feed-forward layer called `name`."""
+        """Construct the up, gate (of a gated activation) and down weights of a Transformer's feed-forward layer called
+        `name`."""
         super().__init__(name, c, shapes)
         self.function, gated = ACTIVATIONS[c.activation]
         names = ["up", "gate"] if gated else ["up"]
@@ -254,7 +256,7 @@ class FeedForward(Residual):
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None) -> Any:
-        """Apply norm, feed-forward layer and residual connection to the stream x; `entered`: see `Attention`."""
+        """Apply a Transformer's feed-forward layer, with norm and residual, to the stream x; return the new stream."""
         s = self.shapes
         entered = self.enter(ops, x) if entered is None else entered
         h = ops.project(entered, s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
@@ -269,7 +271,7 @@ class TransformerBlock(Layer):
     def __init__(
         self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None, window: int = 0
     ):
-        """Construct the block `name`, with cross-attention to a stack with the Specs `memory`, if given."""
+        """Construct a Transformer block, with cross-attention to an encoder's stack if its Specs, `memory`, are set."""
         self.name = name
         self.attention = Attention(f"{name}.attention", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
@@ -278,8 +280,9 @@ class TransformerBlock(Layer):
     def __call__(
         self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any, begins: Any = None
     ) -> Any:
-        """Run the block on the stream x. `pair`: the (key, value) of its cross-attention; `mask`, `begins`, `bias`:
-        arguments of its self-attention; `memory_mask`: the mask of its cross-attention."""
+        """Run this Transformer block on the residual stream x, and return the new stream. `pair`: the (key, value) of
+        its cross-attention; `mask`, `begins`, `bias`: arguments of its self-attention; `memory_mask`: the mask of its
+        cross-attention."""
         x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
         if self.cross:
             x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)
@@ -293,9 +296,9 @@ class Stack(Layer):
     def __init__(
         self, prefix: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
     ):
-        """Construct the c.layers Transformer blocks of a stack, whose parameter names start with `prefix`. `shapes`:
-        the Specs of its activations; `causal`: True if a token sees only earlier ones; `memory`: the Specs of the
-        encoder's stack that the blocks attend to, None for a stack without cross-attention."""
+        """Construct the c.layers Transformer blocks of a stack, whose weights' names start with `prefix`. `shapes`: the
+        Specs of its activations; `causal`: True if a token sees only earlier ones; `memory`: the Specs of the encoder's
+        stack that the blocks attend to, None for a stack without cross-attention."""
         self.config, self.shapes, self.causal = c, shapes, causal
         table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
         self.relative = table if c.positions == "relative" else None
@@ -347,6 +350,6 @@ class Stack(Layer):
 
 
 def window_of(c: ModelConfig, layer: int) -> int:
-    """Return the attention window of Transformer layer number `layer`, in tokens; 0 if it sees the whole sequence."""
+    """Return the attention window, in tokens, of a Transformer's layer number `layer`; 0 for the whole sequence."""
     windowed = c.window < c.length and (not c.window_layers or layer in c.window_layers)
     return c.window if windowed else 0

@@ -43,17 +43,17 @@ class Branches(Layer):
         std: float,
         out_std: float | None = None,
     ):
-        """Construct the weights of a layer of parallel branches called `name`: one Parameter per projection into all
-        branches and, where they are joined by sum, one for the join. The class describes the arguments; `dim`: name of
-        the dim that enumerates the branches."""
+        """Construct the weights of a model layer of parallel branches called `name`: one Parameter per projection into
+        all branches and, where they are joined by sum, one for the join. The class describes the arguments; `dim`: name
+        of the dim that enumerates the branches."""
         assert dim in inner.dims and join in ("sum", "concatenate") and (projections or slices)
         self.name, self.source, self.slices, self.inner, self.out = name, source, slices, inner, out
         read = slices or source
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
-            """Construct the branches' weight parameter between two activations: its dims are the dims that only one of
-            them has, and the branch dim; what an `in` weight contracts comes last. `part`: last part of its name;
-            `role`: its role, see `Parameter`; `spread`: its initial standard deviation."""
+            """Construct a weight of a model's parallel branches between two activations: its dims are the dims that
+            only one of them has, and the branch dim; the contracted dims of an `in` weight come last. `part`: last part
+            of its name; `role`: its role, see `Parameter`; `spread`: its initial standard deviation."""
             dims = tuple(d for d in first.dims if d not in second.dims)
             dims += tuple(d for d in second.dims if d not in first.dims or d == dim)
             sizes = tuple((d, n) for d, n in dict((*first.sizes, *second.sizes)).items() if d in dims)
@@ -66,10 +66,10 @@ class Branches(Layer):
         self.joining = [weight("output", "out", out, inner, joined)] if join == "sum" else []
 
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
-        """Project x [source] into the branches, apply the function `inside` to them, and join them into one activation
-        [out]. `inside(ops, *projected)` computes all branches of this rank at once, with any ops on tensors that have
-        the branch dim; None: the branches are joined as they are. For branches that differ only in their pointwise
-        function see `pointwise_per_branch`."""
+        """Run this model layer of parallel branches: project x [source] into the branches, apply `inside` to them, and
+        return them joined into one activation [out]. `inside(ops, *projected)` computes all branches of this rank at
+        once, with any ops on tensors that have the branch dim; None: the branches are joined as they are. For branches
+        that differ only in their pointwise function see `pointwise_per_branch`."""
         read = self.slices or self.source
         if self.slices:
             x = ops.reshape(f"{self.name}.slices", x, self.source, self.slices)
@@ -81,6 +81,7 @@ class Branches(Layer):
 
 
 def pointwise_per_branch(functions: Sequence[str], inner: Spec, dim: str = "branch") -> Inside:
-    """Return an `inside` for `Branches` that applies the pointwise function `functions[i]` (by name) to branch i, on
-    the ranks that hold that branch. `inner`: the Spec of the branches' activation, whose dim `dim` enumerates them."""
+    """Return an `inside` for a model's `Branches` that applies the pointwise function `functions[i]` (by name) to
+    branch i, on the ranks that hold that branch. `inner`: the Spec of the branches' activation, whose dim `dim`
+    enumerates them."""
     return lambda ops, x: ops.pointwise_each(functions, x, inner, dim)

@@ -21,7 +21,8 @@ class EncoderDecoder(Transformer):
     inputs = ("source", "tokens", "labels")
 
     def __init__(self, c: ModelConfig):
-        """Construct the encoder's and the decoder's embedding and stack, and the head, from the model configuration."""
+        """Construct the embeddings, both stacks and the head of an encoder-decoder Transformer from its configuration
+        `c`."""
         super().__init__(c)
         source, target = StackSpecs(c.source_length or None), StackSpecs()
         self.source = Embedding("encoder.", replace(c, within_documents=False), source, self.table)
@@ -33,9 +34,9 @@ class EncoderDecoder(Transformer):
         self.units = (*encoder, "decoder.embedding", *self.decoder.units, "head")
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run the layers of the encoder-decoder named in `units`, one pipeline chunk, as `Transformer.part` does. The
-        encoder's output flows on to later chunks as `memory` beside the decoder's `stream`; if it is None, attention
-        recalls what a pass before has made of it."""
+        """Run the layers of the encoder-decoder named in `units`, one pipeline chunk, as `Transformer.part` does;
+        return the activations for the next chunk. The encoder's output flows on to later chunks as `memory` beside the
+        decoder's `stream`; if it is None, cross-attention uses the keys and values that an earlier pass has cached."""
         source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)

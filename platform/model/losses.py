@@ -26,7 +26,7 @@ LOSSES: dict[str, Callable[..., Any] | None] = {CROSS_ENTROPY: None}
 
 
 def register_loss(name: str, loss: Callable[..., Any], settings: type | None = None) -> None:
-    """Register a training loss as `train.loss=NAME`. `loss` maps a model's statements about labels
+    """Register a user's loss for models as `train.loss=NAME`. `loss` maps a model's statements about labels
     (`platform.parallel.kernels.loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
     `mean_log_probability` over vocab, tensors of one number per label) to the loss of each label, elementwise and
     differentiably. The loss of a step is the mean over its labels. `settings`: a dataclass of train.loss_settings,
@@ -36,15 +36,15 @@ def register_loss(name: str, loss: Callable[..., Any], settings: type | None = N
 
 
 def losses_of(config: Config) -> dict[str, TokenLoss | None]:
-    """Return loss name -> function for a training run: cross-entropy (None) and the loss of its configuration."""
+    """Return loss name -> function for a run's model: cross-entropy (None) and the loss that is configured."""
     name = loss_of(config)
     loss = LOSSES[name]
     return {CROSS_ENTROPY: None, name: loss and with_settings(loss, "train.loss", name, config.train.loss_settings)}
 
 
 def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a refusal line if the configured training loss is not registered, is not a valid loss function, or cannot
-    be used with the plan's output layer; and if labels have weights that this output layer cannot apply."""
+    """Yield a refusal line if the loss that a model is to be trained with is not registered, is no valid loss function,
+    or does not fit the model's output layer in `plan`; and if labels have weights that this layer cannot apply."""
     name, objective = loss_of(config), objective_of(config)
     key, value = ("train.loss", name) if config.train.loss else ("data.objective", objective)
     own, weighted = name != CROSS_ENTROPY, objective in WEIGHTED
@@ -62,8 +62,8 @@ def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
 
 @lru_cache
 def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
-    """Return in words the fault of a user's training loss, "" if it has none: `function`, registered as `name`, is
-    tried on a few random labels with its `settings`, given as JSON."""
+    """Return the fault of a user's loss for models, in words, "" if none is found. `function`: the loss registered as
+    `name`, tried here on a few random labels with its `settings`, given as JSON."""
     import torch
 
     from platform.parallel.kernels.loss import Likelihood
@@ -73,8 +73,8 @@ def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
     logs = logits.log_softmax(1)
 
     def tried(rows: slice) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the loss of each of the labels in `rows`, and the gradients of their sum by the three numbers of each
-        label."""
+        """Return the user's loss of each label in `rows`, and the gradients of their sum by the three numbers that the
+        model states about each label."""
         given = [x[rows].clone().requires_grad_() for x in (logs[:, 0], logits.logsumexp(1), logs.mean(1))]
         found = loss(Likelihood(*given))
         if not isinstance(found, torch.Tensor) or found.shape != given[0].shape:

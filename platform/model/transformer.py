@@ -23,7 +23,7 @@ class Embedding(Layer):
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
         """Construct the token, position and segment tables of a Transformer's embedding. `prefix`: start of the
-        parameter names; `shapes`: the Specs of its stack's activations; `table`: the token embedding, which stacks may
+        weights' names; `shapes`: the Specs of its stack's activations; `table`: the token embedding, which stacks may
         share."""
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
         dims, own = ("length", "d_model"), shapes.stream.sizes
@@ -36,9 +36,9 @@ class Embedding(Layer):
         self.norm = Norm.of(f"{prefix}embedding.norm", c) if c.embedding_norm else None
 
     def __call__(self, ops: Ops, tokens: Any, segments: Any = None, positions: Any = None) -> Any:
-        """Return the embedded stream [length, batch, d_model] of the data tensors `tokens`, `segments` (rows of the
-        segment table, None without one) and `positions` of tokens within their documents (None: within the
-        sequence)."""
+        """Embed a Transformer's input: return the stream [length, batch, d_model] of the data tensors `tokens`,
+        `segments` (rows of the segment table, None without one) and `positions` of tokens within their documents (None:
+        within the sequence)."""
         x = ops.lookup(self.name, self.table, tokens, self.spec)
         if self.position:
             x = ops.shift(x, self.spec, self.position)
@@ -53,8 +53,8 @@ class Embedding(Layer):
 
 
 def restarts(c: ModelConfig) -> bool:
-    """Return True if learned or sinusoidal positions of a model count from the beginning of each document. Rotary and
-    relative positions are differences, which are the same wherever a document stands."""
+    """Return True if a model's learned or sinusoidal positions count from the beginning of each document, not of the
+    sequence. Rotary and relative positions are differences, which are the same wherever a document stands."""
     return c.positions in ("learned", "sinusoidal") and c.within_documents
 
 
@@ -63,16 +63,16 @@ class Head(Layer):
     own, and the loss against labels. `transform` (BERT): a layer with activation and norm in front of the table."""
 
     def __init__(self, c: ModelConfig, shapes: StackSpecs, embedding: Parameter):
-        """Construct the head's table over vocab (`embedding` if model.tied), and its optional bias and transform."""
+        """Construct a Transformer's head: its table over vocab (`embedding` if model.tied), bias and transform."""
         self.config, self.spec = c, shapes.stream
         self.transform = HeadTransform(c, shapes) if c.head_transform else None
         self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
         self.bias = Parameter("head_bias", ("vocab",), "in", "zeros") if c.head_bias else None
 
     def __call__(self, ops: Ops, x: Any, labels: Any) -> Activations:
-        """Compute the logits of the stream x [length, batch, d_model] and return {"loss": cross-entropy summed over
-        this rank's tokens} against the data tensor `labels`, or {"logits": [length, batch, vocab]} if `labels` is None,
-        as when text is sampled."""
+        """Run a Transformer's head on its last stream x [length, batch, d_model]: return {"loss": cross-entropy summed
+        over this rank's tokens} against the data tensor `labels`, or {"logits": [length, batch, vocab]} if `labels` is
+        None, as when text is sampled."""
         x = self.transform(ops, x) if self.transform else x
         if self.config.logit_scale != 1:
             x = ops.scale(x, self.spec, self.config.logit_scale)
@@ -93,7 +93,7 @@ class HeadTransform(Layer):
     d_ff."""
 
     def __init__(self, c: ModelConfig, shapes: StackSpecs):
-        """Construct the weight [d_model, d_model], bias and norm of the transform in front of BERT's head."""
+        """Construct the weight [d_model, d_model], bias and norm of the transform in front of a BERT model's head."""
         self.spec, width = shapes.stream, (("d_ff", c.d_model),)
         self.inside = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, *width))
         self.function, gated = ACTIVATIONS[c.activation]
@@ -104,15 +104,15 @@ class HeadTransform(Layer):
         self.norm = Norm.of("head_transform.norm", c)
 
     def __call__(self, ops: Ops, x: Any) -> Any:
-        """Apply BERT's head transform norm(f(x w + bias)) to the stream x [length, batch, d_model]."""
+        """Apply the transform in front of a BERT model's head, norm(f(x w + bias)), to the stream x; return that."""
         (h,) = ops.project(x, self.spec, (self.weight,), (self.inside,), (self.bias,))
         h = ops.relayout("head_transform", ops.pointwise(self.function, h), self.inside, self.spec)
         return self.norm(ops, h, self.spec)
 
 
 def embedding_table(c: ModelConfig) -> Parameter:
-    """Return the declaration of a Transformer's token embedding [vocab, d_model]. With sinusoidal positions it starts
-    as N(0, 1 / d_model), scaled by sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""
+    """Construct a Transformer's token embedding [vocab, d_model]. With sinusoidal positions it starts as N(0, 1 /
+    d_model), scaled by sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""
     std = 1 / sqrt(c.d_model) if c.positions == "sinusoidal" else STD
     return Parameter("embedding", ("vocab", "d_model"), "in", std=std, decay=True)
 
@@ -125,18 +125,17 @@ class Transformer(Layer):
     units: tuple[str, ...]
 
     def __init__(self, c: ModelConfig):
-        """Construct what all Transformers have: the sizes of their dims and the declaration of the token embedding."""
+        """Construct the parts that all Transformers have: sizes of their dims, and the table of token embeddings."""
         self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        """Return the summed loss of a whole forward pass over the data tensors `inputs`, by name."""
+        """Return the summed loss of the whole model's forward pass on the data tensors `inputs`, by name."""
         return self.part(ops, inputs, {}, self.units)["loss"]
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run the layers of the Transformer named in `units`, one pipeline chunk, on `flow`, the activations (name ->
-        tensor) that the preceding units passed on; return the ones for the next units. The head returns the `loss`
-        if `inputs`, the data tensors by name, have labels, else `logits` [length, batch, vocab] in the layout of the
-        logits."""
+        """Run the layers of this Transformer that are named in `units`, one pipeline chunk, on `flow`, the activations
+        (name -> tensor) of the preceding units; return the activations for the next units. The head returns the `loss`
+        if `inputs`, the data tensors by name, have labels, else `logits` [length, batch, vocab]."""
         raise NotImplementedError
 
 
@@ -148,7 +147,7 @@ class SingleStack(Transformer):
     causal: bool
 
     def __init__(self, c: ModelConfig):
-        """Construct the embedding, the stack of blocks and the head of a Transformer from the model configuration."""
+        """Construct the embedding, the stack of blocks and the head of a Transformer from its configuration `c`."""
         super().__init__(c)
         more = {"begins": c.within_documents, "positions": restarts(c), "segments": bool(c.segments)}
         self.inputs = (*Transformer.inputs, *(name for name, read in more.items() if read))

@@ -25,18 +25,18 @@ class TwoLayer:
     inputs = ("tokens",)
 
     def __init__(self, c: ModelConfig):
-        """Construct the two weight matrices and the bias of the example model, with the sizes of its dims."""
+        """Construct the two weight matrices and the bias of the two-layer example model, and the sizes of its dims."""
         self.sizes = {"length": c.length, "io": c.io, "hidden": c.hidden, "vocab": c.vocab}
         self.w = Parameter("w", ("io", "hidden"), "in", std=1 / sqrt(c.io), decay=True)
         self.bias = Parameter("bias", ("hidden",), "in", "zeros")
         self.v = Parameter("v", ("hidden", "io"), "out", std=1 / sqrt(c.hidden), decay=True)
 
     def parameters(self) -> list[Parameter]:
-        """Return the example model's Parameters: first weight w, its bias, second weight v."""
+        """Return the two-layer example model's declared weights: first matrix w, its bias, second matrix v."""
         return [self.w, self.bias, self.v]
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        """Return half the summed squared error of y against |x|, x being fixed random features of the token ids."""
+        """Return the example model's loss: half the summed squared error of y against |x|, x random features of ids."""
         x = ops.features("x", inputs["tokens"], IO)
         (h,) = ops.project(x, IO, (self.w,), (HIDDEN,), (self.bias,))
         (y,) = ops.project(ops.pointwise("relu", h), HIDDEN, (self.v,), (IO,))
