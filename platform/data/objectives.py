@@ -43,7 +43,7 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> int:
-        """Return how many tokens of a stream one training sample of this objective takes."""
+        """Return how many tokens of a stream this training objective takes for one sample."""
         ...  # tokens of a stream for one sample
 
     @property

@@ -146,7 +146,7 @@ class Vocabulary:
         return re.compile("|".join(made)) if made else None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids, special tokens as they are spelled; unknown ids are left out."""
+        """Return the text that the tokenizer decodes from token ids, special tokens spelled out; skip unknown ids."""
         return self.tokenizer.decode([i for i in ids if 0 <= i < self.size], skip_special_tokens=False)
 
     @property

@@ -19,19 +19,19 @@ class SumsOverRanks(Protocol):
 
     @property
     def elements(self) -> Mapping[str, int]:
-        """Return the number of elements of each parameter over all ranks, by name."""
+        """Return parameter name -> number of its elements over all ranks, for Adafactor."""
 
     def shape(self, name: str) -> tuple[int, int] | None:
         """Return (rows, columns) of a parameter's matrix if Adafactor factors its second moments, else None."""
 
     def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the squares of this rank's part of a parameter's gradient by row and by column of the whole matrix."""
+        """Return the sums of a parameter's squared gradient by row and column, of this rank's part, for Adafactor."""
 
     def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of the outer product of `rows` and `columns`, laid out as `like`."""
+        """Return this rank's part of Adafactor's second moments: of `rows` times `columns`, laid out as `like`."""
 
     def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
-        """Sum over ranks the squares `found` of parameters' parts; with `totals` one number of each."""
+        """Sum over ranks the sums of squares, `found`, that Adafactor needs of each parameter; `totals`: one each."""
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -105,9 +105,9 @@ class Adafactor(torch.optim.Optimizer):
         return _square(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))
 
     def _apply(self, w: Tensor, group: Mapping[str, Any], elements: int, weights: Tensor, update: Tensor) -> None:
-        """Update a parameter by its gradient, as `_divide` has left it, clipped to a root mean square. `elements`: size
-        of the whole parameter over all ranks; `weights`, `update`: sums of squares of its weights and of its divided
-        gradient."""
+        """Update a parameter by Adafactor from its gradient as `_divide` has left it, clipped to a root mean square.
+        `elements`: size of the whole parameter over all ranks; `weights`, `update`: sums of squares of its weights and
+        of its divided gradient."""
         o, lr, step = self._o, group["lr"], self.state[w]["step"]
         assert w.grad is not None, "every part has a gradient"
         scale = (weights / elements).sqrt().clamp(min=o.least_scale) if o.scale_by_weight else torch.ones_like(weights)

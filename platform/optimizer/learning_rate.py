@@ -71,7 +71,7 @@ def learning_rate(o: Optimizer, step: int, steps: int) -> float:
 
 
 def short_of_peak(o: Optimizer, steps: int) -> str:
-    """Return a warning line if a run of `steps` updates ends in warm-up, below the peak learning rate; else ""."""
+    """Return a warning line if a run of `steps` updates ends in warm-up, below the peak learning rate, else ""."""
     if o.warmup_steps <= steps or not steps:
         return ""
     most = o.lr * steps / o.warmup_steps

@@ -28,10 +28,10 @@ class WholeMatrices(Protocol):
     half: bool
 
     def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's part of function(whole matrix)) for each matrix, gathered from its `parts`."""
+        """Yield (name, this rank's part of `function` of the whole matrix) for Muon, gathered from `parts`."""
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Return the shape of the matrix that the parameter `name` is, over all ranks."""
+        """Return the (rows, columns) of the whole weight matrix `name`, over all ranks, for Muon."""
 
 
 class Muon(torch.optim.AdamW):
@@ -69,7 +69,7 @@ class Muon(torch.optim.AdamW):
         parts = {name: self._momentum(w) for name, (w, _) in owned.items()}
 
         def made(whole: Tensor) -> Tensor:
-            """Compute the orthogonal update of one whole matrix: in bf16 if the model is in half precision."""
+            """Return Muon's orthogonal update of one whole matrix, computed in bf16 for a model in half precision."""
             x = whole.bfloat16() if self.matrices.half else whole
             return orthogonal(x, o.newton_schulz).to(whole.dtype)
 
@@ -80,7 +80,7 @@ class Muon(torch.optim.AdamW):
             del part  # before the next matrix is made
 
     def _momentum(self, w: Tensor) -> Tensor:
-        """Add the gradient of this rank's part of a matrix to its momentum; return the update, not yet orthogonal."""
+        """Add the gradient of this rank's part of a matrix to Muon's momentum; return the update, not orthogonal."""
         o, state = self._o, self.state[w]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)

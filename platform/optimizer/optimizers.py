@@ -119,16 +119,15 @@ def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[li
 
 def find_need(o: Optimizer) -> str:
     """Find by trial whether the configured optimizer, registered without `needs`, updates parts of a matrix as it does
-    the whole matrix: return `element` if so, else `tensor` (it must see every tensor whole). Three steps each are taken
-    on the whole, on blocks of rows and on flat parts."""
+    the whole matrix: return `element` if so, else `tensor` (it must see every tensor whole). It takes three steps each
+    on the whole matrix, on blocks of rows and on flat parts."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
     values = [torch.randn(6, 4, generator=draw, dtype=torch.float64) for _ in range(4)]
 
     def updated(cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the parts into which `cut` divides the first matrix, after three optimizer steps with the gradients
-        cut alike."""
+        """Return a matrix in the parts that `cut` makes, after three optimizer steps with gradients cut alike."""
         start, *gradients = (cut(value.clone()) for value in values)
         parts = [part.requires_grad_() for part in start]
         optimizer = make_optimizer([{"params": parts, "weight_decay": 0.1}], o)
@@ -148,8 +147,8 @@ def find_need(o: Optimizer) -> str:
 
 
 def keeps_groups(o: Optimizer) -> bool:
-    """Return True if the configured optimizer keeps the parameter groups that it is given, with their own factors:
-    found by trial for one that a module registered, which may put all of its parameters into one."""
+    """Return True if the configured optimizer keeps the parameter groups that it is given, with their own factors on
+    the learning rate. One that a user registered is tried, as it may put all of its parameters into one group."""
     if OPTIMIZERS[o.kind] is SHIPPED.get(o.kind):
         return True
     import torch

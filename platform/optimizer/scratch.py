@@ -71,8 +71,8 @@ def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
 
 
 def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
-    """Return the bytes at the peak while Muon makes one parameter matrix orthogonal (`muon.orthogonal`), gathering it
-    included. `wide`: bytes per element of master copies."""
+    """Return the peak bytes of temporary memory while Muon gathers one weight matrix and makes it orthogonal
+    (`muon.orthogonal`). `wide`: bytes per element of master copies."""
     sizes = plan.planner.sizes_of(p)
     rows, columns = matrix_shape(p.role, [sizes[d] for d in p.dims])
     n, square = rows * columns, min(rows, columns) ** 2

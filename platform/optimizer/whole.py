@@ -19,9 +19,8 @@ def need_of(o: Optimizer) -> str:
 
 
 def split_violations(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a line that refuses the plan if the configured optimizer would get parts of tensors that it needs whole (it
-    would silently compute different updates); the line names the axes that split them and the choices that would
-    not."""
+    """Yield a refusal line if the plan gives the configured optimizer parts of tensors that it needs whole (it would
+    silently compute different updates); the line names the axes that split them and the nearest legal choices."""
     need, kind = need_of(config.optimizer), config.optimizer.kind
     if need == ELEMENT:
         return
@@ -38,10 +37,10 @@ def split_violations(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _split(plan: Plan, p: Parameter) -> bool:
-    """Return True if a rank's master copy of the parameter is only a part, not whole as the optimizer needs it."""
+    """Return True if the plan gives a rank only a part of the parameter, not all that the optimizer may need."""
     return plan.shards > 1 or plan.local_shape(p) != plan.global_shape(p)
 
 
 def _axes(plan: Plan, p: Parameter) -> list[str]:
-    """Return the mesh axes of more than one rank that split the parameter which the optimizer needs whole."""
+    """Return the mesh axes, of more than one rank, that split a parameter which the optimizer needs whole."""
     return [a for a in plan.split_over(p) if plan.mesh.extent((a,)) > 1]

@@ -212,7 +212,7 @@ def parse_tokenizer(raw: bytes) -> Tokenizer:
 
 
 def json_of(found: TokenizerFiles, name: str) -> dict[str, Any]:
-    """Return the map in a tokenizer's JSON file, {} if the file is not there. Raises Malformed."""
+    """Return the map in the JSON file `name` of a tokenizer's files, {} if it is not there. Raises Malformed."""
     if name not in found:
         return {}
     try:

@@ -61,7 +61,7 @@ class Bench:
         return max(1e-9, fastest)
 
     def _seconds(self, work: Callable[[], Any]) -> float:
-        """Time one call of `work`: return its seconds of this thread on a CPU, of the device on a GPU."""
+        """Time one call of `work` for the doctor: return seconds, of this thread on a CPU, of the device on a GPU."""
         if self.device == "cpu":
             begin = time.thread_time()
             work()

@@ -48,7 +48,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 @cache
 def _running(module: str) -> str:
-    """Return a module's `source_digest` as it was at the first call: this process goes on to run that code."""
+    """Return the `source_digest` of a module that this worker runs, as it was at the first call, for its proof."""
     return source_digest(module)
 
 

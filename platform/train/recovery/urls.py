@@ -11,7 +11,7 @@ from platform.config.groups.execution_group import RESUME
 
 
 def home(config: Config) -> str:
-    """Return the URL of the storage that a run saves checkpoints to: checkpoint.url, else `checkpoints` in run.dir."""
+    """Return the URL to which a run's workers save checkpoints: checkpoint.url, else run.dir's `checkpoints`."""
     return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
 
 
@@ -27,6 +27,6 @@ def saves(config: Config) -> bool:
 
 
 def source(config: Config) -> tuple[str, str | None]:
-    """Return where a run resumes from: the URL of the checkpoint storage, by default the one that the run saves to, and
-    the checkpoint's name in it, None for the newest."""
+    """Return where a run's workers resume from: the URL of the checkpoint storage, by default the one that they save
+    to, and the checkpoint's name in it, None for the newest."""
     return (home(config), None) if config.checkpoint.resume in RESUME else split_url(config.checkpoint.resume)

@@ -60,9 +60,9 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
 
 
 def judge(plan: Plan, checksums: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
-    """Judge replicas of weights and optimizer state by their checksums: return the tensors that differ from the
-    majority of their replicas, and the tensors that differ without a majority. `checksums`: sums over local blocks, by
-    rank and tensor (KIND.PARAMETER)."""
+    """Judge replicas of weights and optimizer state by their checksums, before an update in training: return the
+    tensors that differ from the majority of their replicas, so are damaged, and the tensors that differ without a
+    majority. `checksums`: sums over local blocks, by rank and tensor (KIND.PARAMETER)."""
     parameters = {p.name: p for p in plan.parameters}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(checksums):
@@ -114,8 +114,8 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
-    """Return the compute copies of weights, among the tensors `names`, that are damaged, as they differ from a fresh
-    copy of their master weights; all ranks call it together, as shards may have to be gathered."""
+    """Return the compute copies of weights, among the tensors `names`, that were damaged in this rank's memory, as they
+    differ from fresh copies of their master weights; all ranks call it together, as shards may have to be gathered."""
     weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
     if not wanted:
         return []

@@ -79,12 +79,12 @@ class Weights:
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """Return parameter name -> master copy (block or ZeRO shard) of the weights of which this rank has a part."""
+        """Return name -> master copy (block or ZeRO shard) of this rank's parameters, trained and frozen ones."""
         return {n: w for n, w in self.master.items() if not absent(w)}
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Return parameter name -> master copy of the weights that this rank has a part of and that are not frozen."""
+        """Return name -> master copy (block or ZeRO shard) of this rank's parameters that training updates."""
         return {n: w for n, w in self.owned.items() if n not in self._plan.frozen}
 
     @property
@@ -157,7 +157,7 @@ class Weights:
         return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
 
     def drop_gradients(self) -> None:
-        """Free the reduced gradients of this rank's master copies of the weights, after or instead of an update."""
+        """Free the reduced gradients of this rank's master weights, after a training step's update or without."""
         for master in self.master.values():
             master.grad = None
 
@@ -175,7 +175,7 @@ class Weights:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for compute copies of weights that are still being gathered since the last update (ZeRO-1 and 2)."""
+        """Wait for compute copies of weights that are still being gathered since the last training step (ZeRO-1, 2)."""
         for flat in () if self._plan.storage else self.buckets:
             if not flat.resident:
                 flat.gather()
@@ -200,7 +200,7 @@ class Weights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Swap moving averages and master weights in place, piece by piece, and refresh the compute copies."""
+        """Swap moving averages and master weights in training, piece by piece, and refresh the compute copies."""
         for name, average in self.averages.items():
             for a, b in zip(average.view(-1).split(_PIECE), self.master[name].view(-1).split(_PIECE), strict=True):
                 kept = a.clone()
@@ -210,5 +210,5 @@ class Weights:
 
     @torch.no_grad()
     def fresh(self) -> dict[str, Tensor]:
-        """Return parameter name -> new compute copy of its block, made from master weights; on all ranks together."""
+        """Return name -> new compute copy of each block, from master weights, to verify them; on all ranks together."""
         return {name: w for flat in self.buckets if flat.here for name, w in flat.fresh().items()}
