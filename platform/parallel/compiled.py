@@ -36,22 +36,23 @@ class TracedFunction:
     __name__: str
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Compute the function, one operation of the graph after another."""
+        """Compute the traced function of `tensors` on this rank, one operation of torch's graph after another."""
         return self.graph(*tensors)
 
 
 @cache
 def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `function`, a pure one of tensors and of constants, compiled by torch for each shape at its first call
-    with it, its backward pass too. While it is compiled, the process's progress says so, so that no rank counts as
-    hung. Of a TracedFunction a call is that of the kernels, without torch's search for the graph of its arguments."""
+    """Return `function`, a pure function of tensors and constants, wrapped so that torch.compile compiles it, with its
+    backward pass, at the first call with tensors of new shapes. While it compiles, the process's progress says so, so
+    that the rank does not count as hung. A call of a TracedFunction launches its kernels directly, without torch's
+    search for a graph that fits the arguments."""
     traced = isinstance(function, TracedFunction)
     compiled_for = partial(_graph_for, function) if isinstance(function, TracedFunction) else _function_for(function)
     known: dict[object, Callable[..., Tensor]] = {}
 
     @wraps(function)
     def run(*arguments):
-        """Call the compiled function, reporting progress while it is compiled for arguments of a new signature."""
+        """Call the function compiled for tensors of these shapes, compiling it first if the shapes are new."""
         if traced:  # for fixed shapes and types
             signature: object = (*map(Tensor.stride, arguments),)
         else:
@@ -68,7 +69,7 @@ def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], Callable[..., Tensor]]:
-    """Return what gives `function` compiled for arguments: one and the same of torch.compile for all."""
+    """Return a function that gives, for any arguments, one and the same torch.compile of `function`."""
     made = torch.compile(function, dynamic=False, backend=BACKEND)
     limits = import_module("torch._dynamo").config
     limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
@@ -78,14 +79,14 @@ def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], 
 
 
 def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a traced function compiled for the shapes and strides of these `arguments`."""
+    """Return a traced function compiled to kernels for tensors of the shapes and strides of `arguments`."""
     if BACKEND != "inductor":
         return import_module("torch._dynamo").lookup_backend(BACKEND)(function.graph, list(arguments))
     fx = import_module("torch._inductor.compile_fx")
     kernels: list[Callable[[list[Tensor]], Sequence[Any]]] = []
 
     def inner(*graph: Any, **how: Any) -> Any:
-        """Compile a graph to kernels, and keep what launches them."""
+        """Return a graph compiled to kernels by torch's inductor, and keep the function that launches them."""
         kernels.append(fx.compile_fx_inner(*graph, **how))
         return kernels[-1]
 
@@ -101,15 +102,16 @@ class Trial:
     why, in a line each."""
 
     def __init__(self) -> None:
-        """Begin a trial in which no region has failed."""
+        """Begin a trial of torch.compile in which no function has failed to compile yet."""
         self.failed: list[str] = []
 
     def __call__(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `function` compiled by `region` if that works for the arguments of a call, else as it is."""
+        """Return `function` of tensors compiled by torch, or run uncompiled at a call for whose arguments compiling
+        fails."""
         made = region(function)
 
         def run(*arguments):
-            """Call the compiled function, or note why that fails and call the function itself."""
+            """Call the compiled function of tensors; if that fails, note why in `failed` and call it uncompiled."""
             try:
                 return made(*arguments)
             except Exception as error:  # whatever a compiler may lack for it
@@ -120,28 +122,29 @@ class Trial:
 
 
 def _signature(argument: object) -> object:
-    """Return one argument's part of a compiled graph's key: shape, strides, type and gradient of its tensors."""
+    """Return an argument's part of a compiled function's key: of a tensor shape, strides, dtype, requires_grad."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument
 
 
 def uncompiled(choice: str, device: str) -> str:
-    """Return why a process with this `device` (cpu, cuda) runs its functions uncompiled, in a line, under
-    train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU a start of seconds is longer
-    than what most runs win."""
+    """Return the reason, in a line, why this process runs its functions of tensors without torch.compile on `device`
+    (cpu, cuda) under the key train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU the
+    seconds of compiling are longer than most runs win."""
     return _lacking(device) if may_compile(choice, device) else f"train.compile={choice}"
 
 
 def may_compile(choice: str, device: str) -> bool:
-    """Return True if train.compile=`choice` wants functions compiled on this `device`, if the process can."""
+    """Return True if train.compile=`choice` wants functions of tensors compiled by torch on `device` (cpu, cuda)."""
     return choice == "on" or (choice == "auto" and device == "cuda")
 
 
 @cache
 def _lacking(device: str) -> str:
-    """Return in a line the reason why torch.compile cannot work for `device` in this process, "" if it works: a tiny
-    function is compiled, once. Takes seconds, as it imports torch's compiler."""
+    """Return the reason, in a line, why torch.compile does not work on `device` (cpu, cuda) in this process, "" if it
+    works: a tiny function is compiled once and its numbers are compared. Takes seconds, as it imports torch's
+    compiler."""
     if device == "cuda" and not find_spec("triton"):
         return "triton is not installed"
     if not any(map(which, [os.environ.get("CXX", "g++"), "clang++", "gcc", "cc"])):
@@ -157,11 +160,11 @@ def _lacking(device: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return in a line what a failure of torch.compile says: of an error that wraps another, the other."""
+    """Return an error of torch.compile in one line: its type and message, or the error that it wraps."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {(more or [first])[0] if first.endswith('raised:') else first}"[:300]
 
 
 def _probed(x: Tensor) -> Tensor:
-    """Return 2 x + 1: the tiny function with which torch.compile is tried."""
+    """Return 2 x + 1 of a tensor x: the tiny function with which torch.compile is tried."""
     return x * 2 + 1

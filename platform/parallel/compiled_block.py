@@ -49,15 +49,16 @@ class CompiledBlock:
     homes: Sequence[tuple[FlatBucket, tuple[str, ...]] | None]
 
     def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
-        """Return the block's output, compiled by `region`; its backward pass adds up the parameters' gradients."""
+        """Return the block's output activation; its backward pass adds parameter gradients to their buckets."""
         if torch.is_grad_enabled():
             return _Block.apply(self, region, *arguments)
         return region(self.functions.forward)(*filter(_is_tensor, arguments), *self.tensors)[0]
 
     @cached_property
     def _sums(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
-        """Return the sums of the parameters' gradients, as few as possible: bucket, names of parameters that follow
-        each other in it, which of the gradients belong there in this order, and their elements."""
+        """Return where the gradients of a compiled block's parameters are added, in as few pieces of memory as
+        possible. Each is (flat bucket, names of parameters that lie one after another in it, indices of their gradients
+        among the block's tensors in the same order, number of elements of each)."""
         homes = {i: home for i, home in enumerate(self.homes) if home}
         order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.ranges[homes[i][1][0]]))
         found = []
@@ -70,7 +71,7 @@ class CompiledBlock:
         return found
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of the block's parameters, each in the place of its tensor, to their sums."""
+        """Add a compiled block's parameter gradients, one per tensor in `tensors`, to their buckets' sums."""
         for bucket, names, indices, sizes in self._sums:
             memory, new = bucket.sum_of(*names)
             places = memory.split(sizes) if len(sizes) > 1 else (memory,)
@@ -84,7 +85,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, block: CompiledBlock, region: Region, *arguments: Tensor | None):
-        """Return the block's activation, and keep what its backward pass needs."""
+        """Compute a compiled block's output activation; save the tensors that its backward pass needs."""
         primals = (*filter(_is_tensor, arguments), *block.tensors)
         out, *results = region(block.functions.forward)(*primals)
         ctx.saved = [*map(primals.__getitem__, block.functions.kept), *results]
@@ -94,7 +95,8 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        """Return the gradients of the block's arguments, and add its parameters' to their sums."""
+        """Compute the gradients of a compiled block: return its arguments', and add its parameters' to their buckets'
+        sums."""
         saved = ctx.saved
         del ctx.saved
         found = ctx.region(ctx.block.functions.backward)(*saved, gradient)
@@ -108,12 +110,14 @@ class _Block(torch.autograd.Function):
 def compiled_block(
     function: Callable[..., Tensor], arguments: Sequence[Tensor | None], alike: Callable[[], Container[int]]
 ) -> CompiledBlock | None:
-    """Return `function` of activations, a block of a model without collectives, traced for `arguments` like these.
-    None if it reads tensors that are neither parameters nor among `alike`, the ids of those alike in all passes."""
+    """Trace a block of the model, `function` of activations without collectives, on `arguments` (tensors or None), into
+    a compiled forward and backward pass for arguments of these shapes. Returns None if the block reads a tensor that is
+    neither a parameter nor among `alike`, the ids of the tensors (masks, rotary angles) that are the same in all
+    passes."""
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
     def given(*activations: Tensor) -> Tensor:
-        """Return the block's activation for those of its arguments that are present."""
+        """Return the block's output activation, given only the arguments that are not None."""
         every: list[Any] = [None] * len(arguments)
         for i, x in zip(present, activations, strict=True):
             every[i] = x
@@ -138,11 +142,11 @@ class _Graph:
     """Traced graph and the tensors that it was traced with; it counts as equal to any other: its code is the key."""
 
     def __init__(self, graph: GraphModule, primals: Sequence[Tensor]):
-        """Construct the stand-in of a traced graph as an argument of a cached function."""
+        """Wrap a traced graph and the tensors it was traced with, as an argument of a cached function."""
         self._found: tuple[GraphModule, Sequence[Tensor]] | None = (graph, primals)
 
     def taken(self) -> tuple[GraphModule, Sequence[Tensor]]:
-        """Return the graph and the tensors, once: the cache is not to keep a generation's parameters."""
+        """Return the traced graph and its tensors, once only: the cache must not keep parameters alive."""
         assert self._found
         found, self._found = self._found, None
         return found
@@ -156,16 +160,18 @@ class _Graph:
 
 @cache
 def _traced(code: str, traced: _Graph) -> BlockFunctions:
-    """Return the functions of a traced graph; blocks with equal `code`, the layers of a stack, share them."""
+    """Split the traced forward pass of a model's block into its forward and backward function by torch's AOT autograd.
+    Cached by the graph's `code`: blocks of equal code, as the layers of a stack have, share one pair of functions."""
     graphs: dict[str, GraphModule] = {}
     graph, primals = traced.taken()
     aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
 
     def keep(name: str) -> Callable[..., Any]:
-        """Return a compiler that keeps a graph under this name, and leaves it as it is."""
+        """Return a stand-in for a compiler that records the graph of a pass under `name` (forward, backward),
+        uncompiled."""
 
         def kept(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            """Keep a graph of a pass; return what runs it."""
+            """Keep the graph of a forward or backward pass; return a function that runs it uncompiled."""
             graphs[name] = graph
             return aot.make_boxed_func(graph)
 
@@ -185,9 +191,10 @@ def _traced(code: str, traced: _Graph) -> BlockFunctions:
 
 
 def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
-    """Let the backward pass of a block read primals itself, and make its own views of them, where the forward pass
-    would hand them on: what a compiled function returns is new memory. Return which primals, by number; they are
-    the first arguments of `backward` from now on."""
+    """Change a block's traced graphs in place so that the backward pass reads the inputs of the forward pass (primals)
+    itself, with its own views of them, instead of getting them as results of the forward pass, since a compiled
+    function copies every result to new memory. Returns the indices of these primals, which are from now on the first
+    arguments of `backward`."""
     primals = forward.graph.find_nodes(op="placeholder")
     output: Any = forward.graph.output_node()
     out, *saved = output.args[0]
@@ -224,8 +231,8 @@ def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
 
 
 def _differentiable(graph: GraphModule) -> GraphModule:
-    """Return a traced forward pass without the detaching of what autograd functions of our own compute with, as its
-    gradient is torch's."""
+    """Remove every `detach` from a traced forward pass, in place, and return it: torch derives the block's backward
+    pass from this graph, in place of our own autograd functions that detach their inputs."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         node.replace_all_uses_with(node.args[0])
         graph.graph.erase_node(node)
@@ -234,7 +241,8 @@ def _differentiable(graph: GraphModule) -> GraphModule:
 
 
 def _read_beside(graph: GraphModule) -> list[Tensor]:
-    """Turn the tensors that a traced graph reads beside its arguments into further arguments, and return them."""
+    """Turn the tensors that a traced graph reads without getting them as arguments (parameters, masks) into further
+    arguments of the graph, in place; return these tensors in order."""
     nodes = graph.graph.nodes
     found: dict[str, Any] = {}
     tensors = []

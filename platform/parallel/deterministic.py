@@ -14,9 +14,9 @@ _SETTINGS: Any = import_module("torch.utils.deterministic")
 
 @contextmanager
 def deterministic(compiles: bool) -> Iterator[None]:
-    """Make torch, within the context, use kernels that take every sum in a fixed order, in forward and backward passes
-    alike, and raise RuntimeError with the name of an operation that has no such kernel. `compiles`: True if compiled
-    functions do so too.
+    """Make torch use deterministic kernels within the context, which take every sum in a fixed order, in forward and
+    backward passes alike; an operation without such a kernel raises RuntimeError with its name. `compiles`: True if
+    functions compiled by torch are to be deterministic too.
 
     Its environment variables, read before CUDA and NCCL start, are in `platform.cluster.crew.base.job`.
     """

@@ -73,7 +73,8 @@ class ParallelOps(Ops):
         compiles: bool = False,
         ahead: bool = True,
     ):
-        """Construct one rank's executor of a plan's operations; `dropout`: probability that an element is dropped."""
+        """Construct one rank's executor of a plan's operations on tensors; `dropout`: probability that an element is
+        dropped."""
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
         self.compiler: Region | None = region if compiles else None
@@ -101,18 +102,18 @@ class ParallelOps(Ops):
         return convert(self.communicator, self.tensors[p.name].detach(), conversion.forward, name=f"gather {p.name}")
 
     def begin(self) -> None:
-        """Begin a forward pass: wait for parameters whose gather was started and that no operation used."""
+        """Begin a forward pass on this rank: wait for gathers of parameters started early but never used."""
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
 
     def read_on(self, offset: int, cache: KeyValueCache) -> None:
-        """Begin a pass of generation whose sequences have `offset` tokens in the key-value `cache` already."""
+        """Begin a pass of text generation after `offset` tokens per sequence that the key-value `cache` holds."""
         self.offset, self.cache, self.position = offset, cache, PassPosition(training=False)
         self.angles.clear()
         self.begin()
 
     def watch(self, name, x, spec):
-        """Return the activation x, the output of the layer `name`; its size is recorded first if monitoring is due."""
+        """Return x, the activation of layer `name`, unchanged; if monitoring is due, its squares are summed first."""
         if self.watched and self.position.training and not self.ahead.again:
             self.watched.see(name, x, spec)
         return x
@@ -125,8 +126,8 @@ class ParallelOps(Ops):
         return self._recomputed(kind, function, spec, x, *more)
 
     def _whole(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
-        """Return the block of a model that begins with the block `name`, compiled as one function if it is the same in
-        all passes of training; else `function` itself."""
+        """Return `function`, the model's block that starts at the layer `name`, compiled as one function of its
+        `arguments` if every training pass computes it alike; else `function` itself."""
         compiler, wholly = self.compiler, self._wholly and self.position.training
         if not compiler or not wholly or self.deferred is not None or self.watched:
             return function
@@ -141,18 +142,19 @@ class ParallelOps(Ops):
         return partial(block, compiler) if block else function
 
     def _alike(self) -> set[int]:
-        """Return the ids of the tensors that passes share: angles of rotations, and masks."""
+        """Return the ids of the tensors that all passes share: angles of rotary embedding, attention masks."""
         return {id(t) for pair in self.angles.values() for t in pair} | {id(t) for t in self._masks.values()}
 
     def _recomputed(self, kind, function, spec, x, *more):
-        """Compute function(x, *more), again in the backward pass if activations of this `kind` are recomputed."""
+        """Compute the activation function(x, *more); if the plan recomputes activations of this `kind`, save only the
+        arguments for autograd and run the function again in the backward pass."""
         if kind != self.recompute.kind or not torch.is_grad_enabled():
             return function(x, *more)
         here = self.position, self.deferred
 
         @contextmanager
         def restore():
-            """Restore the state of the ops in this forward pass, within the context, to recompute it."""
+            """Restore, within the context, this forward pass's place in the run, for equal dropout masks."""
             now = self.position, self.deferred, self.ahead.again
             self.position, self.deferred, self.ahead.again = *here, True
             yield
@@ -167,11 +169,11 @@ class ParallelOps(Ops):
 
     @staticmethod
     def empty_of(tensors: Sequence[Tensor]) -> Tensor:
-        """Return an empty tensor, for a block that this rank lacks, through which gradients reach all of `tensors`."""
+        """Return an empty tensor for a block that this rank lacks, through which gradients reach all of `tensors`."""
         return sum(tensors[1:], tensors[0])
 
     def parameter(self, p: Parameter) -> Tensor:
-        """Return this rank's block of a parameter."""
+        """Return this rank's block of the parameter `p`, the tensor that the forward pass reads."""
         return self.tensors[p.name]
 
     def apply(self, x: Tensor, conversion: Conversion, coming: Pending | None = None) -> Tensor:
@@ -179,13 +181,13 @@ class ParallelOps(Ops):
         return conversions.apply(self.communicator, x, conversion, coming)
 
     def coming(self, planned: PlannedOperation, number: int) -> Operands:
-        """Return the operands of einsum group `number` of a planned operation, whose gathers may be under way."""
+        """Return the operand tensors of einsum group `number` of an operation, perhaps being gathered already."""
         use, group = (planned.operation.kind, planned.operation.name, number), planned.groups[number]
         ahead = use in self.ahead and not torch.compiler.is_compiling()
         return Operands(self.communicator, group, self.ahead, use) if ahead else Operands(self.communicator, group)
 
     def converted(self, planned: PlannedOperation) -> list[Tensor]:
-        """Return the parameters of a planned operation without einsums, converted for it."""
+        """Return a planned operation's parameter tensors (no einsum's), converted to the layouts that it needs."""
         operation = planned.operation
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
         ahead = use in self.ahead and not torch.compiler.is_compiling()
@@ -195,23 +197,23 @@ class ParallelOps(Ops):
 
     @property
     def compiles(self) -> bool:
-        """Return True if small functions without collectives are compiled."""
+        """Return True if this rank compiles small functions of tensors without collectives by torch (train.compile)."""
         return self.compiler is not None
 
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, a pure one of tensors, compiled by torch if this run compiles."""
+        """Return `function`, a pure function of tensors, compiled by torch if this run compiles, else as it is."""
         return self.compiler(function) if self.compiler else function
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
-        """Return the global positions along `dim`, int64 [local extent], of this rank's block of `spec`."""
+        """Return the global positions along `dim` of this rank's block of `spec`, int64 [local extent]."""
         first, n = self.blocks[spec][spec.dims.index(dim)]
         first += self.offset if dim == "length" else 0
         return torch.arange(first, first + n, device=device)
 
     def without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
-        """Return x, this rank's block of `spec`, with `value` at the positions along `dims` that lie beyond the dim's
-        global size: the padding of a split dim (only vocab is ever padded), hidden from a sum, maximum or softmax over
-        it."""
+        """Return x, this rank's block of the activation `spec`, with its padding along `dims` overwritten by `value`:
+        the positions beyond the dim's global size (only vocab is ever padded). Sums, maxima and softmax over the dim
+        then ignore the padding."""
         for i, dim in enumerate(spec.dims):
             if dim in dims:
                 first, n = self.blocks[spec][i]
@@ -222,8 +224,8 @@ class ParallelOps(Ops):
         return x
 
     def drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing | None:
-        """Return the counters, start and rate by which dropout `name` draws its mask on this rank's block of `spec`, at
-        the present position in the run; None if nothing is dropped there."""
+        """Return what the dropout named `name` draws its mask from on this rank's block of the activation `spec`, at
+        this step and microbatch: counters, start and rate of random numbers. None if nothing is dropped there."""
         p = self.position
         if not self.dropout_rate or not p.training:
             return None
@@ -237,15 +239,16 @@ class ParallelOps(Ops):
         return Drawing(self._counters[spec], start, self.dropout_rate)
 
     def seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which a kernel that draws its own dropout mask draws the mask of the attention `name` on
-        this rank's block of `spec`, at the present position in the run."""
+        """Return a context that seeds torch's generator for an attention kernel that draws its own dropout mask: by the
+        attention's `name`, this rank's block of `spec`, the step and the microbatch."""
         p = self.position
         key = random.key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self.blocks[spec])
         return random.seeded(key, device)
 
     def seen(self, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
-        """Return the mask added to the scores of whole q and k [batch, heads, length, d_kv], so that causality, a
-        `window` and the positions `begins` hide the others. All layers share it, and without `begins` all passes."""
+        """Return the attention mask added to the scores of whole q and k [batch, heads, length, d_kv]: -inf for keys
+        hidden by causality, by a `window`, or by `begins`, the positions at which documents begin; else 0. It is made
+        once for all layers and, without `begins`, for all passes."""
         key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
         known = self.position.masks if self.offset or begins is not None else self._masks
         if key not in known:
@@ -254,19 +257,19 @@ class ParallelOps(Ops):
         return known[key]
 
     def lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions along the lengths of whole q and k [batch, heads, length, d_kv]."""
+        """Return the token positions of whole queries q and keys k [batch, heads, length, d_kv], int64 [length]."""
         length = torch.arange(self.offset, self.offset + q.shape[2], device=q.device)
         return length, torch.arange(k.shape[2], device=k.device)
 
     def targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
-        """Return the labels that a planned cross_entropy predicts and, in training, their weights, both [rows]."""
+        """Return the labels of a planned cross_entropy and, in training, their loss weights: tensors [rows]."""
         use = planned.operation.kind, planned.operation.name
         weights = self.label_weights.get(use) if self.position.training else None
         return Targets(labels[use].flatten(), None if weights is None else weights.flatten())
 
     def classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> Classes:
-        """Return the classes of a planned cross_entropy operation of the logits `spec`; smoothing is for training, and
-        so is a loss that takes the place of cross-entropy."""
+        """Return the vocabulary columns that this rank holds of the logits `spec`, for a planned cross_entropy, with
+        the loss to compute; label smoothing and a user's own loss are used in training only."""
         first, _ = self.blocks[spec][spec.dims.index("vocab")]
         vocab = self.plan.sizes["vocab"]
         if not self.position.training:
@@ -275,9 +278,9 @@ class ParallelOps(Ops):
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
-    """Fill `out`, this rank's block of the parameter `p`, with its initial values (normal, zeros or ones), as a
-    function of (seed, parameter name, global element) alone: the same model under every plan. `seed` None leaves it
-    undefined, to be restored."""
+    """Fill the tensor `out`, this rank's block of the parameter `p`, with its initial values (normal, zeros or ones).
+    They depend on seed, parameter name and global element alone, so that the model is the same under every plan. `seed`
+    None leaves `out` as it is, to be restored from a checkpoint."""
     if seed is None:
         return
     with torch.no_grad():

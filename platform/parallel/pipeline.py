@@ -94,11 +94,11 @@ CompiledRows = dict[int, tuple[Sequence[Action], list[CompiledAction]]]  # id of
 
 
 def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
-    """Resolve the actions of a pipeline schedule for this rank's stage (`row`: computations, sends, receives) into the
-    tensors that each sends, receives or keeps."""
+    """Resolve this rank's `row` of a pipeline schedule (computations, sends, receives) for execution: each action with
+    the model chunk that it runs and the shapes of the tensors that it sends or receives."""
 
     def resolved(flow: FlowSpecs) -> _Flow:
-        """Return the tensors of a `flow` between chunks that this rank has blocks of, with the shapes sent."""
+        """Return the activations in `flow` between two chunks of which this rank has blocks, with their shapes sent."""
         here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
         parts = []
         for name, spec in here:
@@ -116,7 +116,8 @@ def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> l
 
 
 def _posted_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
-    """Move every receive of a stage's schedule to the computation that stands before it, if there is one."""
+    """Move every receive in a stage's row of the pipeline schedule before the last computation that precedes it, if
+    any."""
     found: list[CompiledAction] = []
     for step in steps:
         at = next((i for i in reversed(range(len(found))) if found[i].action.kind in COMPUTE), None)
@@ -153,8 +154,8 @@ class PipelineExecutor:
     _sending: deque[Handle] = field(default_factory=deque)
 
     def run(self, row: Sequence[Action]) -> None:
-        """Execute this stage's actions of a pipeline schedule, `row`, in order, to the end of all sends. Raises
-        StageFailed naming the action that failed."""
+        """Execute `row`, this rank's actions of a pipeline schedule, in order on tensors, until all its sends have
+        ended. Raises StageFailed naming the action that failed."""
         if id(row) not in self.rows:
             self.rows[id(row)] = row, compiled(self.plan, self.communicator, row)
         steps = self.rows[id(row)][1]
@@ -167,8 +168,8 @@ class PipelineExecutor:
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
 
     def _do(self, step: CompiledAction) -> None:
-        """Execute one pipeline action as a section of the clock. Raises StageFailed naming it, or its posted
-        receive."""
+        """Execute one action of the pipeline schedule, timed as a section of the rank's clock. Raises StageFailed
+        naming the action, or the early receive, that failed."""
         c = self.communicator
         try:
             with c.clock.section(step.name):
@@ -182,8 +183,9 @@ class PipelineExecutor:
             raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {step.name}: {error}") from error
 
     def _forward(self, step: CompiledAction) -> None:
-        """Run a pipeline chunk's forward pass on the inputs that arrived or that the chunk before left here; keep what
-        the backward pass needs, and leave the detached outputs for the next chunk."""
+        """Run a pipeline chunk's forward pass on its input activations, received from the stage before or left here by
+        the chunk before; keep the autograd edges that the backward pass needs, and leave the detached outputs for the
+        next chunk."""
         grad = torch.is_grad_enabled()
         inputs = self._flow.pop(step.key) if step.key in self._flow else self._arrived("F", step.key, step.receives)
         self._post(step)
@@ -199,13 +201,13 @@ class PipelineExecutor:
             self._flow[step.after] = {name: x.detach() for name, x in outputs.items()}
 
     def _backward(self, step: CompiledAction) -> None:
-        """Run a whole backward pass of a pipeline chunk: input gradients, then weight gradients."""
+        """Run a pipeline chunk's whole backward pass: the gradients of its inputs, then of its weights."""
         self._input_gradient(step)
         self._weight_gradient(step)
 
     def _input_gradient(self, step: CompiledAction) -> None:
-        """Run a pipeline chunk's backward pass from the gradients of its outputs (1 for the loss), and leave its
-        inputs' gradients for the chunk before; weight gradients are computed too unless the row defers them."""
+        """Run a pipeline chunk's backward pass from its outputs' gradients (1 for the loss), and leave its inputs'
+        gradients for the chunk before; weight gradients are computed too, unless the schedule defers them."""
         live = self._live[step.key]
         gradients: dict[str, Tensor] = {}
         if step.chunk.sends:
@@ -222,7 +224,8 @@ class PipelineExecutor:
         live.inputs.clear()
 
     def _weight_gradient(self, step: CompiledAction) -> None:
-        """Compute the weight gradients that the backward pass of an action's chunk and microbatch deferred, if any."""
+        """Compute the weight gradients that a backward pass deferred, if any, for the chunk and microbatch of a
+        pipeline action."""
         live = self._live.pop(step.key)
         if step.action.kind is Kind.WEIGHT:
             self._post(step)
@@ -232,8 +235,8 @@ class PipelineExecutor:
                     live.deferred.pop(0)()
 
     def _send(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
-        """Start sending activations or their gradients to the peer stage: one part per rank of what several ranks
-        replicate, if the plan scatters them."""
+        """Start sending activations or their gradients to the peer pipeline stage. If ranks of this stage hold equal
+        tensors, each sends one part of them (scatter/gather)."""
         assert step.action.peer is not None
         for part in flow.parts:
             x = keep_part(self.communicator, tensors[part.name], part.axes)
@@ -243,19 +246,19 @@ class PipelineExecutor:
             self._sending.popleft().wait()
 
     def _post(self, step: CompiledAction) -> None:
-        """Post the receives of later pipeline actions that were moved to this computation."""
+        """Post the receives of later pipeline actions that were moved forward to this computation."""
         for receive in step.early:
             self._do(receive)
 
     def _receive(self, way: str, flow: _Flow, step: CompiledAction) -> None:
-        """Post the receives of an action's activations (`way` "F") or their gradients ("B") from the peer stage."""
+        """Post the receives of activations (`way` "F") or their gradients ("B") from the peer pipeline stage."""
         assert step.action.peer is not None
         receive = self.communicator.receive
         self._arriving[way, step.key] = [receive(part.sent, self.dtype, step.action.peer) for part in flow.parts]
 
     def _arrived(self, way: str, key: PassKey, flow: _Flow) -> dict[str, Tensor]:
-        """Wait for the tensors that `_receive` posted for `key` (chunk, microbatch), and gather those sent in parts;
-        tensors of which this rank has no block are empty."""
+        """Wait for the tensors that `_receive` posted for `key` (chunk, microbatch), and return them by name. Parts
+        sent by several ranks are gathered into whole tensors; a tensor of which this rank has no block is empty."""
         if not flow.names:
             return {}
         c = self.communicator
@@ -293,8 +296,8 @@ _ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, CompiledAction], None]] = {
 
 
 def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
-    """Sum in place the gradients of tied parameters, which several pipeline stages use (such as the table shared by
-    embedding and head): the owner stage adds the other stages' gradients in stage order and sends them the sum.
+    """Sum, in place and over pipeline stages, the gradients of tied parameters, such as the table that embedding and
+    head share: the owner stage receives the other stages' gradients, adds them in stage order, and sends the sum back.
     `gradients`: parameter name -> this rank's gradient; `plan`: the plan of this rank's stage."""
     here = communicator.coordinates["stage"]
     for name, (owner, *others) in plan.tied.items():

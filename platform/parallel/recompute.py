@@ -22,7 +22,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, communicator, function, restore, axes, x, *more):
-        """Return function(x, *more) without its graph, saving only the arguments, of x one part per rank."""
+        """Return the activation function(x, *more) without its graph, saving the arguments: of x one part per rank."""
         ctx.communicator, ctx.function, ctx.restore = communicator, function, restore
         ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
@@ -32,7 +32,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Compute the function again, now with its graph, and return the gradients of its arguments."""
+        """Recompute the activation from its saved arguments, now with autograd, and return the gradients of the
+        arguments."""
         part, *saved = ctx.saved_tensors
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
@@ -52,8 +53,8 @@ def recomputed(
     x: Tensor,
     *more: Tensor | None,
 ) -> Tensor:
-    """Return function(x, *more), an activation, saving only the arguments for autograd; the backward pass calls
-    `function` again to compute what lies between.
+    """Return the activation function(x, *more), saving only the arguments for the backward pass, which calls `function`
+    again to recompute the tensors between.
 
     The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
     whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included).

@@ -23,21 +23,22 @@ _CHOOSING = Lock()  # the choice is the process's, of which ranks may be threads
 
 
 def in_kernel(name: str) -> AbstractContextManager[None]:
-    """Return a context in which scaled_dot_product_attention runs in the kernel `name`, or raises RuntimeError if that
-    cannot compute on its operands; under `auto` torch chooses. The backward pass belongs to the kernel that ran."""
+    """Return a context in which torch's scaled_dot_product_attention runs in the kernel `name` (flash, cudnn,
+    efficient, math), or raises RuntimeError if that kernel cannot compute on its tensors; under `auto` torch chooses.
+    The backward pass uses the kernel that ran forward."""
     return nullcontext() if name == AUTO else _alone(_BACKENDS[name])
 
 
 @contextmanager
 def _alone(backend: SDPBackend) -> Iterator[None]:
-    """Restrict scaled_dot_product_attention to one kernel within the context, one thread at a time."""
+    """Restrict torch's scaled_dot_product_attention to one kernel within the context, one thread at a time."""
     with _CHOOSING, sdpa_kernel(backend):
         yield
 
 
 def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int) -> str:
-    """Return in a line the reason why this process cannot compute attention of heads `d_kv` wide in the kernel `name`,
-    "" if it can: a tiny attention is computed, and differentiated."""
+    """Return the reason, in a line, why this process cannot compute attention with heads of width `d_kv` in the kernel
+    `name` on `device`; "" if it can. A tiny attention is computed and differentiated to find out."""
     if name == AUTO:
         return ""
     x = torch.zeros(1, 1, 8, d_kv, dtype=dtype, device=device, requires_grad=True)

@@ -27,13 +27,14 @@ class Watched:
     sequences = 0
 
     def __init__(self, plan: Plan, communicator: Communicator):
-        """Prepare to sum the squares of activations by layer on this rank; none is seen yet."""
+        """Prepare to sum the squares of activations by layer on this rank, for monitoring; none is summed yet."""
         self._plan, self._communicator = plan, communicator
         self.sums: Sums = {}
 
     @torch.no_grad()
     def see(self, name: str, x: Tensor, spec: Spec) -> None:
-        """Add the squares of an activation x, this rank's block of `spec`, to the sum of the layer `name`."""
+        """Add the squares of the activation x, this rank's block of `spec`, to the sum of the layer `name`; only
+        elements that this rank counts among equal copies, and no padding sequences."""
         layout = self._plan.layout(spec)
         if not x.numel() or not counts_at(self._communicator.coordinates, layout.axes):
             return
@@ -45,19 +46,20 @@ class Watched:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return True if activation and gradient sizes by layer are recorded at `step`; `every`: monitor.layers."""
+    """Return True if sizes of activations and gradients are to be recorded at `step`; `every`: monitor.layers."""
     return bool(every) and step % every == 0
 
 
 def layers_of(plan: Plan) -> list[str]:
-    """Return the layers of a whole plan's parameters, in order, as `Watched` and `gradient_squares` name them."""
+    """Return the layers of a whole plan's parameters, in order, named as in the sums of `gradient_squares`."""
     return list(dict.fromkeys(layer_of(p.name) for p in plan.parameters))
 
 
 @torch.no_grad()
 def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Sums:
-    """Return the sums of squares by layer of the reduced gradients that this rank counts (`counts_gradient`). `plan`:
-    the plan of this rank's stage; `gradients`: parameter -> gradient of the part that this rank updates."""
+    """Return, by layer, the sum of squares of the reduced gradients on this rank, as fp64 scalars; of a gradient that
+    several ranks hold, one counts it. `plan`: the plan of this rank's stage; `gradients`: parameter name -> gradient of
+    the part that this rank updates."""
     found: Sums = {}
     for p in plan.parameters:
         if p.name in gradients and counts_gradient(plan, communicator.coordinates, p):

@@ -70,12 +70,12 @@ class Handle:
         section: str = "exposed_comm",
         flight: Flight | None = None,
     ):
-        """Wrap a collective in progress. `wait`: blocks until it is done; `finish`: returns the result; `section`: its
-        clock's."""
+        """Wrap a collective in progress: `wait` blocks until it is done, `finish` returns its result tensor, and the
+        waiting is booked in the section `section` of `clock`."""
         self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
 
     def wait(self) -> Tensor:
-        """Wait until the collective of this handle is done, and return its result."""
+        """Wait until the collective or message of this handle is done, and return its result tensor."""
         with self._clock.section(self._section, waiting=True):
             self._wait()
         if self._flight:
@@ -194,7 +194,7 @@ class Communicator(ABC):
         return self.mesh.rank({**self.coordinates, "stage": stage})
 
     def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
-        """Append a message of so many elements between a pair of global ranks to the log of launches, if any."""
+        """Log a message of so many elements between a pair of global ranks, if launches are logged."""
         if self.log is not None:
             self.log.append(Launch("send", ("stage",), pair, elements))
 
@@ -213,7 +213,7 @@ class Communicator(ABC):
                 self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
 
     def anywhere(self, here: bool) -> bool:
-        """Return True if `here` is true on any rank of the mesh; all ranks call it together. Not counted."""
+        """Return True if `here` is true on any rank of the mesh, by an uncounted all-reduce on all ranks."""
         if not (axes := self.mesh.ordered(self.mesh.axes)):
             return here
         with self.uncounted():
@@ -289,7 +289,7 @@ class Communicator(ABC):
             raise Aborted("the collectives of this generation were interrupted")
 
     def _abort(self) -> None:  # noqa: B027  (a default that does nothing)
-        """Interrupt the collectives in progress in the transport; called by one thread at a time."""
+        """Interrupt the transport's collectives and messages in progress; called by one thread at a time."""
 
     def connect(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
         """Open the connections of `transfer` to the global ranks `peers`; all ranks do so, even without peers."""
@@ -318,7 +318,7 @@ def _buffers(
     the result from the latter with its dims in place."""
 
     def join(at: int) -> Tensor:
-        """Return the gathered parts [n, ...] as one tensor, joined along the dim at position `at`."""
+        """Return the gathered parts `out` [ranks, ...] as one tensor, joined along the dim at position `at`."""
         return out.movedim(0, at).flatten(at, at + 1)
 
     if op in ("all_gather", "gather"):

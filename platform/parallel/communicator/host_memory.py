@@ -34,7 +34,7 @@ _LENGTH = 8  # bytes that say how long it is
 
 
 def connect_timeout(size: int) -> timedelta:
-    """Return how long the creation of a group may take in a world of `size` ranks that have all joined."""
+    """Return how long connecting a process group may take in a world of `size` ranks that have all joined."""
     return CONNECT + size * CONNECT_OF_EACH
 
 
@@ -43,7 +43,8 @@ class HostMemory(Communicator):
     shuts down, and no others; each group adds its own."""
 
     def __init__(self, mesh: Mesh, rank: int, store: dist.Store, device: torch.device | str = "cpu"):
-        """Connect `rank` of a mesh to its relatives in the tree; all ranks do so. `store`: a store for this mesh."""
+        """Connect `rank` to its parent and children in the tree of all ranks, over gloo; all ranks do so together.
+        `store`: a key-value store of this mesh's own."""
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
         self._store, self._exchanges = store, count()
@@ -57,10 +58,9 @@ class HostMemory(Communicator):
         raise AssertionError("no collective along axes runs in host memory")
 
     def _connected(self, name: str, peers: Sequence[int], timeout: timedelta = CONNECT / PATIENCE) -> Any:
-        """Make a group of gloo, called `name` in the store, in which this rank has connections to `peers`, which all do
-        the same, and count them among `connections`; None if it has no peers. All ranks call it together, and begin to
-        connect at the same time, unless there is no tree yet. Raises RuntimeError if a peer does not connect, Aborted
-        if there was an abort meanwhile, which did not know all of them."""
+        """Make a gloo group, called `name` in the store, with this rank's connections to `peers` (who connect as well)
+        open, and add its sockets to `connections`; None without peers. All ranks call it together. Raises RuntimeError
+        if a peer does not connect, Aborted if an abort came meanwhile, since it did not know all the sockets."""
         before, group = open_sockets(), self._group(name, timeout) if peers else None
         if self._tree:
             self._broadcast(self._gather(torch.zeros(1), [1] * self._relatives.span)[:1])
@@ -127,8 +127,8 @@ class HostMemory(Communicator):
         return [part.numpy().tobytes().decode() for part in texts.split(lengths.tolist())]
 
     def _gather(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Gather up the tree what this rank and all below it give, of these `sizes` in rank order, this rank's `mine`
-        [sizes[0]]; return it as [sum of sizes]."""
+        """Gather tensors up the tree of ranks: return this rank's `mine` [sizes[0]] and, behind it, the tensors of all
+        ranks below, in rank order, as one tensor [sum of sizes]."""
         parent, branches = self._relatives
         first = self.rank
         below = [sum(sizes[branch.start - first : branch.stop - first]) for branch in branches]
@@ -140,7 +140,7 @@ class HostMemory(Communicator):
         return out
 
     def _broadcast(self, x: Tensor) -> Tensor:
-        """Broadcast rank 0's `x` down the tree, into the `x` of all others; return it."""
+        """Broadcast rank 0's tensor x to all ranks, down the tree, into their x; return it."""
         parent = self._relatives.parent
         _deliver(self._tree, [], [] if parent is None else [(parent, x)], TIMEOUT)
         _deliver(self._tree, [(child, x) for child in self._relatives.children], [], TIMEOUT)
@@ -158,7 +158,7 @@ class HostMemory(Communicator):
 def _deliver(
     group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], timeout: timedelta
 ) -> None:
-    """Send and receive pairs (rank, tensor) in a group of gloo, each within `timeout`; empty ones are no messages."""
+    """Send and receive tensors, as pairs (peer rank, tensor), in a gloo group, each within `timeout`; no empty ones."""
     works = [group.recv([out], peer, 0) for peer, out in received if out.numel()]
     works += [group.send([x], peer, 0) for peer, x in sent if x.numel()]
     for work in works:

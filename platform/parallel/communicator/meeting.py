@@ -17,7 +17,7 @@ JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier 
 
 
 def meet(size: int, address: tuple[str, int], name: int | str) -> dist.Store:
-    """Meet all ranks of a mesh in the driver's TCPStore (host, port); return its part `name`, for them alone."""
+    """Wait for all ranks of a mesh in the driver's TCPStore (host, port); return its part `name`, theirs alone."""
     store = dist.PrefixStore(f"generation/{name}", dist.TCPStore(*address, is_master=False))
     if store.add("there", 1) == size:
         store.set("all", "")

@@ -25,15 +25,16 @@ class Messages:
         self._number = count()
 
     def _exchange(self, sent: Callable[[int], Tensor], received: Callable[[int], Tensor]) -> list[dist.Work]:
-        """Send `sent(peer)` to every other member and receive `received(peer)` from it; both are contiguous. Each
-        member begins with the one after it, so that no member is first for all."""
+        """Start sending the tensor `sent(peer)` to every other group member and receiving `received(peer)` from it,
+        both contiguous; return the messages in progress. Each member starts with the next in order, so that none is
+        first for all."""
         tag = 1 + next(self._number) % TAGS  # messages between stages have the tag 0
         peers = [(self._me + i) % self._size for i in range(1, self._size)]
         works = [self._group.recv([received(peer)], peer, tag) for peer in reversed(peers)]
         return works + [self._group.send([sent(peer)], peer, tag) for peer in peers]
 
     def _wait(self, works: list[dist.Work]) -> None:
-        """Wait for the sends and receives of which one collective over gloo is made."""
+        """Wait for the messages (sends and receives over gloo) of which one collective is made."""
         for work in works:
             work.wait(self._timeout)
 

@@ -61,13 +61,13 @@ class Progress:
         self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active`
 
     def begin(self, call: str) -> None:
-        """Record that this worker begins to execute `call`, the driver's call as text; "" when the call has ended."""
+        """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
         self._call, self._now, self._device = call, ("", False, False, monotonic()), None
         self._thread, self._looked = get_native_id(), None
 
     def enter(self, section: str, waiting: bool = False, preparing: bool = False) -> tuple[str, bool, bool]:
-        """Record that the main thread enters the clock section `section`, in which it only waits for other ranks if
-        `waiting`, or prepares something for the first time if `preparing`. Returns the arguments with which `enter`
+        """Note for heartbeats that the main thread enters the clock section `section`; `waiting`: it only waits for
+        other ranks there; `preparing`: it compiles, loads or pins something. Returns the arguments by which `enter`
         restores the section before."""
         before = self._now[:3]
         self._now = (section, waiting, preparing, monotonic())
@@ -113,7 +113,7 @@ class Progress:
         )
 
     def _busy(self, now: float) -> float:
-        """Return the share of time since the last heartbeat in which the main thread was active, 1 if not known."""
+        """Return the share of time since the last heartbeat that the main thread was active, 1 if not known."""
         active, before = _active(self._thread), self._looked
         self._looked = None if active is None else (now, active)
         if active is None or before is None or now == before[0]:
@@ -122,8 +122,8 @@ class Progress:
 
 
 def _active(thread: int) -> float | None:
-    """Return the seconds in which a thread of this process has run or waited for a processor; None while it does, or
-    waits for a disk, as the kernel books that later, and if the kernel does not say."""
+    """Return the seconds that a thread of this process has run or waited for a processor so far, for heartbeats. None
+    if the kernel does not say, or while the thread runs or waits for a disk, as the kernel books that later."""
     try:
         with open(f"/proc/self/task/{thread}/stat") as stat, open(f"/proc/self/task/{thread}/schedstat") as times:
             state, (ran, waited, _) = stat.read().rpartition(")")[2].split()[0], times.read().split()

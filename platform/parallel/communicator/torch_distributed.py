@@ -86,7 +86,7 @@ class ProcessGroups(HostMemory):
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
 
     def _own(self) -> set[dist.ProcessGroup]:
-        """Return the process groups that this rank is a member of."""
+        """Return the torch.distributed process groups in which this rank is a member."""
         made = dist.group.WORLD, *self._groups.values(), *self._lines.values()
         return {group for group in made if group is not None}
 
@@ -98,8 +98,8 @@ class ProcessGroups(HostMemory):
         return dist.new_subgroups_by_enumeration(listed, timeout=timeout)[0]
 
     def _nccl_lines(self, neighbours: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
-        """Make a group of each pair of neighbouring stages and direction: (sending, receiving stage) -> group. Pairs
-        that share no stage are made together."""
+        """Make an NCCL group for messages from each pipeline stage to its neighbour, one per direction: (sending,
+        receiving stage) -> this rank's group, if any. Pairs that share no stage are made together."""
         made: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         here = self.coordinates["stage"]
         for pairs in disjoint(neighbours):
@@ -109,9 +109,9 @@ class ProcessGroups(HostMemory):
         return made
 
     def _gloo_lines(self, neighbours: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
-        """Return the group of each pair of neighbouring stages and direction: up the stages the default one, down them
-        one along the axis `stage`, made if there is none besides the default. A thread of gloo that finds a connection
-        locked by one that sends in it spins until it is free."""
+        """Return the gloo group for messages from one pipeline stage to its neighbour: (sending, receiving stage) ->
+        group, None for the default one. Messages up the stages go in the default group; messages down in one along the
+        axis `stage`, since a thread of gloo that finds a connection in use by a sender spins until it is free."""
         if not neighbours:
             return {}
         down = self._groups.get(("stage",))
@@ -157,8 +157,8 @@ class ProcessGroups(HostMemory):
         return work.wait if self._nccl else partial(self._until_aborted, work)
 
     def _until_aborted(self, work: dist.Work) -> None:
-        """Wait for a collective of gloo, no longer than about ABORTED after an abort: that wakes all who wait, but gloo
-        forgets a message which it queues at the moment in which the connection ends."""
+        """Wait for a gloo collective, but after an abort no longer than about ABORTED: an abort fails every wait,
+        except for a message that gloo queues at the moment in which its connection ends."""
         aborted = False
         while not work.is_completed():
             try:
@@ -177,7 +177,7 @@ class ProcessGroups(HostMemory):
         return self._finish(dist.irecv(out, peer, group=self._line_to(peer, self.rank)))
 
     def _line_to(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
-        """Return the group in which rank `sender` sends to rank `receiver`; None for the default group."""
+        """Return the process group for messages from rank `sender` to rank `receiver`; None: the default one."""
         stages = self.mesh.coordinates(sender)["stage"], self.mesh.coordinates(receiver)["stage"]
         return self._lines[stages] if self._nccl else self._lines.get(stages)
 

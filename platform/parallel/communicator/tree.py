@@ -16,22 +16,22 @@ class Relatives(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Return the number of ranks in the part of the tree that begins with the rank."""
+        """Return how many ranks the part of the tree with this rank at its top has, itself included."""
         return 1 + sum(map(len, self.branches))
 
     @property
     def children(self) -> list[int]:
-        """Return the ranks that stand directly below the rank in the tree."""
+        """Return the ranks directly below this one in the tree along which host-memory collectives run."""
         return [branch[0] for branch in self.branches]
 
     @property
     def peers(self) -> list[int]:
-        """Return the ranks to which the rank has a connection in the tree."""
+        """Return the ranks to which this rank opens connections in the tree: its parent, if any, and its children."""
         return self.children if self.parent is None else [self.parent, *self.children]
 
 
 def relatives(rank: int, size: int) -> Relatives:
-    """Return the relatives of `rank` in the tree of `size` ranks."""
+    """Return the parent and the branches below `rank` in the tree of `size` ranks, for host-memory collectives."""
     parent, ranks = None, range(size)
     while ranks[0] != rank:
         parent, ranks = ranks[0], next(branch for branch in _branches(ranks) if rank in branch)
@@ -39,7 +39,7 @@ def relatives(rank: int, size: int) -> Relatives:
 
 
 def _branches(ranks: range) -> list[range]:
-    """Divide all of some consecutive ranks but the first, on which they depend, into up to BRANCHES stretches."""
+    """Divide the ranks below `ranks[0]` in the tree, all the others of `ranks`, into up to BRANCHES equal stretches."""
     below = ranks[1:]
     each = -(-len(below) // BRANCHES) or 1
     return [below[at : at + each] for at in range(0, len(below), each)]

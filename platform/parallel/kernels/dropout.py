@@ -29,12 +29,12 @@ Draw = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]  # `dropped`,
 
 
 def dropped(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Return x with dropped elements set to 0 and the others scaled by 1 / (1 - rate); one kernel if compiled."""
+    """Return dropout of the tensor x: dropped elements are 0, the others are scaled by 1 / (1 - rate)."""
     return torch.where(random.kept(counters, start, rate), x * (1 / (1 - rate)), 0)
 
 
 def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Return dropout of x as `dropped` does, piece by piece, so that the integers that draw the mask stay in the
+    """Return dropout of the tensor x, as `dropped`, piece by piece, so that the mask's random integers fit the
     cache."""
     out = torch.empty_like(x)
     for where in pieces(x.shape, DRAWN_AT_ONCE.get(x.device.type, _MOST_AT_ONCE)):

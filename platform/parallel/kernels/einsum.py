@@ -63,8 +63,8 @@ class _Einsums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        """Return the gradients of x, operands and biases, or defer those of operands; operands are gathered again
-        first."""
+        """Return the gradients of x, operands and biases of an einsum group, or leave the operands' and biases' to be
+        computed later (zero bubble); operands that were not saved whole are gathered again first."""
         x, *operands = ctx.saved_tensors
         communicator, group = ctx.coming.communicator, ctx.group
         coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
@@ -131,8 +131,8 @@ class _Joined(NamedTuple):
 
 
 def _joined(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _Joined | None:
-    """Return the weights and biases of a group of einsums as one local matrix and one vector, if its `leaves` lie one
-    after another in memory; None if they do not."""
+    """Return an einsum group's weights as one local matrix and its biases as one vector, if its `leaves` lie one after
+    another in memory; else None."""
     count = len(group.einsums)
     if absent(x) or not group.joinable:
         return None

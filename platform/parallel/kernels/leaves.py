@@ -15,7 +15,7 @@ Compute = Callable[[Tensor | None, bool], Tensor]
 
 
 def accumulates(w: Tensor | None) -> bool:
-    """Return True if a kernel may add w's gradient itself: w is an autograd leaf, and no graph is being traced."""
+    """Return True if a kernel may add the gradient of the tensor w itself: an autograd leaf, outside of tracing."""
     return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
 
 
@@ -36,7 +36,7 @@ def add_computed(w: Tensor, compute: Compute) -> None:
 
 
 def add_total(w: Tensor, total: Callable[..., Tensor]) -> None:
-    """Add a small gradient of the leaf w, which `total(dtype=...)` computes in new memory, together with others."""
+    """Add to the leaf w's gradient a small tensor that `total(dtype=...)` computes, such as a bias's row sum."""
     if found := bucket_of(w):
         bucket, name = found
         if bucket.here:
@@ -49,7 +49,7 @@ def add_gradient(w: Tensor, gradient: Tensor) -> None:
     """Add `gradient`, which may be a view of other memory, to the sum of the gradients of the autograd leaf w."""
 
     def compute(into: Tensor | None, fresh: bool) -> Tensor:
-        """Return the gradient, added to the memory `into`, if there is one, or written over it if that is `fresh`."""
+        """Add the gradient to the memory `into`, or overwrite it if `fresh`; return it as it is without `into`."""
         return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
 
     add_computed(w, compute)

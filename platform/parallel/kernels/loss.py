@@ -47,7 +47,7 @@ class LogitDerivatives:
     every: Tensor | float | None
 
     def times(self, weights: Tensor) -> LogitDerivatives:
-        """Return the derivatives by logits of losses that are multiplied by `weights`, one per label."""
+        """Return the logits' derivatives for losses multiplied by `weights`, one number per label."""
         every = None if self.every is None else self.every * weights
         return LogitDerivatives(weights if self.whole is None else self.whole * weights, self.label * weights, every)
 
@@ -100,7 +100,7 @@ def _statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
 def _differentiated(
     logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
 ) -> None:
-    """Replace `logits` as `_differentiate` does, in one kernel where it is compiled."""
+    """Replace `logits` by the loss's gradient as `_differentiate` does, in one kernel if compiled."""
     exponential = (widened(logits) - shift).exp()
     p = exponential if whole is None else exponential * whole
     target = torch.arange(logits.shape[1], device=logits.device) == column
@@ -108,8 +108,8 @@ def _differentiated(
 
 
 def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Merge the `_statistics` of the ranks along `over`, which split the columns; `mine` [rows]: True where this rank
-    has the label's column."""
+    """Merge the loss `_statistics` [2 or 3, rows] of the ranks along the axes `over`, which split the vocabulary, by
+    two all-reduces; `mine` [rows]: True where this rank has the label's column."""
     top = communicator.launch("all_reduce", found[0], over, reduce="max").wait()
     sums = torch.stack(((found[0] - top).exp(), found[1].where(mine, 0.0), *found[2:]))
     sums = communicator.launch("all_reduce", sums, over, owned=True).wait()
@@ -185,8 +185,9 @@ def loss_and_gradient(
 def _differentiate(
     logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
 ) -> None:
-    """Replace `logits` by p = whole * exp(logits - shift) + every, all [rows, columns], but by p - every + share at
-    `column`; the others are [rows, 1], in the type of statistics, in which it is computed."""
+    """Replace `logits` [rows, columns] by the gradient of the loss: p = whole * exp(logits - shift) + every, and at the
+    label's `column` p - every + share. The other tensors are [rows, 1], in the type of statistics, in which it is
+    computed."""
     if not logits.shape[1]:
         return
     target = (logits.gather(1, column) - shift).exp()
@@ -252,7 +253,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
-    """Add gradient * factor to `into`, if there is one, in one pass over a large vocabulary table."""
+    """Add gradient * factor to `into`, or overwrite it if `fresh`, in one pass over the vocabulary table."""
     if into is None or fresh:
         return torch.mul(gradient, factor, out=into)
     return into.addcmul_(gradient, factor)
@@ -289,8 +290,8 @@ def _by_chunks(
 
 
 def _logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the planned product of x and `table`, which `coming` brings, and add the `bias`; return the first two as
-    converted, and the logits in new memory."""
+    """Compute this rank's logits: the planned product of x and the vocabulary `table`, which `coming` gathers, plus
+    `bias`. Returns x and table as converted, and the logits in new memory."""
     communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
     (arriving,) = coming.take([table])
     whole = convert(communicator, x, group.x.forward).wait()

@@ -26,8 +26,8 @@ def angles(
 
 
 def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
-    """Return the scaled rotary frequencies, in radians per token, of all pairs of elements, from `frequency` [pairs] by
-    `scaling`."""
+    """Return the rotary frequencies [pairs], radians per token, changed by `scaling` for contexts longer than the
+    original (linear, llama3 or yarn)."""
     if scaling.kind == "linear":
         return frequency / scaling.factor
     pairs = len(frequency)
@@ -112,10 +112,10 @@ def padding_mask(tokens: Tensor) -> Tensor:
 
 
 def unseen(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -> Tensor:
-    """Return the attention mask, bool [length, memory_length], True where causality hides what lies ahead, at the
-    global positions `length` and `memory`, and a `window`, if not 0, what lies as far back. With the local block
-    `begins` [length, batch] of the positions at which documents begin, what lies before is hidden too: bool [batch, 1,
-    length, memory_length]."""
+    """Return the attention mask, bool [length, memory_length], True where a query at the global positions `length` must
+    not see the key at `memory`: keys ahead of it, and with a `window` keys that far back. With `begins` [length,
+    batch], the positions at which documents begin, keys of earlier documents are hidden too: bool [batch, 1, length,
+    memory_length]."""
     at = length.unsqueeze(1)
     hidden = memory > at
     if window:

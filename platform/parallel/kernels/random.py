@@ -25,7 +25,7 @@ def key(*parts: object) -> int:
 
 
 def _wrapped(number: int) -> int:
-    """Return the last 64 bits of an integer as a signed int64 value, as tensors wrap around."""
+    """Return an integer as int64 tensors hold it: its last 64 bits, signed."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -39,7 +39,7 @@ def bits(key_: int, elements: Tensor) -> Tensor:
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """Turn SplitMix64's states z, int64, in place into its 64 random bits each; return z."""
+    """Turn SplitMix64's int64 states z, in place, into 64 random bits each; return z."""
     for shift, low, factor in ((30, 0x3FFFFFFFF, _MIX1), (27, 0x1FFFFFFFFF, _MIX2), (31, 0x1FFFFFFFF, 1)):
         z ^= (z >> shift).bitwise_and_(low)  # which makes the arithmetic shift of int64 a logical one
         if factor != 1:

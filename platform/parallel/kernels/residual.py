@@ -16,7 +16,7 @@ Region = Callable[[Callable[..., Any]], Callable[..., Any]]  # wraps a pure func
 
 
 def _sum(x: Tensor, y: Tensor, drawing: Drawing | None) -> Tensor:
-    """Return the residual connection x + dropout(y) of local blocks; no dropout without a `drawing`."""
+    """Return the residual sum x + dropout(y) of two local activations; no dropout without a `drawing`."""
     return x + (y if drawing is None else dropped(y, *drawing))
 
 

@@ -13,17 +13,17 @@ from platform.parallel.communicator.base import Communicator
 
 
 def widened(x: Tensor) -> Tensor:
-    """Cast x to the dtype of statistics, losses and rotations: fp32 for 16-bit tensors, otherwise its own."""
+    """Return x in the dtype of statistics, losses and rotations: fp32 if x is 16-bit, else unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
-    """Return x, a temporary that may be overwritten, summed over the ranks along the axes `over`."""
+    """Return the all-reduced sum of x over the ranks along the axes `over`; x may be overwritten."""
     return communicator.launch("all_reduce", x, over, owned=True).wait()
 
 
 def _largest(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
-    """Return the maximum of x, a temporary that may be overwritten, over the ranks along the axes `over`."""
+    """Return the all-reduced maximum of x over the ranks along the axes `over`; x may be overwritten."""
     return communicator.launch("all_reduce", x, over, reduce="max", owned=True).wait()
 
 

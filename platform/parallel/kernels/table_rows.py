@@ -30,7 +30,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
-    """Add the gradient of rows of `table` to `into` (zeros if `fresh` or None, then in new memory); return it."""
+    """Add the gradient of an embedding table's rows at `ids` to `into` (zeros if `fresh` or None); return it."""
     if into is None:
         into = torch.zeros_like(table, requires_grad=False)
     elif fresh:

@@ -30,9 +30,9 @@ class Pending:
             self._advance()
 
     def _advance(self) -> None:
-        """Take the local steps of the tensor's conversion up to the next collective and issue that, or take all that
-        are left. A collective of other ranks alone has its turn here too: where several conversions are under way, each
-        group sees its collectives in one order."""
+        """Take the conversion's local steps (slice, pad, drop) up to the next collective and issue that, or all steps
+        left. A collective among other ranks alone has a turn here too, as nothing to wait for: where several tensors
+        are being converted, each group then sees its collectives in one order."""
         self._handle = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
@@ -63,7 +63,7 @@ class Pending:
         self._steps = ()
 
     def proceed(self) -> None:
-        """Wait for the collective in progress of a tensor's conversion, if there is one, and issue the next."""
+        """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
         if self._handle:
             self._x = self._handle.wait()
             self._advance()
@@ -84,7 +84,7 @@ def convert(
 
 
 def absent(x: Tensor) -> bool:
-    """Return True if x is empty: this rank has no block of the global tensor, as real blocks are never empty."""
+    """Return True if the tensor x is empty: this rank has no block of the global tensor (blocks are never empty)."""
     return not x.numel()
 
 
@@ -93,14 +93,14 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, communicator, conversion, coming):
-        """Return x converted to another layout by the plan's forward steps, or the conversion already under way."""
+        """Return x converted to another layout by the plan's forward steps; `coming`: the conversion, if started."""
         ctx.communicator, ctx.conversion = communicator, conversion
         out = (coming or convert(communicator, x, conversion.forward)).wait()
         return out.view_as(out) if out is x else out
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return the gradient converted back by the plan's backward steps."""
+        """Return the gradient converted back to x's layout by the plan's backward steps."""
         return convert(ctx.communicator, gradient, ctx.conversion.backward).wait(), None, None, None
 
 

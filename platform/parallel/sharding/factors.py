@@ -32,7 +32,7 @@ class Factors:
     of this rank's stage."""
 
     def __init__(self, plan: Plan, communicator: Communicator):
-        """Find where this rank's part of each matrix lies in the whole, for Adafactor's sums by row and column."""
+        """Find where this rank's part of each parameter matrix lies, for Adafactor's sums by row and by column."""
         self._plan, self._communicator = plan, communicator
         self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
         by_name = {p.name: p for p in plan.parameters}
@@ -42,7 +42,8 @@ class Factors:
         self._parts = {p.name: part for p in here if (part := self._part(p))}
 
     def _part(self, p: Parameter) -> _Part | None:
-        """Return where this rank's part of a matrix lies among its rows and columns; None if it has none."""
+        """Return the rows and columns of a parameter's matrix in which this rank's part lies, None if it has none; the
+        part is its block or, under ZeRO, its shard of the block."""
         plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
         start, stop = plan.shard_range(p, at)
         if not plan.present(p, at) or start >= stop:
@@ -58,8 +59,8 @@ class Factors:
         return (rows, columns[0]) if columns else None
 
     def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the squares of this rank's part of a parameter's gradient by row and by column of the whole matrix, whose
-        other parts count as zeros."""
+        """Return, for Adafactor, the sums of squares of x, this rank's part of a parameter's gradient, by row [rows]
+        and by column [columns] of the whole matrix; the parts of other ranks count as zeros."""
         part, (rows, columns) = self._parts[name], self._sizes[name][:2]
         squares = x.new_zeros(len(part.rows) * len(part.columns))
         torch.mul(x.view(-1), x.view(-1), out=squares[part.before : part.before + x.numel()])
@@ -70,15 +71,15 @@ class Factors:
         )
 
     def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of the outer product of Adafactor's `rows` and `columns`, laid out as `like`."""
+        """Return this rank's part of the outer product of Adafactor's `rows` and `columns`, shaped as `like`."""
         part = self._parts[name]
         whole = torch.outer(rows[part.rows], columns[part.columns]).view(-1)
         return whole[part.before : part.before + like.numel()].view(like.shape)
 
     def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
-        """Sum over ranks the squares that each has `found` of its parts of parameters, for Adafactor: by row and by
-        column of the factored ones, and one number of each; with `totals` one number alone. All ranks go through it
-        together."""
+        """Sum over ranks, by one all-reduce, the squares that Adafactor needs of each parameter's gradient: by row and
+        by column of a factored matrix, else one number; with `totals` one number of every parameter. `found`: parameter
+        name -> the sums of this rank's part. All ranks call it together."""
         sizes = {name: (1,) if totals else each for name, each in self._sizes.items()}
         flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._dtype, device=self._communicator.device)
         views = {
@@ -99,8 +100,8 @@ class Factors:
 
 
 def _places(block: Sequence[tuple[int, int]], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return the numbers, in a row-major tensor of `shape`, of the elements of a block, (offset, extent) by dim.
-    Padding beyond a dim has the number of its last element."""
+    """Return the row-major numbers, in a tensor of `shape`, of a block's elements, int64 [elements]. `block`: (offset,
+    extent) by dim; padding beyond a dim's size gets the number of its last element."""
     found = torch.zeros(1, dtype=torch.long, device=device)
     for (offset, extent), size in zip(block, shape, strict=True):
         here = torch.arange(offset, offset + extent, device=device).clamp(max=size - 1)

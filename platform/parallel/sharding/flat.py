@@ -33,8 +33,8 @@ class FlatBucket:
     complete: Callable[[FlatBucket], None] | None = None
 
     def __init__(self, plan: Plan, communicator: Communicator, bucket: Bucket, low: torch.dtype, high: torch.dtype):
-        """Allocate a bucket's flat buffers: compute copies (`low`) and this rank's master copies (`high`) of
-        parameters."""
+        """Allocate the flat buffers of a bucket of parameters on this rank: compute copies in dtype `low`, master
+        copies in dtype `high`."""
         self.bucket, self._plan, self._communicator = bucket, plan, communicator
         self._low, self._high = low, high
         # gradients are summed where kernels add them; else those of a pass are collected in `_coming` first
@@ -78,7 +78,7 @@ class FlatBucket:
         self.release()
 
     def _new(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed flat buffer [elements] on the device of this rank."""
+        """Return a flat buffer of zeros, [elements], in this rank's device memory."""
         return torch.zeros(elements, dtype=dtype, device=self._communicator.device)
 
     def _block(self, flat: Tensor, name: str) -> Tensor:
@@ -89,8 +89,9 @@ class FlatBucket:
         return flat[start:stop].view(self._shapes[name])
 
     def _masters(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return parameter name -> view in `flat`, a flat buffer laid out as this bucket's master copies: the
-        parameter's block or, under ZeRO, the stretch of its flattened block that lies in this rank's shard."""
+        """Return parameter name -> view of its master copy in `flat`, a flat buffer laid out as this bucket's master
+        copies: the parameter's block or, under ZeRO, the stretch of its flattened block that lies in this rank's
+        shard."""
         if not self.here:
             return {name: flat.new_empty(0) for name in self._shapes}
         if not self._plan.sharded:
@@ -106,8 +107,8 @@ class FlatBucket:
 
     @torch.no_grad()
     def fill(self, name: str, block: Tensor) -> None:
-        """Set a parameter's master and compute copies from its block of initial values, which is the master copy itself
-        if that is whole."""
+        """Set a parameter's master copy and compute copy from the tensor `block`, this rank's block of its initial
+        values. Without ZeRO, `block` is the master copy itself."""
         if self._plan.sharded:
             start, stop = self.bucket.shard(name, self._index, self._shards)
             self.master[name].copy_(block.view(-1)[start:stop])
@@ -118,8 +119,8 @@ class FlatBucket:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the compute copies from the master copies; under ZeRO-1 and 2 the gather of the ranks' shards is
-        started, and `gather` waits for it."""
+        """Update the compute copies from the master copies after an optimizer step; under ZeRO-1 and 2 this starts the
+        all-gather of the ranks' shards, for which `gather` waits."""
         if self.part is not self.masters:
             self.part.copy_(self.masters)
         if self._plan.sharded and not self._plan.storage:
@@ -127,8 +128,8 @@ class FlatBucket:
             self.resident = not self._gathering
 
     def fresh(self) -> Mapping[str, Tensor]:
-        """Return name -> a new compute copy of every parameter's block, made from the master copies, for comparison;
-        all ranks that divide the bucket call it together."""
+        """Return parameter name -> a new compute copy made from the master copies, to check the present copies against;
+        all ranks that share the bucket call it together."""
         part = self.masters.detach().to(self._low)
         whole = part
         if self._plan.sharded:
@@ -136,35 +137,36 @@ class FlatBucket:
         return {name: self._block(whole.view(-1), name) for name in self._shapes}
 
     def _gather_into(self, out: Tensor) -> Handle | Arrived | None:
-        """Start gathering the ranks' shards of this bucket's parameters into `out` [shards, elements of a shard]."""
+        """Start the all-gather of this bucket's parameter shards into `out` [shards, elements of a shard]."""
         if not self.here:
             return None
         name = f"gather {self.bucket.name}"
         return self._communicator.launch("all_gather", self.part, self._plan.sharded, into=out, name=name)
 
     def prefetch(self) -> None:
-        """Start gathering this bucket's parameters (ZeRO-3), unless they are there or on their way."""
+        """Start the all-gather of this bucket's parameters (ZeRO-3), unless they are in memory or under way."""
         if not self.resident and not self._gathering:
             self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.itemsize)
             self._gathering = self._gather_into(self._written)
 
     def gather(self) -> None:
-        """Gather the bucket's parameters from the ranks' shards, unless that has begun, and wait for them."""
+        """Wait for the all-gather of this bucket's parameters from the ranks' shards, starting it if need be."""
         self.prefetch()
         if self._gathering:
             self._gathering.wait()
         self._gathering, self.resident = None, True
 
     def release(self) -> None:
-        """Free the gathered parameters' memory (ZeRO-3); views of it stay, and are readable again after `gather`."""
+        """Free the memory of the gathered parameters (ZeRO-3); views of it are readable again after `gather`."""
         if self._plan.storage:
             self._whole.untyped_storage().resize_(0)
             self.resident = False
 
     @torch.no_grad()
     def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather parts of parameters into blocks, name -> block in new memory, given this rank's `parts`, each laid out
-        as the master copy; zeros if no rank gives a part. All ranks of the bucket call it together."""
+        """Gather this rank's and its peers' `parts` of parameters into whole blocks: name -> block in new memory. Each
+        part is laid out as the master copy; a part that no rank gives is zeros. All ranks of the bucket call it
+        together."""
         flat = self._new(self._elements // self._shards, self._high)
         for name, there in self._masters(flat).items():
             if name in parts:
@@ -175,7 +177,7 @@ class FlatBucket:
         return {name: self._block(flat, name) for name in self._shapes}
 
     def own(self, name: str, block: Tensor) -> Tensor:
-        """Return this rank's master part of a parameter's block: its ZeRO shard of it, or the whole block."""
+        """Return this rank's master part of a parameter's tensor `block`: its ZeRO shard, or the whole block."""
         if not self._plan.sharded:
             return block
         start, stop = self.bucket.shard(name, self._index, self._shards)
@@ -184,7 +186,7 @@ class FlatBucket:
     # gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a parameter's gradient, in memory of its own, to be added to its sum together with others."""
+        """Take a parameter's gradient (in memory of its own), to add it to the bucket's sum together with others."""
         if self.here:
             if name in self._taken:
                 self.flush()
@@ -192,8 +194,9 @@ class FlatBucket:
             self._note((name,))
 
     def sum_of(self, *names: str) -> tuple[Tensor, bool]:
-        """Return the bucket's flat memory to which a kernel is to add the gradients of parameters that follow each
-        other, and True if its present content does not count; the kernel then calls `came`."""
+        """Return the stretch of the flat gradient buffer to which a kernel adds the gradients of the parameters
+        `names`, adjacent in this order, and True if the kernel must overwrite its content. The kernel calls `came` when
+        done."""
         start, stop = self._stretch(names)
         if self._direct:
             sums, fresh = self._sums(), self._summed.isdisjoint(names)
@@ -208,13 +211,14 @@ class FlatBucket:
         return self._coming[start:stop], True
 
     def came(self, *names: str) -> None:
-        """Note that gradients of the parameters `names` have been added to the memory that `sum_of` gave."""
+        """Note that a kernel has added the gradients of the parameters `names` to the memory that `sum_of` returned."""
         (self._summed if self._direct else self._held).update(names)
         self._note(names)
 
     def _note(self, names: Sequence[str]) -> None:
-        """Note that gradients of parameters have been added in the backward pass under way: whole, unless a parameter
-        has several uses, which are complete only at the end of the pass."""
+        """Note that the backward pass has produced the gradients of the parameters `names`; when all of the bucket's
+        are there, add them to the sums and call `complete`. A parameter with several uses never counts as there: its
+        gradient is complete only when the pass ends."""
         self._came.update(names if self._plan.shared.isdisjoint(names) else set(names) - self._plan.shared)
         if len(self._came) == len(self.compute):
             self.flush()
@@ -222,14 +226,14 @@ class FlatBucket:
                 self.complete(self)
 
     def _sums(self) -> Tensor:
-        """Return the bucket's flat sums of gradients over microbatches, allocated on first use."""
+        """Return the flat buffer of the bucket's gradients summed over microbatches, allocated on first use."""
         if self.sums is None:
             dtype = self._low if self._plan.zero >= 2 else self._high
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
     def _stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
-        """Return (start, stop) in the bucket's flat buffer of parameters that follow each other in this order."""
+        """Return (start, stop) in the bucket's flat buffer of the adjacent parameters `names`, in this order."""
         if names not in self._found:
             found = self.bucket.stretch(names)
             assert found, "parameters that follow each other"
@@ -237,7 +241,7 @@ class FlatBucket:
         return self._found[names]
 
     def values(self, *names: str) -> Tensor:
-        """Return the flat compute copies of parameters that follow each other in this bucket."""
+        """Return the flat compute copies of the adjacent parameters `names`, a view of this bucket's buffer."""
         if names not in self._stretches:
             start, stop = self._stretch(names)
             self._stretches[names] = self._whole[start:stop]
@@ -246,7 +250,8 @@ class FlatBucket:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add gradients taken by `add`, and the gradients of the backward pass under way, to the bucket's `sums`."""
+        """Add the gradients that wait (taken by `add`, or of the backward pass under way) to the bucket's `sums` over
+        microbatches."""
         if self._taken:
             taken, self._taken = self._taken, {}
             add_together([self.sum_of(name) for name in taken], list(taken.values()))
@@ -265,25 +270,25 @@ class FlatBucket:
         self._coming = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return name -> summed gradient of this bucket's parameters that have one."""
+        """Return parameter name -> gradient summed over microbatches, for the bucket's parameters that have one."""
         self.flush()
         return {} if self.sums is None else {name: self._block(self.sums, name) for name in self._summed}
 
     def passed(self) -> None:
-        """Note that a backward pass has ended: this bucket's next gradients belong to another microbatch."""
+        """Note that a microbatch's backward pass has ended: the bucket's next gradients are the next one's."""
         self.flush()
         self._came = set(self._first)
         self.launched = False
 
     def halved(self) -> None:
-        """Note that an input-gradient pass has ended, whose weight gradients come later, perhaps after the next one."""
+        """Note that an input-gradient pass has ended, whose deferred weight gradients come in a later action."""
         self.flush()
         self._first = frozenset(self._came)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Start reducing the bucket's sums of gradients, over the ranks that divide the bucket where that is done in
-        each backward pass (ZeRO-2 and 3), else over all ranks."""
+        """Start reducing the bucket's flat gradients by collectives: in each backward pass over the ranks that shard
+        the bucket (ZeRO-2 and 3), else once over all ranks that hold its parameters."""
         self.settle()
         self.flush()
         sums = self._sums()
@@ -300,12 +305,12 @@ class FlatBucket:
             self._summed.clear()
 
     def _reduction(self, rows: Tensor, steps: Sequence[Step]) -> Pending:
-        """Start reducing gradients, laid out as [shards, elements of a shard], by `steps`; they are overwritten."""
+        """Start reducing the gradients `rows` [shards, elements of a shard], in place, by the plan's `steps`."""
         return convert(self._communicator, rows, steps, owned=True, name=f"reduce {self.bucket.name}")
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for the gradients' reduction after a backward pass; add this rank's shard to the earlier passes' sum."""
+        """Wait for the reduction of one backward pass's gradients; add this rank's shard to the sum over passes."""
         if self._reducing is not None:
             part = self._reducing.wait().view(-1)
             self.reduced = part.to(self._high) if self.reduced is None else self.reduced.add_(part)
@@ -313,7 +318,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def proceed(self) -> None:
-        """Start the reductions of this bucket's gradients that are left at the end of a step."""
+        """Start the reductions of this bucket's gradients that are left to do at the end of a training step."""
         each, last = self._plan.reduction(self.bucket)
         if not each:
             self._reducing.proceed() if self._reducing else self.reduce()
@@ -324,7 +329,8 @@ class FlatBucket:
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """Wait for the gradients' reduction of `proceed`; return the reduced ones, flat, laid out as `masters`."""
+        """Wait for the last reduction of the bucket's gradients in this step; return this rank's reduced gradients as
+        one flat tensor laid out as `masters`, and reset the sums for the next step."""
         assert self._reducing is not None
         flat = self._reducing.wait().view(-1)
         self._reducing, self.reduced, self.sums = None, None, None
@@ -334,14 +340,14 @@ class FlatBucket:
         return flat
 
     def receive(self, flat: Tensor) -> None:
-        """Set the gradients of this bucket's master copies to views of the reduced ones in `flat`."""
+        """Set the `grad` of this bucket's master copies to views of the flat tensor of reduced gradients `flat`."""
         for name, gradient in self._masters(flat).items():
             self.master[name].grad = gradient
 
 
 def add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to flat sums of a bucket in few launches. `sums`: the memory of each, and True if it has no sum
-    yet, so that the gradient is copied there."""
+    """Add `gradients` to their places in flat gradient buffers, in few kernel launches. `sums`: per gradient, the place
+    and True if it holds no sum yet, so that the gradient is copied there."""
     # One launch serves tensors of one type, and copies of one type into another. So few elements of another type than
     # their sums are copied first; many, of which copies would take memory and time, are added one by one.
     groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
@@ -360,13 +366,13 @@ def add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor
 
 
 def bucket_of(leaf: Tensor) -> tuple[FlatBucket, str] | None:
-    """Return the bucket in which a parameter's compute copy lies, and its name; None for a tensor of no bucket."""
+    """Return the flat bucket that holds a parameter's compute copy, and the parameter's name; None if none does."""
     return (found[0], found[1][0]) if (found := home_of(leaf)) else None
 
 
 def home_of(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
-    """Return the bucket in which compute copies lie, of one parameter or of several that follow each other, and the
-    parameters' names; None for a tensor of no bucket."""
+    """Return the flat bucket that holds `copies`, the compute copies of one parameter or of several adjacent ones, and
+    the parameters' names; None for any other tensor."""
     if (found := getattr(copies, _HOME, None)) is None:
         return None
     bucket, names = found
@@ -374,7 +380,7 @@ def home_of(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
 
 
 def _take(leaf: Tensor) -> None:
-    """Move the gradient that autograd has left at a parameter's compute copy into the sums of its bucket."""
+    """Move the gradient that autograd has put in `leaf.grad`, of a parameter's compute copy, to its flat bucket."""
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None and (found := bucket_of(leaf)):
         bucket, name = found

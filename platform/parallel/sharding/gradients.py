@@ -34,7 +34,7 @@ def squared_norm(
 
 
 def squares(x: Tensor) -> Tensor:
-    """Sum the squares of a flat tensor x [elements] of gradients, of any size."""
+    """Sum the squares of a flat tensor x [elements] of gradients, of any size; return an fp64 scalar tensor."""
     most = SQUARED_AT_ONCE[x.device.type]
     if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) > most:
         total = _by_rows(x)
@@ -46,7 +46,7 @@ def squares(x: Tensor) -> Tensor:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Sum the squares of x [elements] row by row in fp32, and those sums in fp64: as fast as x can be read."""
+    """Sum the squares of fp32 gradients x [elements] in fp32 by rows of ROW elements, and the rows' sums in fp64."""
     rows = torch.linalg.vector_norm(x[: len(x) // ROW * ROW].view(-1, ROW), dim=1).double()
     rest = x[len(x) // ROW * ROW :].double()
     return rows.dot(rows) + rest.dot(rest)

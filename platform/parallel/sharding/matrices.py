@@ -20,16 +20,16 @@ class Matrices:
     of this rank's stage; `flats`: its buckets. `half`: the model is computed in half precision."""
 
     def __init__(self, plan: Plan, communicator: Communicator, flats: Sequence[FlatBucket]):
-        """Find the buckets that hold parts of the matrices which Muon updates as wholes."""
+        """Find the flat buckets that hold parts of the weight matrices which Muon updates as wholes."""
         self._plan, self._communicator = plan, communicator
         self.half = plan.itemsize["compute"] == 2
         found = [(flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here]
         self._flats = [(flat, parameters) for flat, parameters in found if parameters]
 
     def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, this rank's part of function(whole matrix)) for each matrix of the plan, the matrix
-        being gathered from the ranks' shards with the layer's outputs as rows. `parts`: name -> this rank's part of the
-        matrix, laid out as the master copy, if it has one. All ranks go through it together."""
+        """Apply `function` (Muon's) to each whole weight matrix, gathered from the ranks with the layer's outputs as
+        rows; yield the parameter's name and this rank's part of the result. `parts`: parameter name -> this rank's part
+        of the matrix, laid out as the master copy. All ranks go through it together."""
         for flat, parameters in self._flats:
             blocks = flat.joined({p.name: parts[p.name] for p in parameters if p.name in parts})
             for p in parameters:
@@ -40,18 +40,18 @@ class Matrices:
 
     @torch.no_grad()
     def _part(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this rank's part of function(whole matrix), the matrix being gathered from the ranks' blocks."""
+        """Return this rank's part of function(whole matrix), a weight matrix gathered from the ranks' blocks."""
         whole = convert(self._communicator, block, self._plan.joining(p), name=f"join {p.name}").wait()
         found = function(whole.reshape(matrix_shape(p.role, whole.shape))).view(whole.shape)
         return flat.own(p.name, self._block(p, found))
 
     def _block(self, p: Parameter, whole: Tensor) -> Tensor:
-        """Return this rank's block of the whole of a parameter, vocab with padding."""
+        """Return this rank's block of the tensor `whole`, a whole parameter with its padding of vocab."""
         for dim, (offset, extent) in enumerate(self._plan.block(p, self._communicator.coordinates)):
             whole = whole.narrow(dim, offset, extent)
         return whole
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Return the shape of the whole matrix that the parameter `name` is, without padding."""
+        """Return the shape (rows, columns) of the weight matrix that the parameter `name` is, without padding."""
         p = next(p for p in self._plan.parameters if p.name == name)
         return matrix_shape(p.role, self._plan.global_shape(p))

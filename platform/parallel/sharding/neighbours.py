@@ -18,7 +18,7 @@ class Neighbours(NamedTuple):
 
     @classmethod
     def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
-        """Return parameters as neighbours in one flat bucket; None if not adjacent, fewer than two, or absent."""
+        """Return parameters as neighbours in one flat bucket; None if fewer than two, not adjacent, or absent here."""
         found = [bucket_of(w) for w in leaves if w is not None]
         flats, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
         if len(flats) < max(2, len(leaves)) or any(flat is not flats[0] for flat in flats) or not flats[0].here:
@@ -27,16 +27,16 @@ class Neighbours(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """Return the flat compute copies of these parameters, one stretch of the bucket's buffer."""
+        """Return the flat compute copies of these adjacent parameters, one stretch of the bucket's buffer."""
         return self.bucket.values(*self.names)
 
     def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
-        """Add gradients to the flat bucket: `compute(memory, fresh)` adds them to memory, overwriting it if fresh."""
+        """Add gradients of adjacent parameters to their flat bucket: `compute(memory, fresh)` does so in one kernel."""
         compute(*self.bucket.sum_of(*self.names))
         self.bucket.came(*self.names)
 
     def add_total(self, total: Callable[..., Tensor]) -> None:
-        """Add small gradients, which `total(dtype=...)` computes flat, together with other parameters' gradients."""
+        """Add small gradients of adjacent parameters (biases), which `total(dtype=...)` computes as one flat tensor."""
         ranges = [self.bucket.bucket.ranges[name] for name in self.names]
         parts = total(dtype=self.bucket.adds_in).split([stop - start for start, stop in ranges])
         for name, part in zip(self.names, parts, strict=True):

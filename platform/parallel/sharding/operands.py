@@ -23,14 +23,15 @@ class Operands(NamedTuple):
     use: Use = ("", "", 0)
 
     def take(self, stored: Sequence[Tensor], back: bool = False) -> list[Pending]:
-        """Return an einsum group's operands, `stored` in their own layouts, on their way to the group's; `back`: True
-        for the backward pass, in which operands that are not gathered again are `stored` as needed."""
+        """Start the gathers of an einsum group's operand tensors from the layouts in which they are `stored`, or return
+        the conversions started ahead. `back`: True in the backward pass, for which only operands that the plan gathers
+        again are converted."""
         steps = [e.operand.forward if e.regathered or not back else () for e in self.group.einsums]
         if self.ahead and any(steps):
             return self.ahead.take(self.use, back)
         return [convert(self.communicator, w, s) for w, s in zip(stored, steps, strict=True)]
 
     def onward(self, back: bool = False) -> None:
-        """Start converting the parameters of the next einsum groups, as the operands of this one have arrived."""
+        """Start gathering the parameters of the einsum groups that come next, as this group's have arrived."""
         if self.ahead:
             self.ahead.onward(self.use, back)

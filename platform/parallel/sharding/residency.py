@@ -28,13 +28,13 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, back: Callable[[], None]) -> Tensor:
-        """Return x unchanged, as the border between spans (blocks) of the model; the backward pass calls `back`."""
+        """Return the activation x unchanged, at a border between spans of the model; backward calls `back` there."""
         ctx.back = back
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        """Pass the gradient on unchanged, and have the parameters of the model's span before the border gathered."""
+        """Return the gradient unchanged, once the parameters of the span before the border have been gathered."""
         ctx.back()
         return gradient, None
 
@@ -51,7 +51,7 @@ class Residency:
     def __init__(
         self, communicator: Communicator, spans: Mapping[int, Spans], *, frees: bool, turns: bool, ahead: bool
     ):
-        """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, span after span."""
+        """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, each before its span runs."""
         self._communicator, self._spans, self._turns, self._ahead = communicator, spans, turns, ahead
         self._frees = frees
         self._chunk: Spans = ()
@@ -66,20 +66,20 @@ class Residency:
         self._move(self._chunk, 0, 1)
 
     def block(self, function: Callable[..., Any], x: Tensor) -> Tensor:
-        """Run a block of the model on activations x, as a span whose parameters are gathered for it (ZeRO-3)."""
+        """Run a block of the model on the activation x, its parameters gathered before and freed after it (ZeRO-3)."""
         y = function(self._enter(x))
         return self._enter(y)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Gather the next span's parameters (ZeRO-3); return x with a border where the backward pass moves back."""
+        """Gather the next span's parameters; return the activation x with a border for the backward pass (ZeRO-3)."""
         spans, before = self._chunk, self._at
         self._at += 1
         self._move(spans, self._at, 1)
         return _Border.apply(x, lambda: self._move(spans, before, -1)) if self._frees else x
 
     def turn(self, outputs: Mapping[str, Tensor]) -> None:
-        """End a forward pass: free the gathered parameters (ZeRO-3) that the backward pass, from `outputs`, needs
-        later."""
+        """End a chunk's forward pass: free its gathered parameters (ZeRO-3), and have them gathered again when the
+        backward pass reaches `outputs`, the chunk's output activations."""
         spans = self._chunk
         self._communicator.clock.span("")
         differentiable = [x for x in outputs.values() if x.requires_grad and self._frees]
@@ -88,7 +88,7 @@ class Residency:
         self._turned = False
 
         def back(_: Tensor) -> None:
-            """Gather the last span's parameters again when the backward pass begins."""
+            """Gather the last span's parameters again when the first output gradient of the chunk arrives."""
             if not self._turned:
                 self._turned = True
                 self._move(spans, len(spans) - 1, -1)
@@ -97,15 +97,15 @@ class Residency:
             x.register_hook(back)
 
     def end(self) -> None:
-        """Free all gathered parameters at the end of a pass (ZeRO-3), keeping this rank's shards."""
+        """Free all gathered parameters at the end of a forward or backward pass (ZeRO-3); shards stay."""
         self._communicator.clock.span("")
         for bucket in self._whole:
             bucket.release()
         self._whole, self._turned = (), False
 
     def _move(self, spans: Spans, at: int, way: int) -> None:
-        """Gather the parameter buckets of span number `at` and free the others (ZeRO-3); start gathering for the next
-        span that needs any, in the direction `way`. The computation of that span follows."""
+        """Gather the parameters of span number `at`, free the parameters of others (ZeRO-3), and start the all-gather
+        for the next span that has any, forward (`way` 1) or backward (-1)."""
         clock, (name, buckets) = self._communicator.clock, spans[at]
         clock.span("")
         for bucket in self._whole:

@@ -17,7 +17,7 @@ from platform.plan.language.layout import padded
 
 def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Tensor:
     """Return a copy of this rank's part [elements] of the local tensor x, flattened and padded, where the ranks along
-    `axes` hold equal x. It is kept for recomputation, or sent to another stage, in place of x.
+    `axes` hold equal x: kept for recomputation, or sent to another stage, in place of x.
 
     Returns x itself if `axes` is empty or x is absent (empty).
     """
@@ -28,7 +28,7 @@ def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Ten
 
 
 def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
-    """Gather the parts that `keep_part` made of equal tensors into the whole tensor of `shape` on every rank along
+    """Gather the parts that `keep_part` made of equal tensors into the whole tensor of `shape`, on every rank along
     `axes`. Returns `part` itself if `axes` is empty or the part is absent (empty)."""
     if not axes or absent(part):
         return part

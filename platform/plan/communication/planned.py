@@ -58,7 +58,7 @@ class Panels:
     count: int
 
     def elements(self, local: int, axes: Sequence[str], mesh: Mesh) -> int:
-        """Return the elements of one SUMMA panel of a matrix split over `axes`, `local` elements on each rank."""
+        """Return the elements of one SUMMA panel of a matrix split over mesh `axes`, `local` elements per rank."""
         return local * mesh.extent(axes) // self.count
 
 
@@ -123,8 +123,7 @@ class PlannedOperation:
     only: tuple[str, ...] = ()
 
     def adds(self, shifts: Iterable[PlannedOperation]) -> bool:
-        """Return True if the matrix products of this planned `project` operation add its biases themselves, whose
-        planned shifts are `shifts`: nothing is converted between product and shift."""
+        """Return True if this planned operation's matrix products add its biases, planned as `shifts`, themselves."""
         return self._stays and not any(s.converts for s in shifts)
 
     @cached_property
@@ -134,7 +133,7 @@ class PlannedOperation:
 
     @cached_property
     def _stays(self) -> bool:
-        """Return True if the results of this planned operation's einsums are not converted, and none goes by panels."""
+        """Return True if the plan converts no result of this operation's einsums, and SUMMA computes none."""
         outputs = [e.output for g in self.groups for e in g.einsums]
         return not any(g.panels for g in self.groups) and not any(c.forward or c.backward for c in outputs)
 

@@ -107,7 +107,7 @@ class Planner:
         before, after = self.shape(tensor, source), self.shape(tensor, target)
 
         def filled(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[Step, ...]:
-            """Return the steps of a conversion with the block's shape where ranks without one get it."""
+            """Return a conversion's steps with the local shape filled in where ranks without a block get one."""
             found = shapes(steps, shape, self.mesh)
             return tuple(replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
 

@@ -121,7 +121,7 @@ class Ahead(Generic[T]):
         return self._backward if back else self._within if self.again else self._forward
 
     def _fetch(self, uses: Sequence[Use], back: bool) -> None:
-        """Start the parameter gathers for `uses` that are not in flight yet. `back`: True in the backward pass."""
+        """Start the gathers of parameters for `uses`, unless in flight already. `back`: True in the backward pass."""
         for use in uses:
             if (use, back) not in self._coming:
                 self._coming[use, back] = [self._start(p, conversion) for p, conversion in self._converted[use]]

@@ -96,10 +96,9 @@ def spans_of(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str
 
 
 def moves(spans: Sequence[Sequence[Bucket]], kept: bool) -> tuple[list[Bucket], list[Bucket]]:
-    """Return the parameter buckets that the forward pass of a model chunk gathers, and the buckets that its backward
-    pass gathers (ZeRO-3), each on entering a span unless already gathered in the span before. `spans`: the buckets that
-    each span needs; `kept`: True if the buckets of the last span stay gathered from the forward to the backward
-    pass."""
+    """Return the parameter buckets that ZeRO-3 gathers in a model chunk's forward pass, and in its backward pass: each
+    on entering a span of layers, unless the span before has it gathered. `spans`: the buckets that each span needs;
+    `kept`: True if the buckets of the last span stay gathered from the forward to the backward pass."""
     forward = [b for before, here in pairwise([(), *spans]) for b in here if b not in before]
     turn = spans[-1] if kept else ()
     backward = [b for before, here in pairwise([turn, *reversed(spans)]) for b in here if b not in before]

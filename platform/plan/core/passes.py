@@ -47,7 +47,7 @@ def of_rows(scheme: Scheme) -> Scheme:
     """Return the scheme of layouts for a pass of generation: axes that split length in training split batch instead."""
 
     def rows(layout: Layout) -> Layout:
-        """Return a layout in which the axes of length split batch too, after the axes that already do."""
+        """Return a layout in which the mesh axes that split length split batch instead, after the axes of batch."""
         rules = {dim: axes for dim, axes in layout.items() if dim != "length"}
         return Layout.of({**rules, "batch": (*layout["batch"], *layout["length"])}, layout.only)
 

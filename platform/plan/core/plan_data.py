@@ -60,8 +60,8 @@ def digest(plan: Plan) -> str:
 
 
 def _encoded(value: Any, done: dict[int, Any]) -> Any:
-    """Encode one value of a plan, recursively: dataclasses and mappings as in the module's text, tuples as lists.
-    `done`: encoded dataclasses so far, by identity, as layers share theirs."""
+    """Encode a value that is part of a plan as plain data, recursively: dataclasses and mappings as described in the
+    module's text, tuples as lists. `done`: encoded dataclasses so far, by identity, as layers share them."""
     kind = type(value)
     if value is None or kind in (str, int, float, bool):
         return value

@@ -84,7 +84,7 @@ def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
 
 
 def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
-    """Return the longest common prefix of lists of mesh axes."""
+    """Return the longest common prefix of several lists of mesh axes, each the axes that split some dim."""
     out: list[str] = []
     for column in zip(*lists, strict=False):
         if len(set(column)) > 1:

@@ -189,7 +189,7 @@ class _Walk:
         return self.most
 
     def reach(self, extra: int = 0, kept: int = 0) -> None:
-        """Record a new peak of the memory forecast if the bytes now in use and `extra` exceed it; `kept`: the bytes of
+        """Note a new peak of the predicted bytes if the bytes in use plus `extra` exceed it; `kept`: the bytes of
         `extra` that are activations of one more forward pass."""
         working = sum(self.held.values()) + sum(self.sending) + self.standing + extra - kept
         if self.gradients + self.kept + kept + working > sum(self.most[:3]):
@@ -322,9 +322,9 @@ class _Walk:
         self.reach(max(self._squares(), scratch))
 
     def _squares(self) -> int:
-        """Return the bytes in which the squares of a bucket's gradients are summed (`sharding.gradients.squares`), for
-        the stretch of any worker of the stage that takes most; many in fp32 are summed row by row on a CPU, which takes
-        next to none."""
+        """Return the predicted bytes for summing the squares of a bucket's gradients (`sharding.gradients.squares`), of
+        the worker of the stage that needs most; on a CPU, many fp32 gradients are summed row by row, in next to no
+        memory."""
         most, by_rows = SQUARED_AT_ONCE[self.device], self.device == "cpu" and self.master == 4
         corners = product(*({0, n - 1} for axis, n in self.plan.mesh.shape if axis != "stage"))
         axes = [axis for axis, _ in self.plan.mesh.shape if axis != "stage"]

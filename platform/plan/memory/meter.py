@@ -64,7 +64,7 @@ class Meter(Ops):
         self.grad = True
 
     def _start(self, p: Parameter, conversion: Conversion) -> Value:
-        """Count the conversion of a parameter to an operation's layout; return the converted one."""
+        """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""
         return self.forward(self.parameter(p), conversion)
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
@@ -73,19 +73,19 @@ class Meter(Ops):
         return MeteredStorage(self.ledger, elements * (itemsize or self.plan.itemsize["compute"]), elements, parameter)
 
     def tensor(self, elements: int, itemsize: int = 0) -> Value:
-        """Allocate a tensor of `elements` floating-point numbers, as `new` does its storage."""
+        """Allocate a counted stand-in for a tensor of `elements` numbers, with a storage as by `new`."""
         return Value(self.new(elements, itemsize), elements)
 
     Block = Value  # the meter's stand-in for a rank's block of an activation
 
     @staticmethod
     def absent(x: Value) -> bool:
-        """Return True if the metered worker has no block of the tensor: x has no elements."""
+        """Return True if the metered worker has no block of the tensor that x stands for: no elements."""
         return not x.elements
 
     @staticmethod
     def empty_of(blocks: Sequence[Value]) -> Value:
-        """Return the empty stand-in with which a metered worker without blocks passes an operation on."""
+        """Return the empty stand-in for a block that the metered worker lacks, made of the `blocks` given."""
         return blocks[0]
 
     def integers(self, elements: int, itemsize: int = INTEGER) -> MeteredStorage:
@@ -93,7 +93,7 @@ class Meter(Ops):
         return MeteredStorage(self.ledger, elements * itemsize, 0)
 
     def data(self, chunk: Chunk) -> MeteredStorage:
-        """Allocate the data tensors that a chunk's operations read: each once per layout."""
+        """Allocate counted bytes for the data tensors (ids, labels) that a chunk's operations read, one per layout."""
         readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
         return self.integers(sum({(name, o.tokens): o.token_count for name, o in readers}.values()))
 
@@ -167,7 +167,7 @@ class Meter(Ops):
         return self.new(elements, parameter=parameter) if after else out
 
     def forward(self, x: Value, conversion: Conversion) -> Value:
-        """Count the memory of a conversion's forward steps of x, outside of the autograd tape; return the result."""
+        """Count the bytes of a conversion's forward steps of x, without a backward pass; return the result."""
         steps, shape = conversion.forward, conversion.before
         return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
@@ -190,7 +190,7 @@ class Meter(Ops):
         return Value(None, prod(self.plan.local_shape(p)) * self.plan.present(p, self.at), p.name)
 
     def converted(self, planned: PlannedOperation) -> list[Value]:
-        """Return the parameters of a planned operation without einsums, converted for it, which counts."""
+        """Count the conversions of a planned operation's parameters, if it has no einsums; return the results."""
         operation = planned.operation
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
         coming = self.ahead.take(use) if use in self.ahead else [None] * len(parameters)
@@ -198,7 +198,7 @@ class Meter(Ops):
         return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
 
     def in_place(self, key: GradientKey) -> bool:
-        """Return True if an operand is a parameter whose gradient adds up in its bucket, and count that gradient."""
+        """Return True if an operand is a parameter whose gradient is added in its bucket; count those bytes."""
         return isinstance(key, str) and self.leaves.in_place(key)
 
     def seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
@@ -268,7 +268,7 @@ class Meter(Ops):
             self._keep((*self._spans[at], *next(filter(None, onwards), ())))
 
     def _keep(self, buckets: Sequence[Bucket]) -> None:
-        """Count as gathered only these parameter `buckets`: free the buffers of others, and allocate missing ones."""
+        """Count only the parameter `buckets` as gathered (ZeRO-3): free others' bytes, allocate missing ones."""
         wanted = {id(b): b for b in buckets}
         self._whole = {key: kept for key, kept in self._whole.items() if key in wanted}
         self._whole |= {k: self.new(b.elements, parameter=True) for k, b in wanted.items() if k not in self._whole}

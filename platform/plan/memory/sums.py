@@ -46,7 +46,7 @@ class MeteredSums(Leaves):
         return True
 
     def _add(self, n: int) -> None:
-        """Count the buffer into which a gradient of bucket number `n` is added as it is computed."""
+        """Count the bytes of the buffer into which a gradient of bucket number `n` is added when computed."""
         if self._direct:
             self._begin(n)
         elif n not in self._coming:
@@ -59,7 +59,8 @@ class MeteredSums(Leaves):
             self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
 
     def _note(self, name: GradientKey) -> None:
-        """Note that a parameter's gradient has been computed; once all of its bucket are, add them to the sums."""
+        """Note that a parameter's gradient has been computed; once its whole bucket is, count adding them to the
+        sums."""
         assert isinstance(name, str)
         n = self._number[name]
         if name not in self._plan.shared:  # of which several parts come
@@ -96,12 +97,12 @@ class MeteredSums(Leaves):
         self._parts[n] = part if same and each else self._meter.new(each, self._plan.itemsize["master"])
 
     def flush(self) -> None:
-        """Count the addition of all gradients that are not added yet to their buckets' sums."""
+        """Count the bytes of adding every gradient that is not yet in its bucket's sums to these."""
         for n in self._buckets:
             self._flush(n)
 
     def passed(self) -> None:
-        """End a metered backward pass: add the gradients left to their sums and, with ZeRO-2 and 3, reduce these."""
+        """End a metered backward pass: count its last gradients' sums and (ZeRO-2 and 3) their reductions."""
         self.flush()
         if self._plan.zero >= 2:
             for n in list(self._sums):

@@ -250,7 +250,7 @@ def meter_group(
 
 
 def _products(ops, planned, group: EinsumGroup, joined: bool) -> list[Value]:
-    """Count the memory of a group's matrix products, before conversion: one storage if the weights are `joined`."""
+    """Count the bytes of an einsum group's matrix products before conversion: one storage if weights are `joined`."""
     products = [ops.inner(planned, e.output) for e in group.einsums]
     if not joined:
         return products
@@ -261,7 +261,7 @@ def _products(ops, planned, group: EinsumGroup, joined: bool) -> list[Value]:
 
 
 def _follow(ops, operands: Sequence[Value]) -> bool:
-    """Return True if all operands are parameters that lie one after another in a bucket's flat buffer."""
+    """Return True if all operands of an einsum group are parameters adjacent in one bucket's flat buffer."""
     names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
     return len(names) == len(operands) and ops.plan.bucket_of[names[0]].stretch(names) is not None
 

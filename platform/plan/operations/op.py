@@ -41,7 +41,7 @@ class Op:
         self.kind = name
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        """Return the operation bound to `ops`: its `record`, `run` or `meter`, as `ops.method` says."""
+        """Return this model operation bound to `ops`: its `record`, `run` or `meter`, as `ops.method` says."""
         return self if ops is None else partial(getattr(self, ops.method), ops)
 
     def compose(self, ops: Any, *arguments: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ class Ledger:
     peak: int = 0
 
     def add(self, nbytes: int) -> None:
-        """Add the bytes of a new metered storage, and raise the peak if more are in use than ever."""
+        """Add the bytes of a new metered storage to the bytes in use, and raise the forecast's peak if exceeded."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
@@ -44,7 +44,7 @@ class MeteredStorage:
         ledger.add(nbytes)
 
     def like(self) -> MeteredStorage:
-        """Allocate a metered storage of the same size."""
+        """Allocate another metered storage of the same number of bytes, for the memory forecast."""
         return MeteredStorage(self._ledger, self.nbytes, self.counted, self.parameter)
 
     def __del__(self) -> None:
@@ -92,10 +92,10 @@ class Leaves:
     """Takes the gradients of parameters as they come in a backward pass, by name; this one drops them."""
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
-        """Accept the metered gradient of the parameter `name` in a backward pass; here it is dropped."""
+        """Accept the metered gradient of the parameter `name`; a memory forecast without gradient sums drops it."""
 
     def in_place(self, name: GradientKey) -> bool:
-        """Count a gradient that adds up in its parameter's bucket, and return True; here return False."""
+        """Return True if the gradient of parameter `name` adds up in its bucket, after counting it; here False."""
         return False
 
 

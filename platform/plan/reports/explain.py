@@ -45,7 +45,7 @@ def explain(
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
-        """Return the parameters, bytes and saved elements of the worker at mesh coordinates `at`."""
+        """Return what the worker at mesh coordinates `at` holds: counts of parameters, bytes, saved elements."""
         saved = saved_for_backward(plan, model, dropout, at)
         return {
             "parameters_per_worker": plan.parameters_at(at),
@@ -171,7 +171,7 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _moved(found: dict[str, Any]) -> list[list[str]]:
-    """Return the rows (op and axes, bytes per step) of the table of communication in a plan's explanation."""
+    """Return the rows (collective and mesh axes, bytes per step) of the table of communication in an explanation."""
     rows = [[k, f"{v:,}"] for k, v in found["communication"].items()]
     return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
 
@@ -214,7 +214,7 @@ def _memory(found: Mapping[str, int]) -> list[list[str]]:
 
 
 def _sent(price: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows (what, bytes, seconds) of the explanation's table of what snapshots send to other nodes."""
+    """Return the rows (what, bytes, seconds) of the table of bytes that snapshots send to other nodes."""
     every, speed = price["every"], f"{price['seconds']:.3g} s at cluster.network={price['network']:g} Gbit/s"
     beside = f", beside {count_of(every, 'step')} of {price['step']:.3g} s" if price["step"] else ""
     return [

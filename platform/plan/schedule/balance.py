@@ -37,7 +37,7 @@ def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
     found by bisection among the sums of all contiguous ranges: under a limit, chunks are filled one after the other."""
 
     def ranges(limit: float) -> int:
-        """Return how many pipeline chunks it takes if none may cost more than `limit`."""
+        """Return how many pipeline chunks hold all units of the model if none may cost more than `limit`."""
         count, filled = 1, 0.0
         for c in costs:
             if filled + c > limit:

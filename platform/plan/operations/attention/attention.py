@@ -14,7 +14,8 @@ class AttentionOp(Op):
     (`fuses_attention`), or two einsums and a softmax over split dims; `remember`s if causal."""
 
     def compose(self, ops, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
-        """Compose attention of one fused kernel, or of two einsums and a softmax, perhaps recomputed."""
+        """Compose attention from one fused kernel's operation, or from two einsums and a softmax, perhaps
+        recomputed."""
         if causal:
             k, v, kv = ops.remember(name, k, v, kv)
         heads = replace(kv, dims=spec.dims)

@@ -18,7 +18,7 @@ class KeyValueCache:
     first: dict[str, int] = field(default_factory=dict)
 
     def reorder(self, rows: Any) -> None:
-        """Let each sequence i continue the cache of sequence `rows[i]`; both have their blocks on the same ranks."""
+        """Let sequence i go on from the cached keys and values of sequence `rows[i]`, which lie on the same ranks."""
         for name, first in self.first.items():
             k, v = self.blocks[name]
             mine = (rows[first : first + k.shape[1]] - first).to(k.device)
@@ -81,6 +81,6 @@ class RecallOp(Op):
 
 
 def _first(ops, kv) -> int:
-    """Return the number of the first sequence in this rank's block of cached keys or values, of type `kv`."""
+    """Return the global number of the first sequence in this rank's block of the key-value cache of type `kv`."""
     assert kv.dims[:2] == ("length", "batch")
     return ops.blocks[kv][1][0]

@@ -83,7 +83,7 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
 
     def step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
-        """Record an operation with a result in the type of statistics, kept if it `keeps` it."""
+        """Count an operation of attention with a result in the type of statistics, kept if it `keeps` it."""
         out = ops.tensor(elements, ops.wide)
         return ops.plain(out, ins, (*saved, out.storage) if keeps else saved)
 

@@ -28,7 +28,7 @@ class SoftmaxOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [spec], [mask, begins], dim=dim, scale=scale, **hidden)
 
     def plan(self, planner, operation):
-        """Plan maximum and sum of a split dim, all-reduced forward, and one sum backward."""
+        """Plan a softmax's collectives over a split dim: maximum and sum all-reduced forward, one sum backward."""
         spec, dim = operation.inputs[0], operation["dim"]
         layout, shape = planner.layout(spec), planner.shape(spec)
         rows = prod(shape) // shape[spec.dims.index(dim)]

@@ -60,7 +60,7 @@ class LinearCrossEntropyOp(Op):
         loss, key = ops.tensor(1), weight.key
 
         def backward(_: Gradients, saved: Saved) -> Gradients:
-            """Return the gradients of x and table, which the forward pass has computed."""
+            """Return the stand-ins of x's and the table's gradients, which the forward pass has counted already."""
             dx, dtable, *rest = saved
             return [dx, None if ops.in_place(key) else dtable, *rest]
 

@@ -14,7 +14,7 @@ class SquaredErrorOp(Op):
         return ops.record(self.kind, name, [y], [spec], [], [ids])
 
     def plan(self, planner, operation):
-        """Plan a loss that each rank computes of its own elements, summed over all axes that split these (`tokens`)."""
+        """Plan the squared-error loss: ranks sum their own elements, and losses add up over axes that split them."""
         spec = operation.inputs[0]
         layout = planner.layout(spec)
         return planned(planner, operation, layout, **reading(planner, spec, layout))
@@ -31,7 +31,7 @@ class SquaredErrorOp(Op):
         return error.square().double().sum() / 2
 
     def meter(self, ops, name, y, target, spec, ids):
-        """Count the memory of the errors, which are kept, and their squares."""
+        """Count the bytes of the squared-error loss: the errors, kept for the backward pass, and their squares."""
         n = y.elements
         error, square = ops.new(n, ops.wide), ops.new(n, ops.wide)
         ops.new(n, 8)  # the squares, as they are summed

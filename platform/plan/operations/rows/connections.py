@@ -20,13 +20,13 @@ class DropoutOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [spec])
 
     def run(self, ops, found, name, x, spec):
-        """Drop elements of x by the mask of the present position in the run; return x itself if none are dropped."""
+        """Apply dropout to this rank's block of x, by the mask of this step and microbatch; x itself if none drops."""
         drawing, kernel = ops.drawing(name, spec, x.device), ops.kernels.dropout
         draw = ops.region(kernel.dropped) if ops.compiles else kernel.in_pieces
         return kernel.dropout(x, drawing, draw) if drawing else x
 
     def meter(self, ops, found, name, x, spec):
-        """Count the memory of dropout: its result, and the random numbers of a piece."""
+        """Count the bytes of dropout: its result, and the random integers that draw one piece of the mask."""
         if not ops.dropout_rate:
             return x
         drawn = 2 * min(x.elements, _PIECE)  # the states of the random numbers of a piece, before and after a shift
@@ -39,7 +39,7 @@ class ResidualOp(Op):
     """x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
 
     def compose(self, ops, name, x, y, spec):
-        """Compose the residual sum of an addition and a dropout."""
+        """Compose the residual connection x + dropout(y) from the model's operations add and dropout."""
         return ops.pointwise("add", x, ops.dropout(name, y, spec))
 
     def run(self, ops, name, x, y, spec):
@@ -54,7 +54,7 @@ class ResidualNormOp(Op):
     """The `residual` of x and y, and the `norm` of it, which the next layer reads."""
 
     def compose(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
-        """Compose the residual sum and its norm of two operations."""
+        """Compose the residual connection and its norm from the model's operations residual and norm."""
         total = ops.residual(name, x, y, spec)
         return total, ops.norm(total, spec, kind, gain, bias, eps)
 

@@ -18,7 +18,7 @@ class NormOp(BlockOp):
         return ops.record(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
 
     def plan(self, planner, operation):
-        """Plan a norm whose statistics are merged over the axes that split its dim."""
+        """Plan LayerNorm or RMSNorm: its statistics are merged by collectives over the axes that split its dim."""
         spec = operation.inputs[0]
         have = planner.layout(spec)
         over, rows = have[spec.dims[-1]], prod(planner.shape(spec)[:-1])
@@ -37,7 +37,7 @@ class NormOp(BlockOp):
         return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over)
 
     def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
-        """Count the memory of the normalised rows and their deviations, which are kept, and of temporaries."""
+        """Count the bytes of LayerNorm or RMSNorm: kept normalised rows and deviations, and temporaries."""
         vectors = [v for v in (gain, bias) if v]
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[:-1])
         if not found.over and kind == "layernorm":

@@ -63,13 +63,13 @@ class PointwiseOp(Op):
         return x[0]
 
     def run(self, ops, function, *x):
-        """Apply the pointwise function of this name to this rank's blocks."""
+        """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
         compute = _functions()[function]
         gated = function.startswith("gated_")  # the others are one kernel as they are
         return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
 
     def meter(self, ops, function, *x):
-        """Count the memory of a pointwise function's result; the result or the arguments are kept."""
+        """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
         if function == "identity":
             return x[0]
         if function.startswith("gated_"):
@@ -91,7 +91,7 @@ class PointwiseEachOp(BlockOp):
         return x
 
     def run(self, ops, found, functions, x, spec, dim):
-        """Apply to each slice of x along `dim` that this rank has the pointwise function of its number."""
+        """Apply a pointwise function of its own to each slice along `dim` of this rank's block of x."""
         import torch
 
         i, known = spec.dims.index(dim), _functions()

@@ -31,7 +31,7 @@ class RecurrenceOp(BlockOp):
         return _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
 
     def meter(self, ops, found, name, gate, x, spec):
-        """Count the memory of the recurrence: gates and result are kept, in the type of statistics."""
+        """Count the bytes of a gated linear recurrence: it keeps gates and result, in the type of statistics."""
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
         wide, kept = ops.widened(gate.storage, n), ops.new(n, ops.wide)
         ops.new(2 * n, ops.wide)  # while it scans: products of gates, and one product more
@@ -46,8 +46,8 @@ def _scan() -> Any:
     import torch
 
     def scan(gate, x, dim, way=1):
-        """Compute h in log2(length) rounds, in which each step takes in twice as many before it (Hillis, Steele 1986);
-        `way` -1: from the last step to the first."""
+        """Compute a gated linear recurrence h[t] = gate[t] h[t-1] + x[t] along `dim` in log2(length) rounds, in which
+        each step takes in twice as many before it (Hillis, Steele 1986); `way` -1: from the last step to the first."""
         h, products, n, reach = x.clone(), gate.clone(), x.shape[dim], 1
         while reach < n:
             late, early = (reach, 0) if way > 0 else (0, reach)

@@ -30,7 +30,7 @@ class RotateOp(BlockOp):
         return positions.rotate(x, cos, sin, ops.region(positions.rotated))
 
     def meter(self, ops, found, name, x, spec, theta, scaling=None):
-        """Count the memory of rotated queries or keys, computed in the type of statistics; nothing is kept."""
+        """Count the bytes of rotary queries or keys, computed in the type of statistics; nothing is kept."""
         same, n = ops.wide == ops.plan.itemsize["compute"], x.elements
         wide = ops.widened(x.storage, n)
         whole = ops.new(n, ops.wide)

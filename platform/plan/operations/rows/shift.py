@@ -12,7 +12,7 @@ class ShiftOp(BlockOp):
         return ops.record(self.kind, parameter.name, [x], [spec, parameter], [spec])
 
     def plan(self, planner, operation):
-        """Plan the sum in the layout of its activation, to which the parameter is converted."""
+        """Plan adding a parameter, such as a bias, in its activation's layout, to which it is converted."""
         return with_vectors(planner, operation)
 
     def run(self, ops, found, x, spec, parameter):

@@ -13,7 +13,7 @@ class SinusoidOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [spec], [positions], scale=scale)
 
     def run(self, ops, found, name, x, spec, scale, positions=None):
-        """Compute the encoding of this rank's positions and dims, and add it to scale * x."""
+        """Compute the sinusoidal position encoding of this rank's block, and add it to scale * x."""
         assert spec.dims == ("length", "batch", "d_model")
         if positions is None:
             length = ops.positions(spec, "length", x.device).unsqueeze(1)
@@ -24,7 +24,7 @@ class SinusoidOp(BlockOp):
         return x * scale + table.unflatten(0, length.shape).to(x.dtype)
 
     def meter(self, ops, found, name, x, spec, scale, positions=None):
-        """Count the memory of the scaled activation and its sum with the positions' encoding."""
+        """Count the bytes of a scaled activation and of its sum with the sinusoidal position encoding."""
         scaled = ops.new(x.elements)
         out = ops.plain(ops.block(spec), [x])
         del scaled

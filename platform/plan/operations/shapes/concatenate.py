@@ -23,7 +23,7 @@ class ConcatenateOp(Op):
         return (dim,)
 
     def run(self, ops, name, x, specs, out, dim):
-        """Join this rank's activations along `dim`, gathered first and split again after."""
+        """Join this rank's blocks of activations along `dim`, which is whole on the rank, into one activation."""
         import torch
 
         *into, leave = ops.planned(self.kind, name).conversions
@@ -31,7 +31,7 @@ class ConcatenateOp(Op):
         return ops.apply(torch.cat(parts, 0 if ops.absent(parts[0]) else out.dims.index(dim)), leave)
 
     def meter(self, ops, name, x, specs, out, dim):
-        """Count the memory of the joined activation, and of the conversions of its parts."""
+        """Count the bytes of concatenated activations, and of the conversions of the parts between layouts."""
         found = ops.planned(self.kind, name)
         *into, leave = found.conversions
         parts = [ops.apply(part, c) for part, c in zip(x, into, strict=True)]

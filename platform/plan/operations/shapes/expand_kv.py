@@ -16,8 +16,9 @@ class ExpandKvOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [out], grouped=grouped)
 
     def plan(self, planner, operation):
-        """Plan a choice of KV heads, which is free; their gradient is all-reduced over the axes that split heads but
-        not kv_heads. Raises ValueError if kv_heads are not split over a prefix of the axes of heads."""
+        """Plan the repetition of key and value heads for query heads, which needs no collective forward; the gradient
+        is all-reduced over the mesh axes that split heads but not kv_heads. Raises ValueError if kv_heads are not split
+        over a prefix of the axes of heads."""
         spec, out = operation.inputs[0], operation.outputs[0]
         have, goal = planner.layout(spec), planner.layout(out)
         if prefix(have["kv_heads"], goal["heads"]) != have["kv_heads"]:

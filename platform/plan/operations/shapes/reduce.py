@@ -29,7 +29,7 @@ class ReduceOp(BlockOp):
         return planned(planner, operation, c.compute, (*c.inputs, leaving), found, over=over)
 
     def run(self, ops, found, name, function, x, spec, out):
-        """Compute the sum, mean or maximum of this rank's elements; ranks of split dims share a maximum."""
+        """Compute the sum, mean or maximum of this rank's block of x; a maximum over split dims is all-reduced."""
         gone = [d for d in spec.dims if d not in out.dims]
         x = ops.without_padding(x, spec, gone, -inf if function == "max" else 0)
         places, kept = [spec.dims.index(d) for d in gone], [d for d in spec.dims if d in out.dims]
@@ -42,7 +42,7 @@ class ReduceOp(BlockOp):
         return y.permute([kept.index(d) for d in out.dims])
 
     def meter(self, ops, found, name, function, x, spec, out):
-        """Count the memory of the sum, mean or maximum; a maximum keeps what its gradient needs."""
+        """Count the bytes of a sum, mean or maximum of an activation; a maximum keeps what its gradient needs."""
         y = ops.inner(found, found.conversions[-1])
         saved: Saved = ()
         if function == "max":

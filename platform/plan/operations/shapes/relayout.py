@@ -21,7 +21,7 @@ class RelayoutOp(BlockOp):
         return ops.record(self.kind, name, [x], [spec], [out])
 
     def plan(self, planner, operation):
-        """Plan a conversion from the input's layout, its dims renamed, to the output's layout."""
+        """Plan the conversion of an activation from its own layout, its dims renamed, to the output's layout."""
         spec, out = operation.inputs[0], operation.outputs[0]
         renamed = dict(zip(spec.dims, out.dims, strict=True))
         have, goal = planner.layout(spec), planner.layout(out)
@@ -32,18 +32,18 @@ class RelayoutOp(BlockOp):
         return planned(planner, operation, goal, [conversion], only=tuple(a for a in goal.only if a in have.only))
 
     def run(self, ops, found, name, x, spec, out):
-        """Return x, which conversions alone bring to its other layout."""
+        """Return the activation x, which planned conversions before and after bring to the output's layout."""
         return x
 
     meter = run
 
 
 def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
-    """Replace each all-to-all over the branch axes `axes` in a conversion by an all-gather and a slice, as in SUPER
-    (Jain et al.), which has none: `branch.slice_via=all_gather`."""
+    """Replace each all-to-all over the branch axes `axes` in a planned conversion by an all-gather and a slice, as
+    SUPER (Jain et al.) computes (`branch.slice_via=all_gather`); return the new conversion."""
 
     def replaced(steps: Sequence[Step]) -> tuple[Step, ...]:
-        """Return the steps with an all-gather and a slice in place of each all-to-all."""
+        """Return a conversion's steps with each all-to-all over the branch axes made an all-gather and a slice."""
         out: list[Step] = []
         for s in steps:
             if s.op == "all_to_all" and s.axes[0] in axes:

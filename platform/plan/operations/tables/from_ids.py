@@ -35,13 +35,13 @@ class FeaturesOp(Op):
         return ops.record(self.kind, name, [], [], [out], [ids])
 
     def run(self, ops, name, ids, out):
-        """Draw the standard normal features of this rank's token ids, the same for an id everywhere."""
+        """Draw standard normal features for this rank's token ids, a function of the id alone, alike on all ranks."""
         random = ops.kernels.random
         size, key = ops.plan.sizes[out.dims[-1]], random.key("features", name)
         return _of_ids(ops, ids[self.kind, name], out, lambda ids, column: random.normal(key, ids * size + column))
 
     def meter(self, ops, name, ids, out):
-        """Count the memory of the features, and of the random integers that they are drawn from."""
+        """Count the bytes of features drawn for token ids, and of the random integers that they are drawn from."""
         ops.integers(prod(ops.plan.local_shape(out)) * ops.plan.present(out, ops.at) * _DRAWN)
         return ops.block(out)
 

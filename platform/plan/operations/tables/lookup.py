@@ -34,11 +34,11 @@ class LookupOp(BlockOp):
         return planned(planner, operation, c.compute, conversions, over=over, **reading(planner, out, tokens))
 
     def computes_on(self, planner, operation):
-        """Return the mesh axes that split rows looked up in the table."""
+        """Return the mesh axes that split the iteration space of a lookup: the axes of the rows looked up."""
         return [self.contraction(planner, operation).axes]
 
     def run(self, ops, found, name, table, tokens, out):
-        """Look up the rows of this rank's part of the table; a row that another rank has gives zeros."""
+        """Look up the embedding rows of `tokens` in this rank's block of the table; another rank's rows give zeros."""
         tokens = tokens[self.kind, name]
         rows = ops.kernels.table_rows.rows
         if found.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup

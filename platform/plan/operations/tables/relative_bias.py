@@ -15,11 +15,11 @@ class RelativeBiasOp(BlockOp):
         return ops.record(self.kind, table.name, [], [scores, table], [scores], **more)
 
     def plan(self, planner, operation):
-        """Plan the bias in the layout of its scores, to which the table is converted."""
+        """Plan the relative position bias in the layout of the attention scores; its table is converted to that."""
         return with_vectors(planner, operation)
 
     def run(self, ops, found, table, scores, *, bidirectional, distance):
-        """Look up the bias of each offset between positions in this rank's part of the table."""
+        """Look up the position bias of each query and key offset in this rank's block of the table of biases."""
         from torch.nn.functional import embedding
 
         length, memory = (ops.positions(scores, d, table.device) for d in ("length", "memory_length"))
@@ -28,7 +28,7 @@ class RelativeBiasOp(BlockOp):
         return embedding(bucket, table).permute(2, 0, 1)  # [heads, length, memory_length]
 
     def meter(self, ops, found, table, scores, *, bidirectional, distance):
-        """Count the memory of the bias of all offsets, whose buckets are kept."""
+        """Count the bytes of the relative position bias of all offsets, whose bucket numbers are kept."""
         shape = dict(zip(scores.dims, ops.plan.local_shape(scores), strict=True))
         positions = shape["length"] * shape["memory_length"]
         n = positions * shape["heads"]
