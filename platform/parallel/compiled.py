@@ -85,7 +85,7 @@ def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callabl
     kernels: list[Callable[[list[Tensor]], Sequence[Any]]] = []
 
     def inner(*graph: Any, **how: Any) -> Any:
-        """Compile a graph to kernels, and keep what launches them."""
+        """Keep what launches the kernels of a graph, and return it."""
         kernels.append(fx.compile_fx_inner(*graph, **how))
         return kernels[-1]
 
@@ -106,15 +106,18 @@ class Trial:
 
     def __call__(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `function` compiled by `region` if that works for the arguments of a call, else as it is."""
-        made = region(function)
+        return self.attempted(function.__name__, region(function), function)
 
-        def run(*arguments):
-            """Call the compiled function, or note why that fails and call the function itself."""
+    def attempted(self, name: str, made: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `made`, and if that fails notes why under this name and calls `instead`."""
+
+        def run(*arguments: Any) -> Any:
+            """Call the one, or note why that fails and call the other."""
             try:
                 return made(*arguments)
             except Exception as error:  # whatever a compiler may lack for it
-                self.failed.append(f"{function.__name__}: {_reason(error)}")
-            return function(*arguments)
+                self.failed.append(f"{name}: {_reason(error)}")
+            return instead(*arguments)
 
         return run
 
