@@ -106,17 +106,19 @@ class Trial:
         self.failed: list[str] = []
 
     def __call__(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `function` of tensors compiled by torch, or run uncompiled at a call for whose arguments compiling
-        fails."""
-        made = region(function)
+        """Return `function` of tensors compiled by torch, or run uncompiled where compiling fails for its arguments."""
+        return self.attempted(function.__name__, region(function), function)
 
-        def run(*arguments):
-            """Call the compiled function of tensors; if that fails, note why in `failed` and call it uncompiled."""
+    def attempted(self, name: str, made: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `made`, and if that fails notes why under this name and calls `instead`."""
+
+        def run(*arguments: Any) -> Any:
+            """Call the compiled function of tensors; if that fails, note why in `failed` and call the other one."""
             try:
                 return made(*arguments)
             except Exception as error:  # whatever a compiler may lack for it
-                self.failed.append(f"{function.__name__}: {_reason(error)}")
-            return function(*arguments)
+                self.failed.append(f"{name}: {_reason(error)}")
+            return instead(*arguments)
 
         return run
 

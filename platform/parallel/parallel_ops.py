@@ -14,7 +14,7 @@ from torch import Tensor
 
 from platform.parallel import kernels
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.compiled import region
+from platform.parallel.compiled import Trial, region
 from platform.parallel.compiled_block import CompiledBlock, compiled_block
 from platform.parallel.kernels import random
 from platform.parallel.kernels.dropout import Drawing
@@ -135,8 +135,10 @@ class ParallelOps(Ops):
         for x in arguments:
             key += (x if x is None else (x.shape, x.dtype),)
         if key not in self._blocks:
-            self.compiler = None
-            self._blocks[key] = compiled_block(function, arguments, self._alike)
+            self.compiler, trace = None, compiled_block
+            if isinstance(compiler, Trial):
+                trace = compiler.attempted(f"block {name}", compiled_block, lambda *_: None)
+            self._blocks[key] = trace(function, arguments, self._alike)
             self.compiler = compiler
         block = self._blocks[key]
         return partial(block, compiler) if block else function

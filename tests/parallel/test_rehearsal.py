@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-from platform.parallel import compiled
+from platform.parallel import compiled, compiled_block
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.pipeline import StageFailed
 from platform.planning.make_plan import make_plan
@@ -169,3 +169,14 @@ def test_a_backward_pass_that_does_not_compile_is_found():
     with compiling(aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=refused)):
         trainer = trainer_of(c, plan, SingleRank(plan.mesh))
         assert trainer.rehearse(1).startswith("rms_norm: ") and not trainer.ops.compiles
+
+
+@pytest.mark.parametrize("broken", ["make_fx", "_traced"])
+def test_a_block_that_cannot_be_traced_is_found(broken, monkeypatch):
+    c = configured(evaluates=False, layers=1, **MODELS["llama"])
+    plan = make_plan(c)
+    monkeypatch.setattr(compiled_block, broken, refused)
+    with compiling():
+        trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+        assert trainer.rehearse(1).endswith(": ValueError: the compiler is broken") and not trainer.ops.compiles
+        trainer.step(1)
