@@ -323,9 +323,11 @@ class _Walk:
 
     def _squares(self) -> int:
         """Return the bytes in which the squares of a bucket's gradients are summed (`sharding.gradients.squares`), for
-        the stretch of any worker of the stage that takes most; many in fp32 are summed row by row on a CPU, which takes
-        next to none."""
-        most, by_rows = SQUARED_AT_ONCE[self.device], self.device == "cpu" and self.master == 4
+        the stretch of any worker of the stage that takes most. A GPU takes next to none, nor does a CPU for many in
+        fp32, which it sums row by row."""
+        if self.device != "cpu":
+            return 0
+        most, by_rows = SQUARED_AT_ONCE, self.master == 4
         corners = product(*({0, n - 1} for axis, n in self.plan.mesh.shape if axis != "stage"))
         axes = [axis for axis, _ in self.plan.mesh.shape if axis != "stage"]
         places = [{**self.at, **dict(zip(axes, found, strict=True))} for found in corners]
