@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Config, Optimizer
-from platform.optimizer.scratch import Update, scratch_of_adafactor, scratch_of_muon, scratch_of_sgd
+from platform.optimizer.scratch import Update, scratch_of_adafactor, scratch_of_muon
 
 if TYPE_CHECKING:
     import torch  # at run time only where used: planning reads OPTIMIZERS and must not wait for torch's import
@@ -45,10 +45,10 @@ def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
 
 
 def _sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Construct torch's SGD of parameter groups; as there, weight decay is added to the gradient."""
+    """Construct torch's fused SGD of parameter groups; as there, weight decay is added to the gradient."""
     import torch
 
-    return torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov)
+    return torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov, fused=True)
 
 
 def _lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -74,7 +74,7 @@ def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimi
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(_adamw, moments=2, divides=True),
-    "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0), scratch=scratch_of_sgd),
+    "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0), divides=True),
     "lion": OptimizerKind(_lion, moments=1, scratch=lambda o, update: update.largest),
     "muon": OptimizerKind(_muon, moments=2, scratch=scratch_of_muon),  # one of matrices
     "adafactor": OptimizerKind(_adafactor, moments=1, scratch=scratch_of_adafactor),  # none of matrices, but SIDES

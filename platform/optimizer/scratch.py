@@ -16,13 +16,12 @@ from platform.plan.language.ops import Parameter
 
 @dataclass(frozen=True)
 class Update:
-    """Update of the parameters of a worker at mesh coordinates `at` of a plan, on a kind of `device` (cpu, cuda).
-    `parts`: elements of each parameter of which it updates a part, and whether its weights decay."""
+    """Update of the parameters of a worker at mesh coordinates `at` of a plan. `parts`: elements of each parameter of
+    which it updates a part."""
 
     plan: Plan
     at: Mapping[str, int]
-    device: str
-    parts: Mapping[str, tuple[int, bool]]
+    parts: Mapping[str, int]
 
     @property
     def itemsize(self) -> int:
@@ -32,16 +31,7 @@ class Update:
     @property
     def largest(self) -> int:
         """Return the bytes of the largest part of a parameter that the worker's optimizer update changes."""
-        return self.itemsize * max((n for n, _ in self.parts.values()), default=0)
-
-
-def scratch_of_sgd(o: Optimizer, update: Update) -> int:
-    """Return the bytes of temporary memory of one SGD update: sums of gradient and decayed weights. On a GPU of all
-    parameters that decay at once; on a CPU of the one that needs most, with a further sum for Nesterov's momentum."""
-    decayed = [n for n, decays in update.parts.values() if decays]
-    if update.device == "cuda":
-        return update.itemsize * sum(decayed)
-    return update.itemsize * max((n * (decays + o.nesterov) for n, decays in update.parts.values()), default=0)
+        return self.itemsize * max(self.parts.values(), default=0)
 
 
 def scratch_of_muon(o: Optimizer, update: Update) -> int:
@@ -49,7 +39,7 @@ def scratch_of_muon(o: Optimizer, update: Update) -> int:
     the most that one bucket needs: its gathered buffer and the larger of its shard (0 if not sharded) and the
     Newton-Schulz iteration of its largest matrix."""
     plan, wide = update.plan, update.itemsize
-    ahead = sum(n for name, (n, _) in update.parts.items() if name in plan.matrices) if o.nesterov else 0
+    ahead = sum(n for name, n in update.parts.items() if name in plan.matrices) if o.nesterov else 0
     most = 0
     for b in plan.buckets:
         some = [p for p in b.parameters if p.name in plan.matrices]
@@ -66,7 +56,7 @@ def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
     plan = update.plan
     if not plan.factored:
         return update.largest
-    most = max((n for name, (n, _) in update.parts.items() if name in plan.factored), default=0)
+    most = max((n for name, n in update.parts.items() if name in plan.factored), default=0)
     return 2 * (most + sum(map(sum, summed_sizes(plan).values()))) * update.itemsize
 
 
@@ -84,11 +74,11 @@ def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
     return whole + narrow + max(iterated, turned)
 
 
-def parts_of(plan: Plan, at: Mapping[str, int], decays: Mapping[str, bool]) -> Iterator[tuple[str, tuple[int, bool]]]:
-    """Yield (name, (elements, True if its weights decay)) for each parameter of which the worker at mesh coordinates
-    `at` updates a part: the entries of `Update.parts`. `decays`: name -> True if the optimizer decays its weights."""
+def parts_of(plan: Plan, at: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield (name, elements) for each parameter of which the worker at mesh coordinates `at` updates a part: the
+    entries of `Update.parts`."""
     for p in plan.at(at["stage"]).parameters:
         if p.name not in plan.frozen and plan.present(p, at):
             start, stop = plan.shard_range(p, at)
             if stop > start:
-                yield p.name, (stop - start, decays[p.name])
+                yield p.name, stop - start

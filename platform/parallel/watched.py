@@ -64,5 +64,5 @@ def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[
     for p in plan.parameters:
         if p.name in gradients and counts_gradient(plan, communicator.coordinates, p):
             layer = layer_of(p.name)
-            found[layer] = found.get(layer, 0.0) + squares(gradients[p.name].reshape(-1))
+            found[layer] = found.get(layer, 0.0) + squares([gradients[p.name].reshape(-1)])
     return found

@@ -9,7 +9,6 @@ from math import inf, prod
 from platform.config.fields import Config
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS, kept_numbers
-from platform.optimizer.parameter_groups import factors_of
 from platform.optimizer.scratch import Update, parts_of
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
@@ -84,7 +83,7 @@ def training(config: Config, plan: Plan) -> list[Footprint]:
     lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
     device = device_kind(config)
     plan = settled(plan, device, dropout)
-    scratch = [_scratch(config, plan, stage, device) for stage in range(plan.stages)]
+    scratch = [_scratch(config, plan, stage) for stage in range(plan.stages)]
     return [footprint(plan, model, row, i, moments, dropout, device, scratch[i]) for i, row in enumerate(lowered)]
 
 
@@ -103,11 +102,10 @@ def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) 
     return [replace(f, **there, working=n) for f, n in zip(training, most, strict=True)]
 
 
-def _scratch(config: Config, plan: Plan, stage: int, device: str) -> int:
+def _scratch(config: Config, plan: Plan, stage: int) -> int:
     """Predict the temporary bytes of an optimizer update on a plan's stage, for a worker with all its blocks."""
     o, at = config.optimizer, {**plan.mesh.coordinates(0), "stage": stage}
-    decays = {p.name: p.decay and o.weight_decay * factors_of(o, p.name)[1] > 0 for p in plan.parameters}
-    return OPTIMIZERS[o.kind].scratch(o, Update(plan.at(stage), at, device, dict(parts_of(plan, at, decays))))
+    return OPTIMIZERS[o.kind].scratch(o, Update(plan.at(stage), at, dict(parts_of(plan, at))))
 
 
 def device_kind(config: Config) -> str:

@@ -61,4 +61,4 @@ def step_on_card(c: Config, rank: int) -> None:
     threads, here = counter.sections["backward"].threads, current_thread().name
     assert threads - {here} or not trainer.weights.trained, f"rank {rank} on the card: backward in {threads}"
     updates = c.optimizer.kind == "adamw" and any(x.numel() for x in trainer.weights.trained.values())
-    assert not updates or "_fused_adamw_" in counter.sections["other"].kernels, f"rank {rank} on the card: no AdamW"
+    assert not updates or "_fused_adamw_" in counter.sections["optimizer"].kernels, f"rank {rank} on the card: no AdamW"

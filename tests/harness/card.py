@@ -31,15 +31,18 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.plan.core.buckets import ADDS_WIDE, SQUARED_AT_ONCE
+from platform.parallel.kernels.loss import Classes, Targets, loss_and_gradient
+from platform.plan.core.buckets import ADDS_WIDE
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import process_groups
 from platform.planning.make_plan import make_plan
+from platform.train.recovery.verify import AT_ONCE
 from platform.train.step.trainer import Trainer
 from tests.harness.launches import launched, moved
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import Tokens, trainer_of
 
+SECTIONS = ("forward", "backward", "reduce", "optimizer")  # of a step
 LOADING = "data"  # the section in which tensors may be on the CPU: a batch on its way to the device
 
 
@@ -60,6 +63,9 @@ MODULE = CardModule()
 
 _setup_privateuseone_for_python_backend("card", MODULE)  # before a backward pass: then autograd counts the devices
 CARD = torch.device("card", 0)
+# torch lacks what its fused SGD makes of tensors without memory: nothing
+META = torch.library.Library("aten", "IMPL", "Meta")
+META.impl("_fused_sgd_", lambda *given, **named: None)
 
 
 dist.Backend.register_backend(
@@ -70,10 +76,10 @@ dist.Backend.register_backend(
 
 @dataclass
 class Counted:
-    """Kernels by name, bytes that they read and write, clones, and the threads of the host that launched them."""
+    """Kernels by name, the bytes that they read and write, clones, and the threads of the host that launched them."""
 
     kernels: Counter[str] = field(default_factory=Counter)
-    nbytes: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
     threads: set[str] = field(default_factory=set)
 
     @property
@@ -81,18 +87,23 @@ class Counted:
         return self.kernels.total()
 
     @property
+    def nbytes(self) -> int:
+        return self.moved.total()
+
+    @property
     def clones(self) -> int:
         return self.kernels["clone"]
 
     def __sub__(self, other: Counted) -> Counted:
-        left = Counter(self.kernels)
+        left, moved = Counter(self.kernels), Counter(self.moved)
         left.subtract(other.kernels)
-        return Counted(+left, self.nbytes - other.nbytes)
+        moved.subtract(other.moved)
+        return Counted(+left, moved)
 
 
 class KernelCounter(TorchDispatchMode):
-    """Counts what is launched on the device, by the innermost of `sections` that is open. Raises AssertionError for a
-    tensor on another device outside of LOADING."""
+    """Counts what is launched on the device, by the first of SECTIONS that is open, else as "other". Raises
+    AssertionError for a tensor on another device outside of LOADING."""
 
     def __init__(self, communicator: Communicator):
         super().__init__()
@@ -109,13 +120,13 @@ class KernelCounter(TorchDispatchMode):
             wrong = [x.device for x in written if x.device != CARD]
             assert not wrong, f"{function} makes a tensor on {wrong} in {opened}"
         nbytes = moved(function, args, kwargs or {}, out)
-        if function.namespace == "c10d" or nbytes is None:
+        if function.namespace in ("c10d", "profiler") or nbytes is None:
             return out
-        section = next((s for s in ("forward", "backward") if s in opened), "other")
-        counted = self.sections[section]
-        counted.kernels[function.overloadpacket.__name__] += launched(function, args)
+        counted = self.sections[next((s for s in SECTIONS if s in opened), "other")]
+        name = function.overloadpacket.__name__
+        counted.kernels[name] += launched(function, args)
+        counted.moved[name] += nbytes
         counted.threads.add(current_thread().name)
-        counted.nbytes += nbytes
         return out
 
 
@@ -142,7 +153,7 @@ def alone(
         patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
-        for known in (SQUARED_AT_ONCE, ADDS_WIDE):
+        for known in (AT_ONCE, ADDS_WIDE):
             patch.setitem(known, "card", known["cuda"])  # type: ignore[attr-defined]
         if plan.mesh.size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
@@ -227,3 +238,24 @@ def per_layer(c: Config, rank: int = 0, layers: Sequence[int] = (2, 3)) -> dict[
     found = {section: of[many, 1][section] - of[few, 1][section] for section in ("forward", "backward")}
     both = of[many, 2]["backward"] - of[few, 2]["backward"]
     return {**found, "again": both - found["backward"]}
+
+
+def of_an_update(c: Config, rank: int = 0) -> tuple[Trainer, dict[str, Counted]]:
+    """What a rank's second step launches, when the optimizer has its state; and its trainer."""
+    c = deepcopy(c)
+    c.train.global_batch = c.train.microbatch * c.parallel.data
+    with alone(c, rank, []) as trainer, OneAttention():
+        trainer.step(1)
+        with KernelCounter(trainer.communicator) as counter:
+            trainer.step(2)
+        return trainer, counter.sections
+
+
+def of_the_loss(c: Config, shape: tuple[int, int], dtype: torch.dtype, classes: Classes, gradient: bool) -> Counted:
+    """What the loss of logits of a shape and type launches eagerly, and its gradient by them."""
+    with alone(c, 0, []) as trainer, KernelCounter(trainer.communicator) as counter, torch.no_grad():
+        logits = torch.empty(shape, dtype=dtype, device=CARD)
+        targets = Targets(torch.empty(shape[0], dtype=torch.int64, device=CARD))
+        counter.sections.clear()
+        loss_and_gradient(logits, targets, trainer.communicator, classes, gradient)
+    return counter.sections["other"]

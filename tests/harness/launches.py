@@ -9,7 +9,12 @@ from torch.utils._pytree import tree_leaves
 
 # launch nothing: they make, name or describe tensors
 FREE = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "lift_fresh", "set_"}
-WRITE_FIRST = {"copy_", "_foreach_copy_", "zero_"}  # do not read their first argument
+# write what they write without reading it, as all write `out`
+OVERWRITE = {"copy_", "_foreach_copy_", "zero_", "fill_", "scatter_"}
+# What only the elements are read or written of that an index names: as many as the result has, or `src`
+INDEXED = {"gather": "self", "index_select": "self", "embedding": "weight", "scatter_": "self"}
+# What only a kernel that is given the other reads and writes: fused updates keep the gradients that they have divided
+WRITTEN_WITH = {"grads": "grad_scale"}
 
 
 def moved(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
@@ -17,8 +22,21 @@ def moved(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     name = function.overloadpacket.__name__
     if name in FREE or is_view(function):
         return None
-    taken = args[name in WRITE_FIRST :], {k: x for k, x in kwargs.items() if k != "out"}
-    return sum(touched(x) for x in tree_leaves((taken, out)) if isinstance(x, Tensor))
+    given, written = arguments(function, args, kwargs)
+    written -= {n for n, other in WRITTEN_WITH.items() if given.get(other) is None}
+    unread = {n for n in written if n == "out" or name in OVERWRITE}
+    if name in INDEXED:
+        given[INDEXED[name]] = given.get("src", out)
+    made = out if not any(r.alias_info for r in function._schema.returns) else ()
+    read = [x for n, x in given.items() if n not in unread]
+    return sum(touched(x) for x in tree_leaves((read, [given[n] for n in written], made)) if isinstance(x, Tensor))
+
+
+def arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """The arguments of a call by their names, and the names of those that it writes to, by its schema."""
+    schema = function._schema
+    given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
+    return given, {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in given}
 
 
 def launched(function: Any, args: tuple[Any, ...]) -> int:

@@ -44,7 +44,7 @@ from platform.plan.core.plan import Plan
 from platform.train.step import trainer as trainer_module
 from platform.train.step.trainer import Trainer
 from tests.harness.card import CARD, MODULE, AsOnNccl, alone
-from tests.harness.launches import FREE, is_view
+from tests.harness.launches import FREE, arguments, is_view
 
 HOST, THREAD, DEFAULT = "host", "thread of the host", "default stream"
 POOL = 32  # streams of one priority that torch hands out in turn
@@ -434,9 +434,7 @@ class Recorder(TorchDispatchMode):
 
     def _launched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note a kernel, with what it reads and writes by its schema."""
-        name, schema = function.overloadpacket.__name__, function._schema
-        asked = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
-        written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+        name, (asked, written) = function.overloadpacket.__name__, arguments(function, args, kwargs)
         given = {n: [x for x in tree_leaves(x) if isinstance(x, Tensor)] for n, x in asked.items()}
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         touched = [x for found in given.values() for x in found] + made
@@ -448,7 +446,7 @@ class Recorder(TorchDispatchMode):
         if on_card and name not in COPIES:  # numbers of the host are arguments of a kernel
             given = {n: [x for x in found if x.device == CARD] for n, found in given.items()}
         inputs = self._all(x for found in given.values() for x in found)
-        writes = self._all(x for n in written for x in given.get(n, ())) | (self._all(made, stream) - inputs)
+        writes = self._all(x for n in written for x in given[n]) | (self._all(made, stream) - inputs)
         reads = frozenset() if ASKS_ONLY.fullmatch(name) else inputs - writes
         self._note(Work(stream if on_card else self.host, reads, writes, name, _places()))
         if on_card and any(x.device != CARD for x in touched) and not asked.get("non_blocking"):

@@ -79,10 +79,10 @@ def test_the_backward_pass_runs_in_the_thread_of_the_card():
     """As on CUDA, and not in the one that called it; fused AdamW updates there."""
     with alone(small("one_gpu"), 0, []) as trainer, KernelCounter(trainer.communicator) as counter:
         trainer.step(1)
-    forward, backward, other = (counter.sections[name] for name in ("forward", "backward", "other"))
-    assert forward.threads == other.threads == {current_thread().name}
+    forward, backward, update = (counter.sections[name] for name in ("forward", "backward", "optimizer"))
+    assert forward.threads == update.threads == {current_thread().name}
     assert len(backward.threads - forward.threads) == 1
-    assert "_fused_adamw_" in other.kernels
+    assert "_fused_adamw_" in update.kernels
 
 
 DROPS = ["+experiment=one_gpu", "model.dropout=0.1"]

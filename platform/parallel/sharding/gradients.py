@@ -28,20 +28,30 @@ def squared_norm(
     by more between two plans, and of one plan all ranks get one and the same number.
     """
     found = [flat[stretch] for name, flat in gradients.items() for stretch in counted[name]]
-    if not found:
-        return torch.zeros((), dtype=torch.float64, device=communicator.device)
-    return torch.stack([squares(x) for x in found]).sum()
+    return squares(found) if found else torch.zeros((), dtype=torch.float64, device=communicator.device)
 
 
-def squares(x: Tensor) -> Tensor:
-    """Sum the squares of a flat tensor x [elements] of gradients, of any size; return an fp64 scalar tensor."""
-    most = SQUARED_AT_ONCE[x.device.type]
-    if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) > most:
+def squares(stretches: Sequence[Tensor]) -> Tensor:
+    """Sum the squares of flat tensors of gradients, of any size and at least one, as an fp64 scalar."""
+    if stretches[0].device.type == "cpu":
+        return torch.stack([_on_cpu(x) for x in stretches]).sum()
+    return _at_once(stretches)
+
+
+def _at_once(stretches: Sequence[Tensor]) -> Tensor:
+    """Sum the squares of all stretches in fp64 by kernels of a GPU that read each element once."""
+    norms = torch.stack(torch._foreach_norm(list(stretches), 2, dtype=torch.float64))
+    return norms.dot(norms)
+
+
+def _on_cpu(x: Tensor) -> Tensor:
+    """Sum the squares of a flat tensor on a CPU, in fp64 but for long ones in fp32."""
+    if x.dtype == torch.float32 and len(x) > SQUARED_AT_ONCE:
         total = _by_rows(x)
         if len(x) * LEAST <= total < inf:
             return total
-    wide = torch.empty(min(len(x), most), dtype=torch.float64, device=x.device)
-    sums = [torch.dot(y, y) for y in (wide[: len(piece)].copy_(piece) for piece in x.split(most))]
+    wide = torch.empty(min(len(x), SQUARED_AT_ONCE), dtype=torch.float64, device=x.device)
+    sums = [torch.dot(y, y) for y in (wide[: len(piece)].copy_(piece) for piece in x.split(SQUARED_AT_ONCE))]
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 

@@ -13,8 +13,7 @@ from platform.plan.language.layout import padded
 from platform.plan.language.ops import Parameter
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)|[^.]*")  # a parameter's name up to the layer's number, else its first word
-# elements of a reduced bucket whose squares are summed at once in fp64: what fits a cache, or pays a launch
-SQUARED_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
+SQUARED_AT_ONCE = 1 << 16  # elements of a reduced bucket that a CPU squares at once in fp64: what fits its cache
 # Elements of which shards of at least that many times as many are multiples, so that each begins where the kernels of
 # NCCL and of fused updates read it by whole vectors, whatever number of ranks divides the buffer.
 SHARD_UNIT = 128

@@ -323,9 +323,11 @@ class _Walk:
 
     def _squares(self) -> int:
         """Return the predicted bytes for summing the squares of a bucket's gradients (`sharding.gradients.squares`), of
-        the worker of the stage that needs most; on a CPU, many fp32 gradients are summed row by row, in next to no
-        memory."""
-        most, by_rows = SQUARED_AT_ONCE[self.device], self.device == "cpu" and self.master == 4
+        the worker of the stage that needs most: next to none on a GPU, and on a CPU for many fp32 gradients, which are
+        summed row by row."""
+        if self.device != "cpu":
+            return 0
+        most, by_rows = SQUARED_AT_ONCE, self.master == 4
         corners = product(*({0, n - 1} for axis, n in self.plan.mesh.shape if axis != "stage"))
         axes = [axis for axis, _ in self.plan.mesh.shape if axis != "stage"]
         places = [{**self.at, **dict(zip(axes, found, strict=True))} for found in corners]

@@ -14,13 +14,14 @@ from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.optimizer.optimizers import AVERAGE, SIDES
-from platform.plan.core.buckets import SQUARED_AT_ONCE
 from platform.plan.core.plan import Plan
 from platform.train.protocol.replies import Damage, Differences, Dispute
 from platform.train.step.faults import WORDS
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State, all_gather_values
 
+# words that are multiplied at once: what fits a cache, or pays a launch
+AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
 ODD = 0x1E3779B97F4A7C15
 COPIES = "compute"  # kind of the compute copies, besides `model` and the optimizer's moments
 
@@ -31,7 +32,7 @@ def checksum(x: Tensor) -> Tensor:
     of its words times odd numbers, modulo 2^64."""
     words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
     total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
-    for piece in words.split(SQUARED_AT_ONCE[x.device.type]):
+    for piece in words.split(AT_ONCE[x.device.type]):
         odd = torch.arange(at, at + len(piece), device=x.device).mul_(2).add_(1).mul_(ODD)
         total, at = total + odd.mul_(piece).sum(), at + len(piece)
     return total

@@ -78,7 +78,7 @@ def test_long_stretches_are_summed_in_rows(layout, monkeypatch):
 def test_a_stretch_may_mix_all_sizes(few):
     """Few numbers among many whose squares fp32 can hold, among zeros, and at the end of a stretch."""
     for rest in (1.0, 0.0):
-        x = torch.full((2 * SQUARED_AT_ONCE["cpu"] + 7,), rest)
+        x = torch.full((2 * SQUARED_AT_ONCE + 7,), rest)
         x[[3, 1000, -1]] = few
         found = gradients.squared_norm(SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x})
         assert found.dtype == torch.float64
@@ -100,3 +100,14 @@ def test_clipping_follows():
     )
     trainer._update(norm, 1e-3)
     assert sqrt(sum(g.square().sum().item() for g in after.values())) == pytest.approx(c.optimizer.clip, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_a_gpu_squares_in_fp64(scale, monkeypatch):
+    """By the calls that a GPU gets, on tensors of the CPU; a norm in fp32 is the control."""
+    parts = [torch.randn(n) * scale for n in (70_001, 1, 300)]
+    exact = sum(x.double().square().sum().item() for x in parts)
+    assert gradients._at_once(parts).item() == pytest.approx(exact, rel=1e-12, abs=0)
+    norm = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda x, order, dtype: [y.double() for y in norm(x, order)])
+    assert gradients._at_once(parts).item() != pytest.approx(exact, rel=1e-12, abs=0)

@@ -22,6 +22,7 @@ from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import Weights
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
+from tests.harness.card import alone
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of, validation_loss
 from tests.harness.threads import run_threads
 
@@ -115,6 +116,60 @@ def test_each_bucket_is_waited_for_at_its_first_use(overlap, monkeypatch):
         first, *later = [seen[i : i + len(there)] for i in range(0, len(seen), len(there))]
         assert first == [[i < n or not overlap for i in range(4)] for n in there]
         assert later and all(all(resident) for found in later for resident in found)
+
+
+SPANS = 5  # embedding, block, nothing, block, norm and head
+
+
+def after_an_update(c: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a rank does from an update to the end of the next forward pass, in order, on a card that is not there:
+    gathers of weights that it starts and waits for, and spans of the model that begin."""
+    found: list[str] = []
+    start, move = FlatBucket._gather_into, Residency._move
+
+    class Noted:
+        def __init__(self, flat: FlatBucket, out: torch.Tensor):
+            self.name, self.handle = flat.bucket.name, start(flat, out)
+            found.append(f"start {self.name}")
+
+        def wait(self) -> Any:
+            found.append(f"wait {self.name}")
+            return self.handle.wait()
+
+    def moved(self: Residency, spans: Any, at: int, way: int) -> None:
+        move(self, spans, at, way)
+        found.append(f"span {at}")
+
+    monkeypatch.setattr(FlatBucket, "_gather_into", lambda flat, out: Noted(flat, out))
+    monkeypatch.setattr(Residency, "_move", moved)
+    with alone(c, 0, []) as trainer:
+        trainer.step(1)
+        trainer.step(2)
+    updated = next(i for i, what in enumerate(found) if what.startswith("start"))
+    return found[updated : found.index(f"span {SPANS - 1}", updated) + 1]
+
+
+NAMES = ["embedding, position", "layers.0", "layers.1", "norm, head"]
+STARTS, WAITS = ([f"{what} {name}" for name in NAMES] for what in ("start", "wait"))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gathers_run_under_the_next_forward_pass(zero, monkeypatch):
+    """All start with the update; before the first block the embedding alone is waited for."""
+    c = planned("untied", 2, zero)
+    assert after_an_update(c, monkeypatch) == [
+        *STARTS, WAITS[0], "span 0", WAITS[1], "span 1", "span 2", WAITS[2], "span 3", WAITS[3], "span 4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["no overlap", "a refresh that waits"])
+def test_negative_control_gathers_that_are_waited_for_at_once(how, monkeypatch):
+    c, refresh = planned("untied", 2, 1), Weights.refresh
+    if how == "no overlap":
+        c.parallel.overlap = False
+    else:
+        monkeypatch.setattr(Weights, "refresh", lambda self, ahead: refresh(self))
+    assert after_an_update(c, monkeypatch) == [*STARTS, *WAITS, *(f"span {i}" for i in range(SPANS))]
 
 
 def losses(c: Config) -> list[float]:
