@@ -227,7 +227,8 @@ class SpanDenoising:
 
     @property
     def reserved(self) -> int:
-        """Return how many vocabulary ids stand for missing spans, as the tokenizer lacks sentinels; or ConfigError."""
+        """Return the number of vocabulary ids that stand for missing spans: 0 if the tokenizer has sentinels for them.
+        Raises ConfigError if it has some, but fewer than a sample has spans."""
         spans, there = _noise(self.needs)[1], self.special.sentinels
         if there and spans > there:
             raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {there} sentinels")

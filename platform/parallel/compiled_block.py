@@ -127,7 +127,9 @@ def compiled_block(
     activations = [x.detach().requires_grad_() for x in present.values()]
     with torch.enable_grad():
         given(*activations)  # makes what is alike in all passes
-        graph = _differentiable(make_fx(given)(*activations))
+        # saves nothing, as its backward pass never runs: torch 2.14 would keep attention's forever (a cycle in C++)
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda nothing: nothing):
+            graph = _differentiable(make_fx(given)(*activations))
     tensors = _read_beside(graph)
     homes = [home_of(t) for t in tensors]
     known = alike()

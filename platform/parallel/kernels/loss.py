@@ -220,8 +220,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes) -> Tensor:
-    """Sum -log softmax(logits)[label], or the loss of `classes`, over local tokens, in fp64, without gathering logits:
-    a local block [..., columns] of as many rows as the targets; tokens with label -1 do not count."""
+    """Return the sum of the local tokens' losses, an fp64 scalar: -log softmax(logits)[label], or another that
+    `classes` names with its label smoothing. `logits`: this rank's columns of the vocabulary, [..., columns], with as
+    many rows as `targets`, never gathered; tokens with label -1 do not count."""
     logits = logits.flatten(0, -2)
     if torch.is_grad_enabled() and logits.requires_grad:
         return _CrossEntropy.apply(logits, targets, communicator, classes)
