@@ -32,7 +32,7 @@ class Operands(NamedTuple):
         return [convert(self.communicator, w, s) for w, s in zip(stored, steps, strict=True)]
 
     def onward(self, back: bool = False) -> None:
-        """Start gathering the parameters of the next group of einsums (of the backward pass if `back`): they travel beside
-        the product of this group, whose own have arrived."""
+        """Start gathering the parameters of the next group of einsums (of the backward pass if `back`), which travel
+        beside the product of this group, whose own have arrived."""
         if self.ahead:
             self.ahead.onward(self.use, back)
