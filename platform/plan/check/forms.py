@@ -238,7 +238,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
 }
 
 
-def read_in(planned: PlannedOperation, space: Mapping[str, tuple[str, ...]], only: frozenset[str]) -> str:
+def misread(planned: PlannedOperation, space: Mapping[str, tuple[str, ...]], only: frozenset[str]) -> str:
     """Return how the data tensors that an operation reads lie otherwise than its space, "" if they do not. A mask of
     attention's scores lies as the keys that it hides."""
     operation, tokens = planned.operation, planned.tokens

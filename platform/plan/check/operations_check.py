@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from platform.plan.check.forms import Form, Operand, forms, read_in
+from platform.plan.check.forms import Form, Operand, forms, misread
 from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, named
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, Conversion, Step
@@ -51,7 +51,7 @@ class Walk:
         space, only = _space([*((spread, "what it makes") for spread in form.given), *read])
         axes = {a for found in space.values() for a in found}
         _check_dims(planned, form, space)
-        if planned.operation.reads and (wrong := read_in(planned, space, only)):
+        if planned.operation.reads and (wrong := misread(planned, space, only)):
             raise Unsound(f"{', '.join(planned.operation.reads)} {wrong}")
         if form.out is not None:
             exchanged = {a for d in form.statistics for a in space[d]}
