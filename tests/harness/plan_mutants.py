@@ -86,9 +86,9 @@ def twice(op: str) -> Steps:
     return lambda steps: [again for s in steps for again in ([s, s] if s.op == op else [s])]
 
 
-def other(op: str, **fields) -> Steps:
+def other(kind: str, **fields) -> Steps:
     """Change fields of the steps of one kind."""
-    return lambda steps: [replace(s, **fields) if s.op == op else s for s in steps]
+    return lambda steps: [replace(s, **fields) if s.op == kind else s for s in steps]
 
 
 def every_step(c: Conversion, dims: int, axes: Sequence[str]) -> Iterator[Conversion]:
@@ -101,3 +101,18 @@ def every_step(c: Conversion, dims: int, axes: Sequence[str]) -> Iterator[Conver
             others += [replace(s, dim=d) for d in range(dims) if d != s.dim and s.op in SPLIT + JOIN]
             for new in ([], [s, s], *([other] for other in others)):
                 yield replace(c, **{way: (*steps[:i], *new, *steps[i + 1 :])})
+
+
+def with_steps_where(plan: Plan, kind: str, name: str, part: str, way: str, change: Steps) -> Plan:
+    """Change the steps of one conversion of the operations of a kind whose names match a pattern, where they change."""
+
+    def changed(planned: PlannedOperation) -> PlannedOperation:
+        if planned.operation.kind != kind or not fnmatch(planned.operation.name, name):
+            return planned
+        found = [(c, put) for known, c, put in conversions(planned) if known == part]
+        for c, put in found:
+            planned = put(replace(c, **{way: tuple(change(getattr(c, way)))}))
+        return planned
+
+    chunks = (replace(c, operations={key: changed(o) for key, o in c.operations.items()}) for c in plan.chunks)
+    return replace(plan, chunks=tuple(chunks))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from platform.plan.check.spreads import Spread, Unsound, named
+from platform.plan.check.spreads import Spread, Unsound, plus
 from platform.plan.communication.planned import Panels, PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.plan import Plan
@@ -144,7 +144,7 @@ def _expand(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         """Return the spread in which each rank has the heads whose KV heads it holds."""
         held = spread.split["kv_heads"]
         if goal[: len(held)] != held:
-            raise Unsound(f"{x.tensor} has kv_heads split over {named(held)}, heads are over {named(goal)}")
+            raise Unsound(f"{x.tensor} has kv_heads split over {plus(held)}, heads are over {plus(goal)}")
         split = {"heads" if d == "kv_heads" else d: axes for d, axes in spread.split.items()}
         return spread._replace(split={**split, "heads": goal})
 
@@ -185,9 +185,7 @@ def _reshape(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
             first = plan.layout(fine)[major]
             rest = spread.split[merged][len(first) :]
             if spread.split[merged][: len(first)] != first:
-                raise Unsound(
-                    f"{merged} is split over {named(spread.split[merged])}, its part {major} over {named(first)}"
-                )
+                raise Unsound(f"{merged} is over {plus(spread.split[merged])}, its part {major} over {plus(first)}")
         if rest and plan.mesh.extent(first) != extent:
             raise Unsound(f"{minor} is split over {'+'.join(rest)} inside of a {major} that is not")
         parts = {merged: (*first, *rest), major: first, minor: rest}
@@ -246,7 +244,7 @@ def misread(planned: PlannedOperation, space: Mapping[str, tuple[str, ...]], onl
     names = {"length": "memory_length"} if hides else {}
     for dim in ("batch", "length"):
         if tokens[dim] != (there := space.get(names.get(dim, dim), ())):
-            return f"has {dim} split over {named(tokens[dim])}, the operation over {named(there)}"
+            return f"has {dim} split over {plus(tokens[dim])}, the operation over {plus(there)}"
     if set(tokens.only) != only:
-        return f"exists at index 0 of {named(tokens.only)}, the operation at 0 of {named(only)}"
+        return f"exists at index 0 of {plus(tokens.only)}, the operation at 0 of {plus(only)}"
     return ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from platform.plan.check.forms import Form, Operand, forms, misread
-from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, named
+from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, plus
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, Conversion, Step
 from platform.plan.core.plan import Plan
@@ -39,7 +39,7 @@ class Walk:
             op, axes, elements, phase, _ = key
             raise Unsound(
                 f"lists {listed[key]} and takes {self._launches[key]} times {op} of {elements} elements over"
-                f" {named(axes)} in its {phase} pass"
+                f" {plus(axes)} in its {phase} pass"
             )
 
     def _check(self, planned: PlannedOperation, form: Form) -> None:
@@ -93,7 +93,7 @@ class Walk:
         if isinstance(tensor, Parameter):
             summed = frozenset(self._plan.reductions.get(tensor.name, ()))
             if left := gradient.partial - summed:
-                raise Unsound(f"{name} is partial over {named(left)}, and never summed there")
+                raise Unsound(f"{name} is partial over {plus(left)}, and never summed there")
             if twice := summed - gradient.partial:
                 axis = min(twice)
                 raise Unsound(f"{name} is {gradient.said(axis)} over {axis}, and summed there at the end of the step")
@@ -148,13 +148,13 @@ def _space(spreads: Sequence[tuple[Spread, str]]) -> tuple[Space, frozenset[str]
     (first, one), only = spreads[0], spreads[0][0].only
     for spread, name in spreads:
         if spread.partial:
-            raise Unsound(f"{name} is partial over {named(spread.partial)} where it is read")
+            raise Unsound(f"{name} is partial over {plus(spread.partial)} where it is read")
         if spread.only != only:
             axis = min(spread.only ^ only)
             raise Unsound(f"{name} is {spread.said(axis)} over {axis}, {one} is {first.said(axis)}")
         for dim, axes in spread.split.items():
             if space.setdefault(dim, axes) != axes:
-                raise Unsound(f"{name} has {dim} split over {named(axes)}, {one} over {named(space[dim])}")
+                raise Unsound(f"{name} has {dim} split over {plus(axes)}, {one} over {plus(space[dim])}")
     for axis, times in Counter(a for axes in space.values() for a in axes).items():
         if times > 1 or axis in only:
             names = [f"{name}, which is {spread.said(axis)}" for spread, name in spreads if spread.along(axis) != WHOLE]
@@ -167,13 +167,13 @@ def _check_dims(planned: PlannedOperation, form: Form, space: Space) -> None:
     its statistics."""
     for dim in form.whole:
         if space.get(dim):
-            raise Unsound(f"needs {dim} whole, which is split over {named(space[dim])}")
+            raise Unsound(f"needs {dim} whole, which is split over {plus(space[dim])}")
     over = tuple(a for dim in form.merged for a in space[dim])
     if planned.over != over:
         dims = "+".join(form.merged) or "nothing"
-        raise Unsound(f"merges {dims} over {named(planned.over)}, and it is split over {named(over)}")
+        raise Unsound(f"merges {dims} over {plus(planned.over)}, and it is split over {plus(over)}")
     merges = [c for c in planned.collectives if c.dtype == "accumulate"]
     wanted = over if form.statistics else ()
     if bool(merges) != bool(wanted) or any(c.axes != wanted for c in merges):
         dims = "+".join(form.statistics) or "no dim"
-        raise Unsound(f"merges statistics of {dims} over {named(wanted)}, and lists other collectives")
+        raise Unsound(f"merges statistics of {dims} over {plus(wanted)}, and lists other collectives")

@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import prod
 
 from platform.plan.check.operations_check import Walk, title_of
-from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, named
+from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, plus
 from platform.plan.core.buckets import Bucket
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
@@ -96,11 +96,11 @@ def _buckets(plan: Plan) -> Iterator[str]:
             layout = plan.layout(p)
             if set(bucket.axes) != set(plan.reductions[p.name]) or set(bucket.only) != set(layout.only):
                 partial = plan.reductions[p.name]
-                yield f"{p.name}: its bucket sums over {named(bucket.axes)}, and it is partial over {named(partial)}"
+                yield f"{p.name}: its bucket sums over {plus(bucket.axes)}, and it is partial over {plus(partial)}"
             if size != prod(plan.local_shape(p)):
                 yield f"{p.name}: its block has {prod(plan.local_shape(p))} elements, its place in the bucket {size}"
             if sorted(plan.split_over(p)) != sorted((*layout.axes, *split)):
-                counted, there = named(plan.split_over(p)), named((*layout.axes, *split))
+                counted, there = plus(plan.split_over(p)), plus((*layout.axes, *split))
                 yield f"{p.name}: the norm counts it as split over {counted}, and it is over {there}"
 
 

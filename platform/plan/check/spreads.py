@@ -73,7 +73,7 @@ def after(spread: Spread, step: Step) -> Spread:
     axes, (before, then) = step.axes, BECOMES[step.op]
     split, partial, only, dims = dict(spread.split), set(spread.partial), set(spread.only), list(spread.split)
     if max(step.dim, step.joined) >= max(1, len(dims)):
-        raise Unsound(f"{step.op} over {named(axes)} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
+        raise Unsound(f"{step.op} over {plus(axes)} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
     for axis in axes:
         if spread.along(axis) != before:
             raise Unsound(f"{step.op} takes what is {before}, and it is {spread.said(axis)} over {axis}")
@@ -81,12 +81,12 @@ def after(spread: Spread, step: Step) -> Spread:
         dim = dims[step.joined if step.op == "all_to_all" else step.dim]
         if not axes or split[dim][-len(axes) :] != axes:
             over = ", ".join(split[dim]) or "no axis"
-            raise Unsound(f"{step.op} over {named(axes)} joins {dim}, which is split over {over}, the last one first")
+            raise Unsound(f"{step.op} over {plus(axes)} joins {dim}, which is split over {over}, the last one first")
         split[dim] = split[dim][: -len(axes)]
     partial.difference_update(axes)
     only.difference_update(axes)
     if set(step.only) != only:
-        raise Unsound(f"{step.op} over {named(axes)} is taken at index 0 of {named(step.only)}, not of {named(only)}")
+        raise Unsound(f"{step.op} over {plus(axes)} is taken at index 0 of {plus(step.only)}, not of {plus(only)}")
     if then == SPLIT:
         split[dims[step.dim]] = (*split[dims[step.dim]], *axes)
     elif then == PARTIAL:
@@ -107,6 +107,6 @@ def difference(found: Spread, wanted: Spread) -> str:
     return f"has {dim} split over {', '.join(found.split[dim])}, and has to over {', '.join(wanted.split[dim])}"
 
 
-def named(axes: Sequence[str] | set[str] | frozenset[str]) -> str:
-    """Return the names of mesh axes as text."""
+def plus(axes: Sequence[str] | set[str] | frozenset[str]) -> str:
+    """Return the names of mesh axes as text, such as r+c."""
     return "+".join(axes if isinstance(axes, tuple) else sorted(axes)) or "no axis"
