@@ -1,2 +1,2 @@
 """Static check of a plan: every tensor is followed through all operations and steps, without running them. It reads a
-plan's data alone, and shares no code with the planner."""
+plan's data and the scheme's layouts, and shares no rule with the planner."""
