@@ -89,7 +89,7 @@ BUGS = (
         SCHEMES, ROWS_COLS, change=summed_over("norm.gain", "cols"),
         line="gradient of norm.gain is whole over cols, and summed there at the end of the step"),
     KnownBug(
-        "Megatron-LM #5916", "the norm counts gradients split over two axes on one of them",
+        "Megatron-LM #5916", "the norm undercounts gradients that two axes (of experts, of tensors) split",
         "the norm knows the first axis alone", SCHEMES, {"scheme": "3d 2,1,2"}, mutants.norm_over_one_axis_of_two,
         line="the norm counts it as split over"),
     KnownBug(
@@ -103,7 +103,7 @@ BUGS = (
         "Megatron-LM #656; NeMo Speech #6958", "tied tables of the first and the last stage go apart",
         "their gradients are not added", PIPELINES, {"model": "gpt"}, mutants.tied_copies_on_their_own),
     KnownBug(
-        "Megatron-LM #1012; LVSM #22", "gradients are reduced before the last pass has added to them",
+        "Megatron-LM #1012", "gradients are reduced before the last pass has added to them",
         "one microbatch's gradient takes the place of the sum", SCHEMES, SEQUENCE, mutants.last_microbatch_alone),
     KnownBug(
         "Megatron-LM #1685", "gradients are never synchronised over replicas", "no sum over data", SCHEMES,
@@ -159,6 +159,6 @@ BUGS = (
         "AReaL #1468", "the optimizer's moments are silently dropped on resume", "moments are zero after a restore",
         SURVIVORS, {}, mutants.moments_dropped),
     KnownBug(
-        "Accelerate #3938, #4203", "after a change of size the order of samples is another",
+        "Accelerate #4195, #4203", "a resume on several processes goes on in another order of samples",
         "three replicas begin one sample later", SURVIVORS, {}, mutants.samples_by_replica),
 )  # fmt: skip

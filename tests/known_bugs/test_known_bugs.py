@@ -91,4 +91,5 @@ def test_the_page_has_the_table():
 
 
 def test_each_bug_is_another():
+    assert all(bug.line for bug in BUGS if bug.change), "a change of a plan is visible in the plan"
     assert len(BUGS) >= 25 and len({bug.what for bug in BUGS}) == len(BUGS)
