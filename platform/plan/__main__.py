@@ -1,6 +1,7 @@
 """`python -m platform.plan +experiment=NAME [key=value ...]` explains the plan of a run without starting it.
 
-With `--shrink` it shows what the run becomes as it loses workers, one line per plan.
+With `--shrink` it shows what the run becomes as it loses workers, one line per plan; with `--check` it follows every
+tensor through the plan, and ends with status 1 if ranks would compute another number than one process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
 
-from platform.boundary.command_line import command_line, run_command
+from platform.boundary.command_line import DONE, FAILED, command_line, run_command
 from platform.boundary.redaction import redact
 from platform.boundary.terminal import visible
 from platform.config.extending.own_settings import shown_settings
@@ -21,8 +22,10 @@ from platform.config.groups.execution_group import AUTO
 from platform.launch import compose
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
+from platform.plan.check.plan_check import unsound
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
+from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
 from platform.plan.reports.explain import explain, render
@@ -44,6 +47,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
     parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
+    parser.add_argument("--check", action="store_true", help="whether each gradient is summed once, each tensor whole")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return run_command(parser, _answer, given, subject="config")
 
@@ -61,10 +65,12 @@ def _tiers(text: str) -> dict[str, int]:
 
 def _answer(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for, as text or JSON, or with `--shrink` its plans for fewer and
-    fewer workers; return the exit status of `python -m platform.plan`."""
+    fewer workers, or with `--check` its mistakes; return the exit status of `python -m platform.plan`."""
     config = compose(arguments.overrides, arguments.config_dir)
     plan = make_plan(config, arguments.workers)
     config.parallel.data = plan.replicas
+    if arguments.check:
+        return _check(plan, arguments.json)
     if arguments.shrink:
         for line in _shrink(config, arguments.memory * 1e9, arguments.json):
             print(visible(line), flush=True)
@@ -81,6 +87,18 @@ def _answer(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(found) if arguments.json else visible(render(plan, found)))
     return 0
+
+
+def _check(plan: Plan, as_json: bool) -> int:
+    """Print what of a plan would compute another number than one process, or that nothing does; return the status."""
+    lines = unsound(plan)
+    if as_json:
+        print(json.dumps({"operations": len(plan.operations), "parameters": len(plan.parameters), "unsound": lines}))
+    else:
+        counts = (len(plan.operations), "operation"), (len(plan.parameters), "parameter")
+        sound = f"sound: {' and '.join(count_of(*pair) for pair in counts)} on {plan.mesh}"
+        print(visible("\n".join(lines or [sound])))
+    return FAILED if lines else DONE
 
 
 def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:

@@ -195,12 +195,13 @@ class Plan:
         """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those
         of a span of the model (a block, or what lies between blocks) or, where each need not be gathered by itself, of
         several; a parameter that several spans use has its own."""
-        declared = {p.name: p for p in self.parameters}
         spans = [((c.number, i), names) for c in self.chunks if c.stage == stage for i, names in enumerate(c.spans)]
+        here = {name for _, names in spans for name in names}
+        declared = {p.name: p for p in self.parameters if p.name in here}
         uses = [(span, n) for span, names in spans for n in names if n in declared]
         groups = [(key, [declared[n] for n in names]) for key, names in spans_of(uses, self.tied)]
-        reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in self.parameters}
-        sizes = {p: prod(self.local_shape(p)) for p in self.parameters}
+        reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
+        sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
         most = 0 if self.zero == 3 else BUCKET_BYTES // self.itemsize["master"]
         return make_buckets(groups, reduced, sizes, self.shards, most)
 

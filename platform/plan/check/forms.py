@@ -1,0 +1,250 @@
+"""Forms of operations: which dims an operation reads, joins and sums, as far as it matters which axes split them.
+
+Every operation computes over a space of dims, like a product: its result is a sum over the dims that the result lacks,
+and the gradient of an operand one over the dims that the operand lacks. Only a dim of statistics is no such sum, as the
+ranks that split it exchange them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from platform.plan.check.spreads import Spread, Unsound, plus
+from platform.plan.communication.planned import Panels, PlannedOperation
+from platform.plan.communication.rule import Conversion
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Parameter, Spec
+
+STAYS = Conversion()
+
+
+class Operand(NamedTuple):
+    """Tensor that an operation reads, with its conversion. `panels`: SUMMA passes it around over `axes` in place of a
+    gather; `regathered`: the backward pass converts it again; `shared`: an einsum before has converted it already;
+    `renamed`: gives the spread of the converted tensor in the operation's dims."""
+
+    tensor: Spec | Parameter
+    conversion: Conversion = STAYS
+    panels: Panels | None = None
+    axes: tuple[str, ...] = ()
+    regathered: bool = False
+    shared: bool = False
+    renamed: Callable[[Spread], Spread] = lambda spread: spread
+
+
+class Form(NamedTuple):
+    """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
+    conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
+    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks."""
+
+    operands: Sequence[Operand]
+    out: Spec | None
+    output: Conversion = STAYS
+    given: Sequence[Spread] = ()
+    statistics: Sequence[str] = ()
+    whole: Sequence[str] = ()
+    merged: Sequence[str] = ()
+
+
+def forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the forms of a planned operation. Raises Unsound for a kind that none describes."""
+    if planned.operation.kind not in FORMS:
+        raise Unsound("has no form in platform.plan.check: what it sums is not known")
+    yield from FORMS[planned.operation.kind](plan, planned)
+
+
+def _einsums(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield a form for each einsum of a planned operation."""
+    inputs, outputs = planned.operation.inputs, planned.operation.outputs
+    computed = sorted(e.index for group in planned.groups for e in group.einsums)
+    if computed != list(range(len(outputs))):
+        raise Unsound(f"computes results {computed} of {len(outputs)}")
+    for group in planned.groups:
+        panels = group.panels
+        x_axes, operand_axes = (panels.x_axes, panels.operand_axes) if panels else ((), ())
+        for number, e in enumerate(group.einsums):
+            x = Operand(inputs[0], group.x, panels, x_axes, group.regathered, shared=number > 0)
+            operand = Operand(inputs[1 + e.index], e.operand, panels, operand_axes, e.regathered)
+            yield Form((x, operand), outputs[e.index], e.output)
+
+
+def _rowwise(
+    statistics: Callable[[PlannedOperation], Sequence[str]] = lambda planned: (),
+    whole: Callable[[PlannedOperation], Sequence[str]] = lambda planned: (),
+) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
+    """Return the form of operations whose result has the dims of their first activation. `statistics`, `whole`: the
+    dims, as in Form, of a planned operation."""
+
+    def found(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+        """Yield the form of an operation element by element, or row by row."""
+        operands, output = _converted(planned)
+        over = statistics(planned)
+        yield Form(operands, planned.operation.outputs[0], output, (), over, whole(planned), over)
+
+    return found
+
+
+def _converted(planned: PlannedOperation) -> tuple[list[Operand], Conversion]:
+    """Return the operands of an operation without einsums, and the conversion of its result: conversions are of its
+    parameters or, where it has none, of its activations, then of the result."""
+    operation, conversions = planned.operation, list(planned.conversions)
+    converted = operation.parameters or operation.inputs
+    if len(conversions) > len(converted) + 1:
+        raise Unsound(f"has {len(conversions)} conversions for {len(converted)} tensors and a result")
+    operands = [
+        Operand(t, conversions.pop(0)) if conversions and t in converted else Operand(t) for t in operation.inputs
+    ]
+    return operands, conversions[0] if conversions else STAYS
+
+
+def _made(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of an activation that is made of ids, where it lies."""
+    out = planned.operation.outputs[0]
+    yield Form((), out, given=[Spread.lying(out.dims, plan.layout(out))])
+
+
+def _lookup(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a lookup: an einsum with a one-hot of the ids, which lie as the plan reads them."""
+    (table,), (operand,) = planned.operation.parameters, _converted(planned)[0]
+    out, row = planned.operation.outputs[0], table.dims[0]
+    tokens = [d for d in out.dims if d not in table.dims]
+    one_hot = Spread(
+        {**{d: planned.tokens[d] for d in tokens}, row: planned.over}, frozenset(), frozenset(planned.tokens.only)
+    )
+    yield Form((operand,), out, _converted(planned)[1], [one_hot], merged=(row,))
+
+
+def _bias(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a bias of positions: a sum over batch, though no rank sees it, for its table's gradient."""
+    scores, table = planned.operation.inputs
+    (conversion,) = planned.conversions
+    yield Form(
+        (Operand(table, conversion),),
+        planned.operation.outputs[0],
+        given=[Spread.lying(scores.dims, plan.layout(scores))],
+    )
+
+
+def _reduce(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a sum, mean or maximum over the dims that the result lacks."""
+    (x,), output = _converted(planned)
+    out = planned.operation.outputs[0]
+    gone = [d for d in x.tensor.dims if d not in out.dims]
+    statistics = gone if planned.operation["function"] == "max" else []
+    yield Form((x,), out, output, statistics=statistics, merged=gone)
+
+
+def _expand(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of KV heads repeated for heads: ranks that share them need no gather of more."""
+    (x,), out = _converted(planned)[0], planned.operation.outputs[0]
+    goal = plan.layout(out)["heads"]
+
+    def renamed(spread: Spread) -> Spread:
+        """Return the spread in which each rank has the heads whose KV heads it holds."""
+        held = spread.split["kv_heads"]
+        if goal[: len(held)] != held:
+            raise Unsound(f"{x.tensor} has kv_heads split over {plus(held)}, heads are over {plus(goal)}")
+        split = {"heads" if d == "kv_heads" else d: axes for d, axes in spread.split.items()}
+        return spread._replace(split={**split, "heads": goal})
+
+    yield Form((x._replace(renamed=renamed),), out)
+
+
+def _fused(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of attention in one kernel, which needs the positions and d_kv of its heads whole."""
+    query, *memory = planned.operation.inputs
+    rename = _renaming({"length": "memory_length"})
+    operands = [Operand(query), *(Operand(t, renamed=rename) for t in memory)]
+    yield Form(operands, planned.operation.outputs[0], whole=("length", "memory_length", "d_kv"))
+
+
+def _relayout(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a move to another layout, with dims renamed by position."""
+    (x,), out = planned.operation.inputs, planned.operation.outputs[0]
+    assert isinstance(x, Spec)
+    names = dict(zip(x.dims, out.dims, strict=True))
+    (conversion,) = planned.conversions
+    yield Form((Operand(x, conversion, renamed=_renaming(names)),), out)
+
+
+def _reshape(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a dim split into two, or of two joined, whose axes are the major's and then the minor's."""
+    (x,), output = _converted(planned)
+    spec, out = x.tensor, planned.operation.outputs[0]
+    fine, coarse = (spec, out) if len(spec.dims) > len(out.dims) else (out, spec)
+    (merged,) = (d for d in coarse.dims if d not in fine.dims)
+    major, minor = (d for d in fine.dims if d not in coarse.dims)
+    extent = plan.planner.sizes_of(fine)[major]
+
+    def renamed(spread: Spread) -> Spread:
+        """Return the spread in the result's dims. Raises Unsound if a rank's block would not be one of them."""
+        if fine is spec:
+            first, rest = spread.split[major], spread.split[minor]
+        else:
+            first = plan.layout(fine)[major]
+            rest = spread.split[merged][len(first) :]
+            if spread.split[merged][: len(first)] != first:
+                raise Unsound(f"{merged} is over {plus(spread.split[merged])}, its part {major} over {plus(first)}")
+        if rest and plan.mesh.extent(first) != extent:
+            raise Unsound(f"{minor} is split over {'+'.join(rest)} inside of a {major} that is not")
+        parts = {merged: (*first, *rest), major: first, minor: rest}
+        return spread._replace(split={d: parts[d] if d in parts else spread.split[d] for d in out.dims})
+
+    yield Form((x._replace(renamed=renamed),), out, output)
+
+
+def _loss(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
+    """Return the form of a loss, a sum over all ranks' tokens; `statistics` as in Form."""
+
+    def found(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+        """Yield the form of a loss of its first activation."""
+        yield Form(_converted(planned)[0], None, statistics=statistics, merged=statistics)
+
+    return found
+
+
+def _renaming(names: Mapping[str, str]) -> Callable[[Spread], Spread]:
+    """Return the function that renames dims of a spread."""
+    return lambda spread: spread._replace(split={names.get(d, d): axes for d, axes in spread.split.items()})
+
+
+FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
+    "project": _einsums,
+    "einsum": _einsums,
+    "lookup": _lookup,
+    "one_hot": _made,
+    "features": _made,
+    "relative_bias": _bias,
+    "reduce": _reduce,
+    "expand_kv": _expand,
+    "fused_attention": _fused,
+    "relayout": _relayout,
+    "reshape": _reshape,
+    "shift": _rowwise(),
+    "dropout": _rowwise(),
+    "sinusoid": _rowwise(),
+    "remember": _rowwise(),
+    "recall": _rowwise(),
+    "rotate": _rowwise(whole=lambda planned: ("d_kv",)),
+    "recurrence": _rowwise(whole=lambda planned: ("length",)),
+    "concatenate": _rowwise(whole=lambda planned: (planned.operation["dim"],)),
+    "norm": _rowwise(lambda planned: planned.operation.inputs[0].dims[-1:]),
+    "softmax": _rowwise(lambda planned: (planned.operation["dim"],)),
+    "cross_entropy": _loss(("vocab",)),
+    "squared_error": _loss(()),
+}
+
+
+def misread(planned: PlannedOperation, space: Mapping[str, tuple[str, ...]], only: frozenset[str]) -> str:
+    """Return how the data tensors that an operation reads lie otherwise than its space, "" if they do not. A mask of
+    attention's scores lies as the keys that it hides."""
+    operation, tokens = planned.operation, planned.tokens
+    hides = operation.kind in ("softmax", "fused_attention") and not operation["begins"]
+    names = {"length": "memory_length"} if hides else {}
+    for dim in ("batch", "length"):
+        if tokens[dim] != (there := space.get(names.get(dim, dim), ())):
+            return f"has {dim} split over {plus(tokens[dim])}, the operation over {plus(there)}"
+    if set(tokens.only) != only:
+        return f"exists at index 0 of {plus(tokens.only)}, the operation at 0 of {plus(only)}"
+    return ""

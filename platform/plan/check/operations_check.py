@@ -1,0 +1,179 @@
+"""Static check of a planned operation: its operands in, its result out, and all gradients back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+from platform.plan.check.forms import Form, Operand, forms, misread
+from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, plus
+from platform.plan.communication.planned import PlannedOperation
+from platform.plan.communication.rule import COLLECTIVES, Conversion, Step
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Parameter, Spec
+
+FORWARD, BACKWARD = "forward", "backward"
+Tensor = Spec | Parameter
+Space = dict[str, tuple[str, ...]]  # dim -> the axes that split it for all of an operation
+
+
+class Walk:
+    """Walk through the operations of a plan, which remembers in which spreads tensors lie between them."""
+
+    def __init__(self, plan: Plan):
+        """Begin a walk through the operations of `plan`."""
+        self._plan, self._extents = plan, plan.mesh.axes
+        self._lying: dict[Tensor, tuple[Spread, dict[str, int]]] = {}  # with the sizes of all dims
+        self._launches: Counter[tuple] = Counter()  # (op, axes, elements, phase, only) of the operation under way
+
+    def check(self, planned: PlannedOperation) -> None:
+        """Check one planned operation of the plan. Raises Unsound for the first mistake."""
+        self._launches.clear()
+        for form in forms(self._plan, planned):
+            self._check(planned, form)
+        moved = [c for c in planned.collectives if c.dtype == "compute"]
+        listed = Counter((c.op, c.axes, c.elements, c.phase, frozenset(c.only)) for c in moved)
+        if listed != self._launches:
+            key = next(k for k in (*listed, *self._launches) if listed[k] != self._launches[k])
+            op, axes, elements, phase, _ = key
+            raise Unsound(
+                f"lists {listed[key]} and takes {self._launches[key]} times {op} of {elements} elements over"
+                f" {plus(axes)} in its {phase} pass"
+            )
+
+    def _check(self, planned: PlannedOperation, form: Form) -> None:
+        """Check one form of a planned operation."""
+        entered = [self._enter(operand) for operand in form.operands]
+        read = [
+            (operand.renamed(s), title_of(operand.tensor)) for operand, s in zip(form.operands, entered, strict=True)
+        ]
+        space, only = _space([*((spread, "what it makes") for spread in form.given), *read])
+        axes = {a for found in space.values() for a in found}
+        _check_dims(planned, form, space)
+        if planned.operation.reads and (wrong := misread(planned, space, only)):
+            raise Unsound(f"{', '.join(planned.operation.reads)} {wrong}")
+        if form.out is not None:
+            exchanged = {a for d in form.statistics for a in space[d]}
+            result = Spread({d: space[d] for d in form.out.dims}, frozenset(), only)
+            self._leave(form.out, form.output, result, frozenset(axes - result.axes - exchanged))
+        for operand, spread in zip(form.operands, entered, strict=True):
+            self._return(operand, spread._replace(partial=frozenset(axes - spread.axes)))
+
+    def _enter(self, operand: Operand) -> Spread:
+        """Return the spread in which an operand is read, converted for the operation."""
+        tensor, conversion = operand.tensor, operand.conversion
+        phases = () if operand.shared else (FORWARD, BACKWARD) if operand.regathered else (FORWARD,)
+        lying, sizes = self._lying_of(tensor)
+        spread = self._follow_steps(tensor, lying, conversion.forward, phases, title_of(tensor))
+        if operand.panels and operand.axes and not operand.shared:
+            gathered = spread.elements(sizes, self._extents) * prod(self._extents[a] for a in operand.axes)
+            for op, phase in (("broadcast", FORWARD), ("broadcast", BACKWARD), ("reduce", BACKWARD)):
+                key = op, operand.axes, gathered // operand.panels.count, phase, spread.only
+                self._launches[key] += operand.panels.count
+        return self._follow_steps(tensor, spread, _steps("all_gather", operand, spread), (), title_of(tensor))
+
+    def _leave(self, out: Spec, output: Conversion, result: Spread, partial: frozenset[str]) -> None:
+        """Check that a result, complete but `partial`, comes to lie as its type says, and its gradient as it was."""
+        lying, _ = self._lying_of(out)
+        there = self._follow_steps(out, result._replace(partial=partial), output.forward, (FORWARD,), f"result {out}")
+        if wrong := difference(there, lying):
+            raise Unsound(f"result {out} {wrong}")
+        name = f"gradient of {out}"
+        if wrong := difference(self._follow_steps(out, lying, output.backward, (BACKWARD,), name), result):
+            raise Unsound(f"{name} {wrong}")
+
+    def _return(self, operand: Operand, gradient: Spread) -> None:
+        """Check that the gradient of an operand arrives complete or, of a parameter, partial over just the axes over
+        which it is summed once a step."""
+        tensor, phases = operand.tensor, () if operand.shared else (BACKWARD,)
+        name, (wanted, _) = f"gradient of {title_of(tensor)}", self._lying_of(tensor)
+        gradient = self._follow_steps(tensor, gradient, _steps("reduce_scatter", operand, gradient), (), name)
+        gradient = self._follow_steps(tensor, gradient, operand.conversion.backward, phases, name)
+        if isinstance(tensor, Parameter):
+            summed = frozenset(self._plan.reductions.get(tensor.name, ()))
+            if left := gradient.partial - summed:
+                raise Unsound(f"{name} is partial over {plus(left)}, and never summed there")
+            if twice := summed - gradient.partial:
+                axis = min(twice)
+                raise Unsound(f"{name} is {gradient.said(axis)} over {axis}, and summed there at the end of the step")
+            wanted = wanted._replace(partial=summed)
+        if wrong := difference(gradient, wanted):
+            raise Unsound(f"{name} {wrong}")
+
+    def _lying_of(self, tensor: Tensor) -> tuple[Spread, dict[str, int]]:
+        """Return the spread in which a tensor lies between operations, and its global sizes by dim."""
+        if (found := self._lying.get(tensor)) is None:
+            spread = Spread.lying(tensor.dims, self._plan.layout(tensor))
+            self._lying[tensor] = found = spread, self._plan.planner.sizes_of(tensor)
+        return found
+
+    def _follow_steps(
+        self, tensor: Tensor, spread: Spread, steps: Sequence[Step], phases: Sequence[str], name: str
+    ) -> Spread:
+        """Return the spread of a tensor after `steps`, whose launches are counted in `phases`; `name`: its name
+        in messages."""
+        for step in steps:
+            before = spread
+            try:
+                spread = after(before, step)
+            except Unsound as error:
+                raise Unsound(f"{name}: {error}") from None
+            if phases and step.op in COLLECTIVES:
+                given = spread if step.op == "scatter" else before
+                elements = given.elements(self._lying_of(tensor)[1], self._extents)
+                for phase in phases:
+                    self._launches[step.op, step.axes, elements, phase, frozenset(step.only)] += 1
+        return spread
+
+
+def title_of(tensor: Tensor) -> str:
+    """Return the name of a parameter, or the type of an activation, for messages."""
+    return tensor.name if isinstance(tensor, Parameter) else str(tensor)
+
+
+def _steps(op: str, operand: Operand, spread: Spread) -> list[Step]:
+    """Return the steps in whose place SUMMA passes panels of an operand, none without: each axis by itself."""
+    if not operand.panels:
+        return []
+    dim = operand.tensor.dims.index(operand.panels.dim)
+    axes = operand.axes if op == "reduce_scatter" else operand.axes[::-1]
+    return [Step(op, (axis,), dim, only=tuple(spread.only)) for axis in axes]
+
+
+def _space(spreads: Sequence[tuple[Spread, str]]) -> tuple[Space, frozenset[str]]:
+    """Return by dim the axes that split an operation's space, and the axes at whose index 0 alone ranks compute it.
+    Raises Unsound for tensors, given as spreads with their names, whose blocks do not belong together."""
+    space: Space = {}
+    (first, one), only = spreads[0], spreads[0][0].only
+    for spread, name in spreads:
+        if spread.partial:
+            raise Unsound(f"{name} is partial over {plus(spread.partial)} where it is read")
+        if spread.only != only:
+            axis = min(spread.only ^ only)
+            raise Unsound(f"{name} is {spread.said(axis)} over {axis}, {one} is {first.said(axis)}")
+        for dim, axes in spread.split.items():
+            if space.setdefault(dim, axes) != axes:
+                raise Unsound(f"{name} has {dim} split over {plus(axes)}, {one} over {plus(space[dim])}")
+    for axis, times in Counter(a for axes in space.values() for a in axes).items():
+        if times > 1 or axis in only:
+            names = [f"{name}, which is {spread.said(axis)}" for spread, name in spreads if spread.along(axis) != WHOLE]
+            raise Unsound(f"reads {' beside '.join(names)} over {axis}")
+    return space, only
+
+
+def _check_dims(planned: PlannedOperation, form: Form, space: Space) -> None:
+    """Raise Unsound where an axis splits a dim that an operation needs whole, or ranks that split a dim do not merge
+    its statistics."""
+    for dim in form.whole:
+        if space.get(dim):
+            raise Unsound(f"needs {dim} whole, which is split over {plus(space[dim])}")
+    over = tuple(a for dim in form.merged for a in space[dim])
+    if planned.over != over:
+        dims = "+".join(form.merged) or "nothing"
+        raise Unsound(f"merges {dims} over {plus(planned.over)}, and it is split over {plus(over)}")
+    merges = [c for c in planned.collectives if c.dtype == "accumulate"]
+    wanted = over if form.statistics else ()
+    if bool(merges) != bool(wanted) or any(c.axes != wanted for c in merges):
+        dims = "+".join(form.statistics) or "no dim"
+        raise Unsound(f"merges statistics of {dims} over {plus(wanted)}, and lists other collectives")

@@ -1,0 +1,112 @@
+"""Spreads of a tensor along mesh axes, and the one way in which each step of a conversion changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from platform.plan.communication.rule import Step
+from platform.plan.language.layout import Layout
+
+SPLIT, PARTIAL, ALONE, WHOLE = "split", "partial", "at index 0 alone", "whole"
+
+# step -> (what its axes are for the tensor before, what they are after)
+BECOMES = {
+    "all_gather": (SPLIT, WHOLE),
+    "reduce_scatter": (PARTIAL, SPLIT),
+    "all_reduce": (PARTIAL, WHOLE),
+    "all_to_all": (SPLIT, SPLIT),
+    "slice": (WHOLE, SPLIT),
+    "pad": (SPLIT, PARTIAL),
+    "broadcast": (ALONE, WHOLE),
+    "reduce": (PARTIAL, ALONE),
+    "scatter": (ALONE, SPLIT),
+    "gather": (SPLIT, ALONE),
+    "drop": (WHOLE, ALONE),
+}
+
+
+class Unsound(Exception):
+    """Error of a plan by which ranks would compute another number than one process, or hang, as a line of text."""
+
+
+class Spread(NamedTuple):
+    """Spread of a tensor over the ranks along every mesh axis: an axis in `split` splits one of its dims, each dim over
+    its axes major to minor; along one in `partial` ranks hold summands of it; along one in `only` index 0 alone has it;
+    along any other it is whole, the same on every rank."""
+
+    split: Mapping[str, tuple[str, ...]]
+    partial: frozenset[str] = frozenset()
+    only: frozenset[str] = frozenset()
+
+    @classmethod
+    def lying(cls, dims: Iterable[str], layout: Layout) -> Spread:
+        """Return the spread of a complete tensor with dims `dims` in `layout`."""
+        return cls({d: layout[d] for d in dims}, frozenset(), frozenset(layout.only))
+
+    @property
+    def axes(self) -> set[str]:
+        """Return the mesh axes that split some dim of the tensor."""
+        return {a for axes in self.split.values() for a in axes}
+
+    def along(self, axis: str) -> str:
+        """Return what the tensor is along a mesh axis: split, partial, at index 0 alone, or whole."""
+        if axis in self.partial:
+            return PARTIAL
+        if axis in self.only:
+            return ALONE
+        return SPLIT if axis in self.axes else WHOLE
+
+    def said(self, axis: str) -> str:
+        """Return in words what the tensor is along a mesh axis, with the dim that the axis splits."""
+        return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.along(axis))
+
+    def elements(self, sizes: Mapping[str, int], extents: Mapping[str, int]) -> int:
+        """Return the elements of a rank's block. `sizes`: size of each dim; `extents`: size of each mesh axis."""
+        return prod(sizes[d] // prod(extents[a] for a in axes) for d, axes in self.split.items())
+
+
+def after(spread: Spread, step: Step) -> Spread:
+    """Return the spread of a tensor after a step of a conversion. Raises Unsound for a step that takes something else
+    than there is, such as a gather of a whole tensor, or that some ranks would take without the others."""
+    axes, (before, then) = step.axes, BECOMES[step.op]
+    split, partial, only, dims = dict(spread.split), set(spread.partial), set(spread.only), list(spread.split)
+    if max(step.dim, step.joined) >= max(1, len(dims)):
+        raise Unsound(f"{step.op} over {plus(axes)} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
+    for axis in axes:
+        if spread.along(axis) != before:
+            raise Unsound(f"{step.op} takes what is {before}, and it is {spread.said(axis)} over {axis}")
+    if before == SPLIT:
+        dim = dims[step.joined if step.op == "all_to_all" else step.dim]
+        if not axes or split[dim][-len(axes) :] != axes:
+            over = ", ".join(split[dim]) or "no axis"
+            raise Unsound(f"{step.op} over {plus(axes)} joins {dim}, which is split over {over}, the last one first")
+        split[dim] = split[dim][: -len(axes)]
+    partial.difference_update(axes)
+    only.difference_update(axes)
+    if set(step.only) != only:
+        raise Unsound(f"{step.op} over {plus(axes)} is taken at index 0 of {plus(step.only)}, not of {plus(only)}")
+    if then == SPLIT:
+        split[dims[step.dim]] = (*split[dims[step.dim]], *axes)
+    elif then == PARTIAL:
+        partial.update(axes)
+    elif then == ALONE:
+        only.update(axes)
+    return Spread(split, frozenset(partial), frozenset(only))
+
+
+def difference(found: Spread, wanted: Spread) -> str:
+    """Return in words the first difference between the spreads of a tensor that is found and that is wanted, or ""."""
+    if found == wanted:
+        return ""
+    for axis in sorted({*found.axes, *wanted.axes, *found.partial, *wanted.partial, *found.only, *wanted.only}):
+        if (here := found.said(axis)) != (there := wanted.said(axis)):
+            return f"is {here} over {axis}, and has to be {there}"
+    dim = next(d for d, axes in wanted.split.items() if found.split[d] != axes)
+    return f"has {dim} split over {', '.join(found.split[dim])}, and has to over {', '.join(wanted.split[dim])}"
+
+
+def plus(axes: Sequence[str] | set[str] | frozenset[str]) -> str:
+    """Return the names of mesh axes as text, such as r+c."""
+    return "+".join(axes if isinstance(axes, tuple) else sorted(axes)) or "no axis"

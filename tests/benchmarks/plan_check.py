@@ -1,0 +1,56 @@
+"""Seconds of planning and of the static check of the plan, on one core.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/plan_check.py [--rounds 3]
+
+The least CPU time of several rounds. A check of less than 2 % of planning could run before every launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from platform.launch import compose
+from platform.plan.check.plan_check import unsound
+from platform.plan.core.plan import Plan
+from platform.planning.make_plan import make_plan
+
+LARGE = ["train.global_batch=1024", "precision=bf16"]
+PLANS = {
+    "GPT 1T, 64 stages x data 4 x t 8, ZeRO 1": [
+        "model=gpt_1t", "tensor=1d_sp", "tensor.axes.t=8", "pipeline=interleaved", "pipeline.stages=64",
+        "pipeline.chunks=2", "parallel.data=4", "parallel.zero=1", "train.microbatch=1", *LARGE],
+    "GPT 530B, data 16 x 3-D 8 x 4 x 4, ZeRO 3": [
+        "model=gpt_529_6b", "tensor=3d", "tensor.axes={x: 8, y: 4, z: 4}", "parallel.data=16", "parallel.zero=3",
+        "train.microbatch=8", *LARGE],
+    "GPT 530B, 16 stages x data 2 x 2-D 8 x 8": [
+        "model=gpt_529_6b", "tensor=2d", "tensor.axes={r: 8, c: 8}", "pipeline=1f1b", "pipeline.stages=16",
+        "parallel.data=2", "train.microbatch=8", *LARGE],
+}  # fmt: skip
+
+
+def timed(overrides: Sequence[str]) -> tuple[float, float, Plan]:
+    """Return the CPU seconds of planning and of checking a new plan, and the plan."""
+    config, start = compose(overrides), time.process_time()
+    plan = make_plan(config)
+    planned = time.process_time()
+    assert unsound(plan) == []
+    return planned - start, time.process_time() - planned, plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    print("| plan | ranks | operations | planning (s) | check (s) | of planning |\n|---|---|---|---|---|---|")
+    for name, overrides in PLANS.items():
+        rounds = [timed(overrides) for _ in range(args.rounds)]
+        planning, check = (min(times) for times in list(zip(*rounds, strict=True))[:2])
+        plan = rounds[0][2]
+        share = f"{check / planning:.0%}"
+        print(f"| {name} | {plan.mesh.size:,} | {len(plan.operations):,} | {planning:.2f} | {check:.2f} | {share} |")
+
+
+if __name__ == "__main__":
+    main()

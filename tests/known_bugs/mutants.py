@@ -1,0 +1,161 @@
+"""Mutants of our code: each computes as a peer's bug did, on ranks that are more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from pytest import MonkeyPatch
+
+from platform.config.batch_ramp import samples_of
+from platform.parallel.kernels import dropout, loss
+from platform.parallel.parallel_ops import ParallelOps
+from platform.parallel.sharding.flat import FlatBucket
+from platform.plan.core import counted
+from platform.plan.core.plan import Plan
+from platform.plan.operations.rows.shift import ShiftOp
+from platform.train.step import trainer
+from platform.train.step.trainer import Trainer
+from platform.train.step.training_state import State
+
+Mutant = Callable[[MonkeyPatch], None]
+OUT = ("output_bias", "down_bias")  # of products whose contracted dim ranks split
+
+
+def mutant(owner: object, name: str) -> Callable[[Callable[..., object]], Mutant]:
+    """Make a mutant of a function of `owner` out of one that takes the original and then its arguments."""
+
+    def made(change: Callable[..., object]) -> Mutant:
+        def put(patch: MonkeyPatch) -> None:
+            before = getattr(owner, name)
+            patch.setattr(owner, name, lambda *given, **more: change(before, *given, **more))
+
+        return put
+
+    return made
+
+
+@mutant(loss, "_merged")
+def smoothing_of_a_shard(merged, found, mine, communicator, over):
+    return torch.cat((merged(found, mine, communicator, over)[:2], found[2:] * communicator.mesh.extent(over)))
+
+
+@mutant(loss, "_merged")
+def vocab_counted_by_every_rank(merged, found, mine, communicator, over):
+    out = merged(found, mine, communicator, over)
+    return torch.cat((out[:1] + torch.tensor(communicator.mesh.extent(over)).log(), out[1:]))
+
+
+@mutant(loss, "loss_and_gradient")
+def gradient_of_the_label_s_shard_alone(compute, logits, targets, communicator, classes, gradient):
+    out = compute(logits, targets, communicator, classes, gradient)
+    if classes.over and gradient:
+        column = targets.labels - classes.first
+        logits[(column < 0) | (column >= logits.shape[1])] = 0
+    return out
+
+
+@mutant(loss, "loss_and_gradient")
+def mean_of_each_rank_s_tokens(compute, logits, targets, communicator, classes, gradient):
+    out = compute(logits, targets, communicator, classes, gradient)
+    if communicator.mesh.size == 1:
+        return out
+    weight = len(targets.labels) / max(1, int((targets.labels >= 0).sum()))
+    logits *= weight
+    return out * weight
+
+
+@mutant(Trainer, "_part")
+def mean_of_each_microbatch_s_tokens(run, self, chunk, flow, split, first, end):
+    out, step = run(self, chunk, flow, split, first, end), samples_of(self.config.train, self.ops.position.step)
+    size, count = self.plan.sizes["batch"], self.corpus.predicted
+    own = count(split, first, min(first + size, end))
+    return {n: x * count(split, *step) / (self.plan.microbatches * own) if n == "loss" else x for n, x in out.items()}
+
+
+@mutant(Trainer, "_part")
+def loss_times_the_ranks_of_a_sequence(run, self, *given):
+    out = run(self, *given)
+    factor = self.plan.mesh.extent(self.plan.loss_layout["length"])
+    return {n: x * factor if n == "loss" else x for n, x in out.items()}
+
+
+def ranks_before(ops, parameter) -> int:
+    """Return over how many ranks the product was summed to which a bias is added."""
+    found = ops.plan.operations.get(("project", parameter.removesuffix("_bias"))) if parameter.endswith(OUT) else None
+    outputs = [e.output for g in (found.groups if found else ()) for e in g.einsums]
+    return max([1, *(ops.plan.mesh.extent(s.axes) for c in outputs for s in c.forward if s.op == "all_reduce")])
+
+
+@mutant(ShiftOp, "run")
+def bias_added_by_every_rank(run, self, ops, found, x, spec, parameter):
+    return run(self, ops, found, x, spec, parameter * ranks_before(ops, found.operation.name))
+
+
+@mutant(ShiftOp, "run")
+def gradient_of_a_share_of_the_bias(run, self, ops, found, x, spec, parameter):
+    share = parameter / ranks_before(ops, found.operation.name)
+    return run(self, ops, found, x, spec, share + (parameter - share).detach())
+
+
+@mutant(Plan, "split_over")
+def norm_of_the_first_heads(split_over, self, p):
+    return () if p.name.endswith("query_bias") else split_over(self, p)
+
+
+@mutant(Plan, "split_over")
+def norm_over_one_axis_of_two(split_over, self, p):
+    return split_over(self, p)[:1]
+
+
+@mutant(Plan, "split_over")
+def norm_counts_replicas(split_over, self, p):
+    others = [a for a, n in self.mesh.axes.items() if n > 1 and a not in ("stage", "data", *self.layout(p).only)]
+    return (*split_over(self, p), *others) if p.role == "vector" else split_over(self, p)
+
+
+@mutant(counted, "counts_gradient")
+def norm_counts_tied_copies(counts, plan, at, p):
+    return counts(plan, at, p) or (p.name in plan.tied and counted.counts_at(at, plan.split_over(p)))
+
+
+@mutant(trainer, "sum_tied")
+def tied_copies_on_their_own(sum_tied, *given):
+    return None
+
+
+@mutant(FlatBucket, "sum_of")
+def last_microbatch_alone(sum_of, self, *names):
+    return sum_of(self, *names)[0], True
+
+
+@mutant(ParallelOps, "drawing")
+def masks_of_the_first_block(drawing, self, name, spec, device):
+    blocks = self.blocks
+    self.blocks, self._counters = {spec: [(0, n) for _, n in blocks[spec]]}, {}
+    try:
+        return drawing(self, name, spec, device)
+    finally:
+        self.blocks = blocks
+
+
+def another_mask_in_the_backward_pass(patch: MonkeyPatch) -> None:
+    def backward(ctx, gradient):
+        counters, start, rate = ctx.drawing
+        return ctx.draw(gradient, counters, start + 1, rate), None, None
+
+    patch.setattr(dropout._Dropout, "backward", staticmethod(backward))
+
+
+@mutant(State, "restore")
+def moments_dropped(restore, self, *given, **more):
+    restore(self, *given, **more)
+    for moments in self._trainer.optimizer.state.values():
+        for value in moments.values():
+            if torch.is_tensor(value) and value.dim():
+                value.zero_()
+
+
+@mutant(Trainer, "load")
+def samples_by_replica(load, self, split, first, end=None, chunk=None):
+    return load(self, split, first + (split == "train" and self.plan.replicas == 3), end, chunk)
