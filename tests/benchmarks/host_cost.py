@@ -27,10 +27,10 @@ from tests.harness.reference_model import ReferenceModel
 LAYERS, MICROBATCHES = (2, 8), (2, 6)
 
 
-def configured(model: str, layers: int, microbatches: int, compile: str) -> Config:
+def configured(model: str, layers: int, microbatches: int, compiles: str) -> Config:
     """Return the configuration of a tiny model of a kind, one sequence per microbatch."""
     c = configure(layers=layers, global_batch=microbatches, microbatch=1, precision="fp32", **MODELS[model])
-    c.train.compile = compile
+    c.train.compile = compiles
     return c
 
 
@@ -100,7 +100,9 @@ def main() -> None:
         counted = {key: calls(step) for key, step in steps.items()}
         cost = {}
         for kind in kinds:
-            of_kind = [{size: found[kind, *size] for size in product(LAYERS, MICROBATCHES)} for found in (least, counted)]
+            of_kind = [
+                {size: found[kind, *size] for size in product(LAYERS, MICROBATCHES)} for found in (least, counted)
+            ]
             ms, count = of_one_more(of_kind[0]) * 1e3, of_one_more(of_kind[1])
             cost[kind] = ms, count
             ratios = [x / y for x, y in zip(cost[kind], cost["plain"], strict=True)]
