@@ -31,7 +31,7 @@ class _Recomputed(torch.autograd.Function):
         return function(x, *more)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         """Compute the function again, now with its graph, and return the gradients of its arguments."""
         part, *saved = ctx.saved_tensors
         more: list[Any] = [None] * ctx.count
@@ -40,20 +40,20 @@ class _Recomputed(torch.autograd.Function):
         x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad(), ctx.restore():
             out = ctx.function(x, *more)
-        torch.autograd.backward(out, gradient)
+        torch.autograd.backward(out, gradients)
         return None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
 
 
 def recomputed(
     communicator: Communicator,
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
     restore: Callable[[], Any],
     axes: tuple[str, ...],
     x: Tensor,
     *more: Tensor | None,
-) -> Tensor:
-    """Return function(x, *more), an activation, saving only the arguments for autograd; the backward pass calls
-    `function` again to compute what lies between.
+) -> Any:
+    """Return function(x, *more), an activation or several, saving only the arguments for autograd; the backward pass
+    calls `function` again to compute what lies between.
 
     The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
     whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included).

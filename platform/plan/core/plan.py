@@ -127,7 +127,7 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Return the number of data-parallel replicas, which compute different sequences with the same weights."""
-        return self.mesh.axes["data"] * self.scheme.zero
+        return self.planner.replicas
 
     @property
     def scheme(self) -> Scheme:
