@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
                "positions": "rope", "rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_length": 8,
                "bias": False, "attention_bias": "qkv", "query_key_norm": True, "tied": False, "head_bias": True,
                "window": 5, "window_layers": [1], "within_documents": True},
+    "experts": {"experts": 4, "experts_per_token": 2, "expert_d_ff": 24, "shared_experts": 1, "capacity_factor": 1.0,
+                "balance_loss": 0.3, "z_loss": 0.05},
     "packed_gpt": {"within_documents": True, "layers": 1},
     "whole_bert": {"kind": "encoder", "post_norm": True, "norm_eps": 1e-2, "embedding_norm": True, "segments": 3,
                    "activation": "gelu_tanh", "head_transform": True, "head_bias": True, "layers": 1},

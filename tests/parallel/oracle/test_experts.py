@@ -16,10 +16,9 @@ from tests.harness.pairwise import cover, product
 from tests.harness.reference_experts import loss_of
 from tests.harness.suite import suite
 
-EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "capacity_factor": 1.0, "expert_d_ff": 24,
-                           "balance_loss": 0.3, "z_loss": 0.05}  # fmt: skip
+EXPERTS: dict[str, Any] = MODELS["experts"] | {"shared_experts": 0}
 KINDS: dict[str, dict[str, Any]] = {
-    "shared": {**EXPERTS, "shared_experts": 1},
+    "shared": MODELS["experts"],
     "sigmoid": {**EXPERTS, "router": "sigmoid", "router_scale": 2.5, "capacity_factor": 1.25},
     "all tokens": {**MODELS["llama"], **EXPERTS, "router_normalised": False, "capacity_factor": 0.0},
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},

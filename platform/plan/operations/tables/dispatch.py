@@ -84,8 +84,9 @@ class CombineOp(BlockOp):
 
 def _places(ops, slots: tuple[int, ...], by_expert: int, chosen: int):
     """Count the integers that say which token lies in each slot, and in which slots each token lies."""
-    experts = slots[0]
-    return ops.integers(prod(slots[:3]) + by_expert // experts * chosen)
+    places = ops.integers(prod(slots[:3]) + by_expert // slots[0] * chosen)
+    ops.integers(3 * by_expert)  # while tokens are numbered
+    return places
 
 
 def _with_scratch(ops, elements: int, scratch: int):

@@ -52,17 +52,14 @@ class RouteOp(Op):
             return scores, scores if len(leave) > 1 else None
         n, rows = scores.elements, found.token_count
 
-        def work() -> None:
-            """Count the scores in the type of statistics, probabilities, choices and counts."""
-            wide = ops.widened(scores.storage, n)  # noqa: F841  (until the weights are there)
-            ops.new(4 * n, ops.wide)
-
         def backward(_: Gradients, __: Saved) -> Gradients:
             """Count the choice, made again, and the gradient of the scores."""
-            ops.new(5 * n, ops.wide)
+            held = ops.new(7 * n, ops.wide), ops.integers(2 * n, 1)  # noqa: F841  (until the gradient is there)
             return [ops.new(n)]
 
-        work()
+        wide, made = ops.widened(scores.storage, n), ops.new(3 * n, ops.wide)
+        numbers = ops.integers(n)  # of the tokens, in the order of each expert's
+        del numbers, made, wide
         weights, auxiliary = ops.tensor(n), ops.tensor(rows)
         ops.note([weights, auxiliary], [scores], (scores.storage,), backward)
         results = [ops.apply(x, conversion) for x, conversion in zip((weights, auxiliary), leave, strict=False)]
