@@ -169,6 +169,7 @@ class Result:
     moved: Counter[str]
     log: list[Launch]
     averages: dict[str, Tensor] = field(default_factory=dict)
+    routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
@@ -209,7 +210,8 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-    return Result(communicator.rank, first.loss, first.grad_norm, gradients, initial, final, losses, moved, log)
+    numbers = first.loss, first.grad_norm
+    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, routed=first.routed)
 
 
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
@@ -270,6 +272,8 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
             error = (value - whole).abs().max()
             bound = relative * whole.abs().max() + absolute
             assert error <= bound, f"{what} of {name}: {error:.1e} > {bound:.1e}"
+    routed = [sum(counts) for counts in zip(*(r.routed for r in results if r.routed), strict=True)]
+    assert routed == expected.routed, f"tokens of experts: {routed} != {expected.routed}"
     for r in results:
         numbers = zip(
             (r.loss, r.grad_norm, *r.losses), (expected.loss, expected.grad_norm, *expected.losses), strict=True

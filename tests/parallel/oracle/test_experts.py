@@ -75,6 +75,7 @@ def test_equals_plain_pytorch(kind, padded, monkeypatch):
     loss.backward()
     assert ours.loss == pytest.approx(loss.item(), rel=1e-12)
     assert more.item() > 0.05 and (padded or bool(dropped) == (c.model.capacity_factor > 0))
+    assert sum(ours.routed[:4]) - sum(ours.routed[4:]) == dropped
     for name, w in weights.items():
         assert w.grad is not None and w.grad.abs().max() > 1e-6, f"{name} does not matter"
         assert torch.allclose(ours.gradients[name], w.grad, rtol=1e-9, atol=1e-13), name

@@ -13,8 +13,9 @@ from platform.parallel.kernels.statistics import widened
 from platform.plan.language.functions import Router
 
 
-def route(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, Tensor]:
-    """Return the weights [length, batch, experts] of each token's experts and its auxiliary loss [length, batch]."""
+def route(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights [length, batch, experts] of each token's experts, its auxiliary loss [length, batch], and how
+    many tokens chose each expert and how many of these it took, int64 [2, experts]."""
     return _Route.apply(scores, real, router, slots)
 
 
@@ -27,21 +28,23 @@ class _Route(torch.autograd.Function):
         """Return the weights of the experts and the auxiliary loss of each token."""
         ctx.save_for_backward(scores, real)
         ctx.rules = router, slots
-        return tuple(x.to(scores.dtype) for x in _routed(widened(scores), real, router, slots))
+        *results, counts = _routed(widened(scores), real, router, slots)
+        ctx.mark_non_differentiable(counts)
+        return *(x.to(scores.dtype) for x in results), counts
 
     @staticmethod
-    def backward(ctx, of_weights, of_losses):
+    def backward(ctx, of_weights, of_losses, _):
         """Return the gradient of the scores."""
         scores, real = ctx.saved_tensors
         with torch.enable_grad():
             wide = widened(scores.detach()).requires_grad_()
-            found = _routed(wide, real, *ctx.rules)
+            *found, _ = _routed(wide, real, *ctx.rules)
         given = [g.to(x.dtype) for g, x in zip((of_weights, of_losses), found, strict=True)]
         (gradient,) = torch.autograd.grad(found, wide, given)
         return gradient.to(scores.dtype), None, None, None
 
 
-def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, Tensor]:
+def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, ...]:
     """Compute `route` of scores in the type of statistics."""
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
     sigmoid = router.function == "sigmoid"
@@ -58,7 +61,8 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[T
     load = chosen.sum(0) / tokens  # of each sequence: [batch, experts]
     even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
     square = scores.logsumexp(-1).square()
-    return weights, (router.balance * even + router.z * square) * real
+    counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
+    return weights, (router.balance * even + router.z * square) * real, counts
 
 
 def _places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:

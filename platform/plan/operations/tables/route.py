@@ -39,7 +39,8 @@ class RouteOp(Op):
         if ops.absent(scores):
             return scores, scores if len(leave) > 1 else None
         real = tokens[self.kind, name] >= 0
-        found = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"])
+        *found, counts = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"])
+        ops.count_routed(counts, ops.planned(self.kind, name).compute_axes)
         results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
         return results[0], results[1] if len(leave) > 1 else None
 
