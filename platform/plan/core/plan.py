@@ -135,6 +135,11 @@ class Plan:
         return self.planner.scheme
 
     @property
+    def regions(self) -> dict[str, Layout]:
+        """Map the regions that the model has to their layouts: all, but experts where it has none."""
+        return {r: layout for r, layout in self.scheme.regions.items() if r != "experts" or r in self.sizes}
+
+    @property
     def storage(self) -> tuple[str, ...]:
         """Return the axes, all in `sharded`, over which the parameters' compute copies too are stored in shards and
         gathered span by span (ZeRO-3); () for none."""

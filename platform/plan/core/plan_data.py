@@ -102,7 +102,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "sharded": list(plan.sharded),
         "storage": list(plan.storage),
         "sizes": dict(plan.sizes),
-        "regions": {r: dict(layout) for r, layout in plan.scheme.regions.items()},
+        "regions": {r: dict(layout) for r, layout in plan.regions.items()},
         "only": {r: list(layout.only) for r, layout in plan.scheme.regions.items() if layout.only},
         "parameters": [
             {
