@@ -169,12 +169,8 @@ OF_EXPERTS = {
 @pytest.mark.parametrize("name", OF_EXPERTS)
 def test_experts_drop_no_token_of_an_answer(name):
     """Whatever the capacity in training: a pass has as many slots as tokens."""
-    case = {"experts_of": 1, "microbatch": 8, "global_batch": 16, **MODELS["experts"], **SMALL}
-    case |= {"capacity_factor": 0.25, "tied": False, **OF_EXPERTS[name]}
-    shared = case.pop("experts_of")
-    c = configure(**case)
-    c.parallel.experts = shared
-    examine(c)
+    sizes = {"microbatch": 8, "global_batch": 16, **MODELS["experts"], **SMALL, "capacity_factor": 0.25, "tied": False}
+    examine(configure(**sizes, **OF_EXPERTS[name]))
 
 
 def test_negative_control_padding_is_seen(monkeypatch):

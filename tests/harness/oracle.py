@@ -80,6 +80,7 @@ def configure(
     data: int = 1,
     zero: int = 0,
     zero_group: int = 0,
+    experts_of: int = 1,
     microbatch: int = 4,
     global_batch: int = 8,
     precision: str = "fp64",
@@ -102,6 +103,7 @@ def configure(
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {}), "order": order})
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
+    c.parallel.experts = experts_of
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5

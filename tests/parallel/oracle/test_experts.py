@@ -39,9 +39,7 @@ SCHEMES = {
 
 
 def configured(kind: str = "shared", experts: int = 1, **more: Any):
-    c = configure(**{**KINDS[kind], **more})
-    c.parallel.experts = experts
-    return c
+    return configure(**{**KINDS[kind], **more}, experts_of=experts)
 
 
 PLAIN = {"norm": "rmsnorm", "bias": False, "length": 8, "d_model": 16, "heads": 4, "d_ff": 20}

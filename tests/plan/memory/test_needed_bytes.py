@@ -79,9 +79,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(kernel: str = "auto", experts_of: int = 1, **more: Any):
+def configured(kernel: str = "auto", **more: Any):
     c = configure(**{"global_batch": 8, **MODEL, **more})
-    c.parallel.experts = experts_of
     c.train.attention_kernel = kernel
     return c
 
