@@ -31,6 +31,7 @@ def sections() -> dict[str, list[Any]]:
             wr.LinePlot(title="Scores of tasks", x="tokens", metric_regex="tasks/.*"),
             line("Learning rate", "train/lr", x="tokens"),
             line("Gradient norm before clipping", "train/grad_norm", x="tokens", log_y=True),
+            wr.LinePlot(title="Load of experts", x="tokens", metric_regex="experts/.*"),
             wr.LinePlot(title="Gradient norm by layer", x="tokens", metric_regex="layers/grad_norm/.*", log_y=True),
             wr.LinePlot(title="Size of what a layer returns", x="tokens", metric_regex="layers/rms/.*", log_y=True),
         ],

@@ -41,7 +41,7 @@ class OneBlock:
 
     def forward(self, ops, inputs):
         x = ops.features("x", inputs["ids"], self.stream)
-        y = self.block(ops, x, None, mask=None, bias=None, memory_mask=None)
+        y, _ = self.block(ops, x, None)
         return ops.squared_error("loss", y, x, self.stream, inputs["ids"])
 
 

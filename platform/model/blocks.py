@@ -5,14 +5,14 @@ They are written against `Ops` and name neither collectives nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import log, sqrt
+from math import ceil, log, sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.plan.language.functions import RotaryScaling
-from platform.plan.language.ops import Parameter, Spec, scores_of
+from platform.plan.language.functions import RotaryScaling, Router
+from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.words import Ops
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
@@ -44,6 +44,8 @@ class StackSpecs:
         self.key = Spec.of("attention", "length batch kv_heads d_kv", sizes)
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
+        self.scores = Spec.of("stream", "length batch experts", sizes)
+        self.places = Spec.of("experts", "experts batch slots d_model")
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
@@ -58,9 +60,16 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "d_ff": c.d_ff or 4 * c.d_model,
         "vocab": c.vocab,
         "buckets": c.buckets,
+        **({"experts": c.experts, "slots": slots_of(c)} if c.experts else {}),
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.length} if c.within_documents else {}),
     }
+
+
+def slots_of(c: ModelConfig) -> int:
+    """Return how many tokens of a sequence an expert takes, as the model configuration says: at most all."""
+    even = c.length * c.experts_per_token / c.experts
+    return min(c.length, ceil(c.capacity_factor * even)) if c.capacity_factor else c.length
 
 
 def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
@@ -239,117 +248,113 @@ def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tupl
     return [(layer.key_norm(ops, k, shapes.key) if layer.key_norm else k, v) for layer, k, v in pairs]
 
 
+class Products(Layer):
+    """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
+    have these Parameters one after the other, along a first dim experts, and no biases."""
+
+    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool):
+        """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
+        of type `spec`; `hidden`: the type of what lies between up and down."""
+        self.spec, self.hidden = spec, hidden
+        self.function, gated = ACTIVATIONS[c.activation]
+        names, of_experts = ["up", "gate"] if gated else ["up"], tuple(d for d in spec.dims if d == "experts")
+        more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
+        dims = (*of_experts, "d_ff", "d_model")
+        self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, turned=True, **more) for n in names]
+        out = STD / sqrt(2 * c.layers)
+        self.down = Parameter(f"{name}.down", (*of_experts, "d_model", "d_ff"), "out", std=out, **more)
+        biases = [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros", sizes=p.sizes) for p in self.inner]
+        self.inner_biases = biases if bias else []
+        self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if bias else []
+
+    def __call__(self, ops: Ops, x: Any) -> Any:
+        """Return the feed-forward products of the activation x."""
+        h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases)
+        hidden = ops.pointwise(self.function, *reversed(h))
+        return ops.project(hidden, self.hidden, (self.down,), (self.spec,), self.down_bias)[0]
+
+
 class FeedForward(Residual):
-    """Feed-forward layer (a Residual layer): down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation."""
+    """Feed-forward layer (a Residual layer) of one `Products`."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
-        """Construct the up, gate (of a gated activation) and down weights of a Transformer's feed-forward layer called
-        `name`."""
+        """Construct the up, gate (of a gated activation) and down weights of a feed-forward layer called `name`."""
         super().__init__(name, c, shapes)
-        self.function, gated = ACTIVATIONS[c.activation]
-        names = ["up", "gate"] if gated else ["up"]
-        inner = [Parameter(f"{name}.{n}", ("d_ff", "d_model"), "in", std=STD, decay=True, turned=True) for n in names]
-        self.inner = inner
-        self.down = Parameter(f"{name}.down", ("d_model", "d_ff"), "out", std=STD / sqrt(2 * c.layers), decay=True)
-        biases = [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros") for p in self.inner]
-        self.inner_biases = biases if c.bias else []
-        self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
+        self.products = Products(name, c, shapes.stream, shapes.hidden, c.bias)
 
-    def __call__(self, ops: Ops, x: Any, entered: Any = None) -> Any:
-        """Apply a Transformer's feed-forward layer, with norm and residual, to the stream x; return the new stream."""
-        s = self.shapes
+    def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
+        """Apply norm, feed-forward layer and residual connection to the stream x; return it, and no auxiliary loss.
+        `entered`: see `Attention`."""
+        return self.leave(ops, x, self.products(ops, self.enter(ops, x) if entered is None else entered)), None
+
+
+class Experts(Residual):
+    """Layer of experts (a Residual layer) in place of a feed-forward layer: a router scores them, the best compute each
+    token, and shared experts compute all (Shazeer et al. 2017; Dai et al. 2024)."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
+        """Construct the router, the experts and the shared experts of a layer called `name`."""
+        super().__init__(name, c, shapes)
+        width = c.expert_d_ff or c.d_ff or 4 * c.d_model
+        of_experts = Spec.of("experts", "experts batch slots d_ff", (("d_ff", width),))
+        every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
+        self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
+        self.experts = Products(f"{name}.experts", c, shapes.places, of_experts, bias=False)
+        shared = Products(f"{name}.shared", c, shapes.stream, every, bias=False) if c.shared_experts else None
+        self.shared = shared
+        weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
+        self.rules = Router(*weights, balance=c.balance_loss, z=c.z_loss)
+
+    def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
+        """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token
+        [length, batch], None in generation. `tokens`: a data tensor whose padding goes to no expert; `entered`: see
+        `Attention`."""
+        s, name, chosen = self.shapes, self.name, self.rules.chosen
         entered = self.enter(ops, x) if entered is None else entered
-        h = ops.project(entered, s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
-        hidden = ops.pointwise(self.function, *reversed(h))
-        (y,) = ops.project(hidden, s.hidden, (self.down,), (s.stream,), self.down_bias)
-        return self.leave(ops, x, y)
+        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,))
+        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
+        given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.places, chosen)
+        y = ops.combine(name, self.experts(ops, given), s.places, weights, s.scores, s.stream, chosen)
+        y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
+        return self.leave(ops, x, y), auxiliary
 
 
 class TransformerBlock(Layer):
-    """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer."""
+    """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer or experts."""
 
     def __init__(
-        self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None, window: int = 0
+        self,
+        name: str,
+        c: ModelConfig,
+        shapes: StackSpecs,
+        *,
+        causal: bool,
+        memory: StackSpecs | None,
+        window: int = 0,
+        experts: bool = False,
     ):
         """Construct a Transformer block, with cross-attention to an encoder's stack if its Specs, `memory`, are set."""
         self.name = name
         self.attention = Attention(f"{name}.attention", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
-        self.mlp = FeedForward(f"{name}.mlp", c, shapes)
-
-    def __call__(
-        self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any, begins: Any = None
-    ) -> Any:
-        """Run this Transformer block on the residual stream x, and return the new stream. `pair`: the (key, value) of
-        its cross-attention; `mask`, `begins`, `bias`: arguments of its self-attention; `memory_mask`: the mask of its
-        cross-attention."""
-        x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
-        if self.cross:
-            x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)
-        return self.mlp(ops, x, h)
-
-
-class Stack(Layer):
-    """Sequence of Transformer blocks with what they share: the relative position bias (T5) and the final norm, which a
-    post-norm stack lacks because every layer ends with a norm. `units`: the names of the blocks."""
-
-    def __init__(
-        self, prefix: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
-    ):
-        """Construct the c.layers Transformer blocks of a stack, whose weights' names start with `prefix`. `shapes`: the
-        Specs of its activations; `causal`: True if a token sees only earlier ones; `memory`: the Specs of the encoder's
-        stack that the blocks attend to, None for a stack without cross-attention."""
-        self.config, self.shapes, self.causal = c, shapes, causal
-        table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
-        self.relative = table if c.positions == "relative" else None
-        names = [f"{prefix}layers.{i}" for i in range(c.layers)]
-        more: dict[str, Any] = {"causal": causal, "memory": memory}
-        self.blocks = {n: TransformerBlock(n, c, shapes, window=window_of(c, i), **more) for i, n in enumerate(names)}
-        self.units = tuple(names)
-        self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c)
+        self.mlp = (Experts if experts else FeedForward)(f"{name}.mlp", c, shapes)
 
     def __call__(
         self,
         ops: Ops,
         x: Any,
-        units: Sequence[str],
+        pair: Any,
         *,
         mask: Any = None,
-        begins: Any = None,
-        memory: Any = None,
+        bias: Any = None,
         memory_mask: Any = None,
-    ) -> Any:
-        """Run the Transformer blocks of this stack that are named in `units` on the residual stream x, and the final
-        norm after the stack's last block; x is returned unchanged if `units` names none of its blocks. `mask` hides the
-        padding of x, `begins` what lies before a document, `memory_mask` the padding of the encoder's output `memory`;
-        all are data tensors. Without a `memory` cross-attention recalls the memory of an earlier pass."""
-        s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
-        if not blocks:
-            return x
-        bias = None
-        if self.relative:
-            options: Mapping[str, Any] = {"bidirectional": not self.causal, "distance": self.config.distance}
-            keys = ops.remembered(s.core_query) if self.causal else s.core_query
-            bias = ops.relative_bias(self.relative, scores_of(s.core_query, keys), **options)
-        crossing = [block.cross for block in blocks if block.cross and memory is not None]
-        pairs = keys_and_values(ops, crossing, memory) if crossing else [(None, None)] * len(blocks)
-        every = ops.recompute.every
-        for i in range(0, len(blocks), every):
-            together = blocks[i : i + every]
-
-            def run(x: Any, bias: Any, *kv: Any, together: Sequence[TransformerBlock] = together) -> Any:
-                """Run the blocks `together` on the stream x; `kv`: keys and values of their cross-attention."""
-                for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
-                    x = block(ops, x, pair, mask=mask, begins=begins, bias=bias, memory_mask=memory_mask)
-                    x = ops.watch(block.name, x, s.stream)
-                return x
-
-            kv = [x for pair in pairs[i : i + every] for x in pair]
-            x = ops.recomputed("full", together[0].name, run, s.stream, x, bias, *kv)
-        return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x
-
-
-def window_of(c: ModelConfig, layer: int) -> int:
-    """Return the attention window, in tokens, of a Transformer's layer number `layer`; 0 for the whole sequence."""
-    windowed = c.window < c.length and (not c.window_layers or layer in c.window_layers)
-    return c.window if windowed else 0
+        begins: Any = None,
+        tokens: Any = None,
+    ) -> tuple[Any, Any]:
+        """Run this Transformer block on the residual stream x; return the new stream, and the auxiliary loss of its
+        experts, None without. `pair`: the (key, value) of its cross-attention; `mask`, `begins`, `bias`: arguments of
+        its self-attention; `memory_mask`: the mask of its cross-attention; `tokens`: see `Experts`."""
+        x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
+        if self.cross:
+            x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)
+        return self.mlp(ops, x, h, tokens)

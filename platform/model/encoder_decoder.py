@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import Activations, Stack, StackSpecs
+from platform.model.blocks import Activations, StackSpecs
+from platform.model.stack import Stack
 from platform.model.transformer import Embedding, Head, Transformer
 from platform.plan.operations.words import Ops
 
@@ -41,12 +42,13 @@ class EncoderDecoder(Transformer):
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)
         if "memory" not in flow:
-            flow["stream"] = self.encoder(ops, flow["stream"], units, mask=source)
+            flow["stream"], _ = self.encoder(ops, flow["stream"], units, mask=source)
         if "decoder.embedding" in units:  # no mask: the target's padding is at its end, hidden by causality
             places = inputs.get("positions")
             flow = {"memory": flow.get("stream"), "stream": self.target(ops, inputs["tokens"], positions=places)}
         if "memory" in flow:
-            flow["stream"] = self.decoder(ops, flow["stream"], units, memory=flow["memory"], memory_mask=source)
+            more = {"memory": flow["memory"], "memory_mask": source}
+            flow["stream"], _ = self.decoder(ops, flow["stream"], units, **more)
         if self.decoder.units[-1] in units:
             del flow["memory"]
         return self.head(ops, flow["stream"], inputs.get("labels")) if "head" in units else flow

@@ -8,11 +8,13 @@ from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import ACTIVATIONS, STD, Activations, Layer, Norm, Stack, StackSpecs, dim_sizes
+from platform.model.blocks import ACTIVATIONS, STD, Activations, Layer, Norm, StackSpecs, dim_sizes
+from platform.model.stack import Stack
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.words import Ops
 
 LOGITS = Spec.of("logits", "length batch vocab")
+OF_TOKENS = Spec.of("logits", "length batch")
 
 
 class Embedding(Layer):
@@ -69,14 +71,21 @@ class Head(Layer):
         self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
         self.bias = Parameter("head_bias", ("vocab",), "in", "zeros") if c.head_bias else None
 
-    def __call__(self, ops: Ops, x: Any, labels: Any) -> Activations:
+    def __call__(self, ops: Ops, x: Any, labels: Any, auxiliary: Any = None) -> Activations:
         """Run a Transformer's head on its last stream x [length, batch, d_model]: return {"loss": cross-entropy summed
         over this rank's tokens} against the data tensor `labels`, or {"logits": [length, batch, vocab]} if `labels` is
-        None, as when text is sampled."""
+        None, as when text is sampled. `auxiliary`: further losses of the tokens [length, batch], None for none."""
         x = self.transform(ops, x) if self.transform else x
         if self.config.logit_scale != 1:
             x = ops.scale(x, self.spec, self.config.logit_scale)
-        return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
+        if labels is None:
+            return {"logits": self.logits(ops, x)}
+        loss = self.loss(ops, x, labels)
+        if auxiliary is not None:
+            spec = replace(self.spec, dims=OF_TOKENS.dims)
+            auxiliary = ops.relayout("auxiliary", auxiliary, spec, OF_TOKENS)
+            loss = ops.token_loss("auxiliary", loss, auxiliary, OF_TOKENS, labels)
+        return {"loss": loss}
 
     def logits(self, ops: Ops, x: Any) -> Any:
         """Return the logits [length, batch, vocab] of the Transformer's last stream x [length, batch, d_model]."""
@@ -160,8 +169,13 @@ class SingleStack(Transformer):
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
         beside = inputs.get("segments"), inputs.get("positions")
         x = self.embedding(ops, inputs["tokens"], *beside) if "embedding" in units else flow["stream"]
-        x = self.stack(ops, x, units, mask=None if self.causal else inputs.get("tokens"), begins=inputs.get("begins"))
-        return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}
+        tokens, begins = inputs.get("tokens"), inputs.get("begins")
+        mask = None if self.causal else tokens
+        more: dict[str, Any] = {"mask": mask, "begins": begins, "tokens": tokens, "auxiliary": flow.get("auxiliary")}
+        x, auxiliary = self.stack(ops, x, units, **more)
+        if "head" in units:
+            return self.head(ops, x, inputs.get("labels"), auxiliary)
+        return {"stream": x} if auxiliary is None else {"stream": x, "auxiliary": auxiliary}
 
 
 class Decoder(SingleStack):

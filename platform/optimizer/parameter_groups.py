@@ -44,7 +44,7 @@ def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
         hidden = operation.kind == "project" and all(spec.region != "logits" for spec in operation.outputs)
         for p in operation.parameters:
             uses.setdefault(p.name, []).append(hidden)
-    many = [p.name for p in plan.parameters if len(p.dims) > 1]
+    many = [p.name for p in plan.parameters if _is_matrix(p)]
     if o.matrices:
         return [name for name in many if re.fullmatch(o.matrices, name)]
     return [name for name in many if all(uses.get(name, [False]))]
@@ -52,7 +52,12 @@ def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
 
 def find_factored(plan: Plan) -> list[str]:
     """Return the names of the trained matrices whose second moments Adafactor keeps by row and column."""
-    return [p.name for p in plan.parameters if len(p.dims) > 1 and p.decay and p.name not in plan.frozen]
+    return [p.name for p in plan.parameters if _is_matrix(p) and p.decay and p.name not in plan.frozen]
+
+
+def _is_matrix(p: Parameter) -> bool:
+    """Return True if a parameter is one matrix; experts' are as many as there are experts."""
+    return len(p.dims) > 1 and "experts" not in p.dims
 
 
 def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:

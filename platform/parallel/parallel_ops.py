@@ -31,6 +31,7 @@ from platform.parallel.watched import Watched
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.ahead import Ahead
+from platform.plan.core.counted import counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.ops import Parameter, Spec
@@ -87,12 +88,16 @@ class ParallelOps(Ops):
         self.residency: Residency | None = None  # of parameters that are gathered for each block
         self.ahead = Ahead(plan, self._start, ahead)
         self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
+        self.routed: Tensor | None = (
+            None  # tokens that chose each expert, and that it took, of a training step's passes
+        )
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
         self._blocks: dict[tuple, CompiledBlock | None] = {}  # traced, by name and arguments
         lonely = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
         self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
+        self._wholly &= all(kind != "route" for kind, _ in plan.operations)  # which counts
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -163,6 +168,12 @@ class ParallelOps(Ops):
             self.position, self.deferred, self.ahead.again = now
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
+
+    def count_routed(self, counts: Tensor, axes: Sequence[str]) -> None:
+        """Add to `routed` the `counts` of a layer in training, of sequences that are split over `axes`."""
+        first_pass = self.position.training and not self.ahead.again
+        if first_pass and counts_at(self.communicator.coordinates, axes):
+            self.routed = counts if self.routed is None else self.routed + counts
 
     # what operations compute with
 

@@ -31,9 +31,8 @@ class _Recomputed(torch.autograd.Function):
         return function(x, *more)
 
     @staticmethod
-    def backward(ctx, gradient):
-        """Recompute the activation from its saved arguments, now with autograd, and return the gradients of the
-        arguments."""
+    def backward(ctx, *gradients):
+        """Recompute the activations from their saved arguments, now with autograd; return the arguments' gradients."""
         part, *saved = ctx.saved_tensors
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
@@ -41,20 +40,20 @@ class _Recomputed(torch.autograd.Function):
         x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad(), ctx.restore():
             out = ctx.function(x, *more)
-        torch.autograd.backward(out, gradient)
+        torch.autograd.backward(out, gradients)
         return None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
 
 
 def recomputed(
     communicator: Communicator,
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
     restore: Callable[[], Any],
     axes: tuple[str, ...],
     x: Tensor,
     *more: Tensor | None,
-) -> Tensor:
-    """Return the activation function(x, *more), saving only the arguments for the backward pass, which calls `function`
-    again to recompute the tensors between.
+) -> Any:
+    """Return function(x, *more), an activation or several, saving only the arguments for the backward pass, which calls
+    `function` again to recompute the tensors between.
 
     The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
     whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included).

@@ -34,6 +34,12 @@ FACTORIZATIONS = 10_000
 DEEP = 32  # models of more layers are first planned with two, so that a refusal is quick at any depth
 
 
+def expert_group(config: Config, data: int) -> int:
+    """Return how many of the `data` replicas of a configuration share the experts, up to parallel.experts."""
+    most, experts = config.parallel.experts, config.model.experts
+    return max(n for n in range(1, min(most, data) + 1) if data % n == 0 and experts % n == 0) if experts else 1
+
+
 def zero_group(config: Config, data: int) -> int:
     """Return how many of the `data` replicas of a configuration share the tensors that ZeRO shards: the largest divisor
     of `data` up to parallel.zero_group, or all of them where that is 0 or ZeRO is off."""
@@ -52,8 +58,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     tensor, branch = asdict(config.tensor), asdict(config.branch)
     inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
     data, train = _replicas(config, inner, workers or inner), config.train
-    group = zero_group(config, data)
-    scheme = compose_scheme(tensor, branch, data, group if 1 < group < data else 1)
+    experts = expert_group(config, data)
+    group = zero_group(config, data // experts)
+    scheme = compose_scheme(tensor, branch, data, group if 1 < group < data // experts else 1, experts)
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
@@ -178,7 +185,7 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 def is_legal(config: Config, data: int) -> bool:
     """Return True if the configured model has a legal plan with the configured sizes of tensor and branch axes over
     `data` replicas. One layer is planned, without pipeline stages, as all layers are alike."""
-    scheme = compose_scheme(asdict(config.tensor), asdict(config.branch), data)
+    scheme = compose_scheme(asdict(config.tensor), asdict(config.branch), data, experts=expert_group(config, data))
     model = build_model(replace(config.model, layers=1))
     try:
         build_plan(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)

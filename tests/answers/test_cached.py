@@ -158,6 +158,21 @@ def examine(c):
             assert abs(found.log_probability - want) <= 1e-9 * abs(want) + 1e-9 and found.greedy
 
 
+OF_EXPERTS = {
+    "alone": {},
+    "shared": {"data": 2, "experts_of": 2},
+    "shared, 1d_sp": {"tensor": "1d_sp", "axes": {"t": 2}, "data": 2, "experts_of": 2},
+    "shared, stages, zero": {"pipeline": "1f1b", "stages": 2, "data": 4, "experts_of": 2, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_drop_no_token_of_an_answer(name):
+    """Whatever the capacity in training: a pass has as many slots as tokens."""
+    sizes = {"microbatch": 8, "global_batch": 16, **MODELS["experts"], **SMALL, "capacity_factor": 0.25, "tied": False}
+    examine(configure(**sizes, **OF_EXPERTS[name]))
+
+
 def test_negative_control_padding_is_seen(monkeypatch):
     """If attention sees the padding in front of short texts, the oracle must fail."""
     seen = lambda batch, tokens, offset: {**data(batch, tokens, offset), "begins": torch.zeros_like(tokens)}  # noqa: E731

@@ -70,7 +70,7 @@ class PlainLoop:
 def einsum_layer(trainer: Trainer, calls: int = 300) -> tuple[float, float, int]:
     """Seconds of one product through `ops.project` and through torch.matmul, and how many a forward pass makes."""
     ops, shapes = trainer.ops, StackSpecs()
-    weight = FeedForward("layers.0.mlp", trainer.config.model, shapes).down
+    weight = FeedForward("layers.0.mlp", trainer.config.model, shapes).products.down
     tensor = trainer.weights.compute[weight.name]
     small = torch.randn(1, 1, tensor.shape[1], device=tensor.device, dtype=tensor.dtype)
 

@@ -42,7 +42,7 @@ def test_an_experiment_begins_with_its_command(experiment):
 def test_what_runs_for_hours_saves_by_the_clock():
     """A crash of the driver costs half an hour at most; a laptop's minutes may be done again."""
     every = {e: compose([f"+experiment={e}"]).checkpoint.every for e in EXPERIMENTS}
-    short = {"gpt_quick": 0, "elastic_demo": 0, "two_layer": 0, "cluster_check": 100}
+    short = {"gpt_quick": 0, "elastic_demo": 0, "moe_quick": 0, "two_layer": 0, "cluster_check": 100}
     assert every == {e: short.get(e, "30m") for e in EXPERIMENTS}
 
 

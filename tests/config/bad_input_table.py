@@ -24,6 +24,11 @@ model.distance 1 1000000000000
 optimizer.warmup_steps 0 1000000000000
 parallel.data -1 1000000
 parallel.zero_group 0 1000000
+parallel.experts 1 1000000
+model.experts 0 65536
+model.experts_per_token 1 65536
+model.expert_d_ff 0 16777216
+model.shared_experts 0 1000
 tensor.axes.t 1 1000000
 branch.axes.g 1 1000000
 pipeline.stages 1 1000
@@ -156,6 +161,14 @@ hydra.launcher.n_jobs=4 | hydra.launcher.n_jobs=4: only Hydra's basic launcher i
 model.heads=5 | model.heads=5: must divide model.d_model=128 | 4, 
 model.heads=3 model.d_model=1000003 | model.heads=3: must divide model.d_model=1000003 | 1, 1000003
 model.kv_heads=3 | model.kv_heads=3: must divide model.heads=4 | 2, 4, 1
+model.experts=4 model.experts_per_token=5 | model.experts_per_token=5: must be <= model.experts=4 | 4
+model.experts=4 model.experts_every=9 | model.experts_every=9: must be <= model.layers=4, so that a layer | 4
+model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has no experts | 0
+model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
+model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
+parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
+model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
+model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1
 model.positions=rope model.d_kv=17 | model.d_kv=17: | 16, 18
 model.positions=rope model.heads=128 | model.heads=128: | 64, 32, 16
 model.positions=relative model.distance=8 | model.distance=8: must be more than half | 17
@@ -175,11 +188,11 @@ pipeline=file | pipeline.file=:
 pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file | pipeline=file, ''
 branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | 1, branch=NAME
 branch=dsp branch.axes.t=2 | branch.axes.t=2: tensor=1d has an axis t
-branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero are reserved
+branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero, expert are reserved
 tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | tensor.axes.t=2, 1
 tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | 1
 tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | tensor.axes.x=2, 
-tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero are reserved
+tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero, expert are reserved
 tensor=layout tensor.axes={a-b:2} | tensor.axes.a-b=2: an axis is named by letters
 tensor.layout=batch:t | tensor.layout=batch:t: only for tensor=layout
 tensor=layout tensor.axes.a=2 tensor.layout=batch:b | tensor.layout=batch:b: no such axis | a

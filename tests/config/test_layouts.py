@@ -22,7 +22,7 @@ MAP = {"batch": ["rows"], "heads": ["cols", "rows"]}
 )
 def test_one_map_for_every_tensor(layout):
     regions, parameters = parse_layout(layout, ["rows", "cols"])
-    assert set(regions) == {"stream", "attention", "core", "mlp", "logits"}
+    assert set(regions) == {"stream", "attention", "core", "mlp", "experts", "logits"}
     assert all(table == MAP for table in regions.values())
     assert parameters == {"all": MAP}
 

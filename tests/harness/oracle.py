@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
                "positions": "rope", "rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_length": 8,
                "bias": False, "attention_bias": "qkv", "query_key_norm": True, "tied": False, "head_bias": True,
                "window": 5, "window_layers": [1], "within_documents": True},
+    "experts": {"experts": 4, "experts_per_token": 2, "expert_d_ff": 24, "shared_experts": 1, "capacity_factor": 1.0,
+                "balance_loss": 0.3, "z_loss": 0.05},
     "packed_gpt": {"within_documents": True, "layers": 1},
     "whole_bert": {"kind": "encoder", "post_norm": True, "norm_eps": 1e-2, "embedding_norm": True, "segments": 3,
                    "activation": "gelu_tanh", "head_transform": True, "head_bias": True, "layers": 1},
@@ -78,6 +80,7 @@ def configure(
     data: int = 1,
     zero: int = 0,
     zero_group: int = 0,
+    experts_of: int = 1,
     microbatch: int = 4,
     global_batch: int = 8,
     precision: str = "fp64",
@@ -100,6 +103,7 @@ def configure(
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {}), "order": order})
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
+    c.parallel.experts = experts_of
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
@@ -167,6 +171,7 @@ class Result:
     moved: Counter[str]
     log: list[Launch]
     averages: dict[str, Tensor] = field(default_factory=dict)
+    routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
@@ -207,7 +212,8 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-    return Result(communicator.rank, first.loss, first.grad_norm, gradients, initial, final, losses, moved, log)
+    numbers = first.loss, first.grad_norm
+    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, routed=first.routed)
 
 
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
@@ -268,6 +274,8 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
             error = (value - whole).abs().max()
             bound = relative * whole.abs().max() + absolute
             assert error <= bound, f"{what} of {name}: {error:.1e} > {bound:.1e}"
+    routed = [sum(counts) for counts in zip(*(r.routed for r in results if r.routed), strict=True)]
+    assert routed == expected.routed, f"tokens of experts: {routed} != {expected.routed}"
     for r in results:
         numbers = zip(
             (r.loss, r.grad_norm, *r.losses), (expected.loss, expected.grad_norm, *expected.losses), strict=True

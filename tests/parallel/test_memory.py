@@ -73,6 +73,14 @@ def test_gathered_again(scheme, axes):
     assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
 
 
+@pytest.mark.parametrize("more", [{}, {"capacity_factor": 0.0, "shared_experts": 0}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[i] for i in (0, 1, 3, 5)], ids=str)
+def test_experts_shared_by_replicas(scheme, axes, more):
+    c = configure(scheme, axes, data=2, experts_of=2, **{**MODELS["experts"], **more})
+    plan, found = measured(c)
+    assert plan.mesh.axes["expert"] == 2 and set(found) == {saved_for_backward(plan, build_model(c.model)).total}
+
+
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("scheme", ["serial", "1d", "1d_sp"])
 def test_beside_branches_and_data_parallel(scheme, data):

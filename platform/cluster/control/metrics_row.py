@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import log
+
 from platform.cluster.control.forming.context import Generation
 from platform.monitor import MetricsRow
 from platform.train.protocol.replies import StepReport
@@ -59,4 +62,15 @@ def metrics_row(
         recovery_seconds=recovery_seconds,
         layer_grad_norms=report.layer_gradients or None,
         layer_rms=report.layer_activations or None,
+        experts=_load(report.routed) if any(report.routed) else None,
     )
+
+
+def _load(routed: Sequence[int]) -> dict[str, float]:
+    """Return how even the load of experts was in a step, and how much of it was dropped, from `StepReport.routed`."""
+    experts = len(routed) // 2
+    chosen, taken = sum(routed[:experts]), sum(routed[experts:])
+    shares = [n / chosen for n in routed[:experts]]
+    entropy = -sum(share * log(share) for share in shares if share)
+    evenness = entropy / log(experts) if experts > 1 else 1.0
+    return {"dropped": 1 - taken / chosen, "entropy": evenness, "largest": max(shares) * experts}

@@ -28,6 +28,13 @@ class Parallel:
         ">= 0",
         most=WORKERS,
     )
+    experts: int = key(
+        1,
+        "replicas that share the experts, next to each other; a run that re-forms takes the largest divisor of its"
+        " replicas and of model.experts up to this",
+        ">= 1",
+        most=WORKERS,
+    )
     overlap: bool = key(
         True, "reduce gradients under backward passes, gather shards a block and weights a matrix ahead"
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import gcd, prod
 
 from platform.boundary.refusals import closest, violation
 from platform.config.bounds import KEYS
 from platform.config.fields import Branch, Config
 from platform.config.key import WORKERS, refused
 from platform.config.layout_map import axes_of, violations_of_tables
+from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
@@ -60,6 +61,19 @@ def _zero(config: Config) -> Iterator[str]:
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
         yield refused(config, "parallel.zero", reason, [0])
+
+
+def _experts(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each number that parallel.experts does not divide: of experts, and of replicas."""
+    shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
+    if shared > 1 and not experts:
+        yield refused(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
+        return
+    for key, number in (("model.experts", experts), ("parallel.data", data)):
+        if shared > 1 and number > 0 and number % shared:
+            legal = closest(shared, divisors(gcd(experts, data) if data > 0 else experts))
+            yield refused(config, "parallel.experts", f"must divide {key}={number}", legal)
+            return
 
 
 def _scheme(config: Config) -> Iterator[str]:
@@ -113,4 +127,15 @@ def _axis_names(config: Config) -> Iterator[str]:
                 yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
 
 
-RULES = (_replicas, too_many_workers, _pipeline, _scheme, violations_of_tables, _branch, _slice_via, _zero, _axis_names)
+RULES = (
+    _replicas,
+    too_many_workers,
+    _pipeline,
+    _scheme,
+    violations_of_tables,
+    _branch,
+    _slice_via,
+    _zero,
+    _experts,
+    _axis_names,
+)

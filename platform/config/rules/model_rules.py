@@ -85,4 +85,22 @@ def _smoothing(config: Config) -> Iterator[str]:
         yield violation("model.label_smoothing", smoothing, constraint, [0, f"train.loss={CROSS_ENTROPY}"])
 
 
-RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing)
+def _experts(config: Config) -> Iterator[str]:
+    """Yield a refusal line for experts in a kind of model that has none, more per token than there are, or in no layer,
+    and for keys of experts without any."""
+    m = config.model
+    if not m.experts:
+        for key, nothing in (("expert_d_ff", 0), ("shared_experts", 0), ("experts_every", 1)):
+            if getattr(m, key) != nothing:
+                yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
+        return
+    if m.kind in ("encoder_decoder", "two_layer"):
+        yield refused(config, "model.experts", f"model.kind={m.kind} has no layers of experts", [0])
+    if m.experts_per_token > m.experts:
+        yield refused(config, "model.experts_per_token", f"must be <= model.experts={m.experts}", [m.experts])
+    if m.experts_every > m.layers:
+        constraint = f"must be <= model.layers={m.layers}, so that a layer has experts"
+        yield refused(config, "model.experts_every", constraint, [m.layers])
+
+
+RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing, _experts)

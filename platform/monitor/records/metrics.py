@@ -50,6 +50,7 @@ class MetricsRow:
     task_scores: Annotated[dict[str, float] | None, Wandb("tasks")] = None  # of eval.tasks, by TASK/METRIC
     layer_grad_norms: Annotated[dict[str, float] | None, Wandb("layers/grad_norm")] = None  # see monitor.layers
     layer_rms: Annotated[dict[str, float] | None, Wandb("layers/rms")] = None  # root mean square of a layer's result
+    experts: Annotated[dict[str, float] | None, Wandb("experts")] = None  # dropped, entropy, largest: of their load
     recovery_seconds: Annotated[float | None, Wandb("elastic/recovery_seconds")] = None  # of the first after a failure
 
 

@@ -9,5 +9,5 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
     random,
     residual,
     statistics,
-    table_rows,
 )
+from platform.parallel.kernels.by_index import slots, table_rows  # noqa: F401

@@ -49,6 +49,8 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         and out in (rows + columns, columns + rows)
         and contracted
     )
+    if batched := _batched(a, b, out):
+        return batched
     if not simple:
         names = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(a + b))}
         equation = "{},{}->{}".format(*("".join(names[d] for d in dims) for dims in (a, b, out)))
@@ -82,6 +84,47 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         assert straight or bias is None
         z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)
         return z.view(*row_shape, *column_shape)
+
+    return product
+
+
+def _batched(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
+    """Return the product function of `local_einsum` where it is one matrix product for each index of a first dim that
+    `a`, `b` and `out` share, as of experts; else None."""
+    if not a[0] == b[0] == out[0]:
+        return None
+    contracted = [d for d in a[1:] if d in b and d not in out]
+    rows, columns = ([d for d in dims[1:] if d not in contracted] for dims in (a, b))
+    straight = list(out[1:]) == rows + columns
+    if not straight and list(out[1:]) != columns + rows:
+        return None
+    if list(a[1:]) not in (rows + contracted, contracted + rows):
+        return None
+    if list(b[1:]) not in (columns + contracted, contracted + columns) or not contracted:
+        return None
+
+    def matrices(x: Tensor, dims: Dims, first: list[str]) -> Tensor:
+        """Return x as matrices [shared, first, others], whose dims each are one or several neighbours of x's."""
+        n, shape = len(first), x.shape[1:]
+        if list(dims[1 : n + 1]) == first:
+            return x.reshape(x.shape[0], prod(shape[:n]), prod(shape[n:]))
+        return x.reshape(x.shape[0], prod(shape[:-n]), prod(shape[-n:])).transpose(1, 2)
+
+    def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
+        """Return the product as one batch of matrix products of x and y."""
+        assert bias is None
+        left, right = matrices(x, a, rows), matrices(y, b, contracted)
+        shape = [dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))[d] for d in out]
+        if not straight:
+            left, right = right.transpose(1, 2), left.transpose(1, 2)
+        if into is None:
+            return torch.bmm(left, right).view(shape)
+        there = into.view(left.shape[0], left.shape[1], right.shape[2])
+        if there.dtype != x.dtype:
+            z = torch.bmm(left, right)
+            return into.copy_(z.view(shape)) if fresh else into.add_(z.view(shape))
+        torch.bmm(left, right, out=there) if fresh else there.baddbmm_(left, right)
+        return into
 
     return product
 

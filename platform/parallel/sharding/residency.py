@@ -65,10 +65,10 @@ class Residency:
         self._chunk, self._at = self._spans[chunk], 0
         self._move(self._chunk, 0, 1)
 
-    def block(self, function: Callable[..., Any], x: Tensor) -> Tensor:
+    def block(self, function: Callable[..., Any], x: Tensor) -> Any:
         """Run a block of the model on the activation x, its parameters gathered before and freed after it (ZeRO-3)."""
-        y = function(self._enter(x))
-        return self._enter(y)
+        found = function(self._enter(x))
+        return (self._enter(found[0]), *found[1:]) if isinstance(found, tuple) else self._enter(found)
 
     def _enter(self, x: Tensor) -> Tensor:
         """Gather the next span's parameters; return the activation x with a border for the backward pass (ZeRO-3)."""

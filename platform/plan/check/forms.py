@@ -17,12 +17,13 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
 
 STAYS = Conversion()
+SLOTS = "length", "experts", "slots"  # whole where tokens go to slots, or come back
 
 
 class Operand(NamedTuple):
     """Tensor that an operation reads, with its conversion. `panels`: SUMMA passes it around over `axes` in place of a
-    gather; `regathered`: the backward pass converts it again; `shared`: an einsum before has converted it already;
-    `renamed`: gives the spread of the converted tensor in the operation's dims."""
+    gather; `regathered`: the backward pass converts it again; `shared`: a form before has converted it already;
+    `constant`: it takes no gradient; `renamed`: gives the spread of the converted tensor in the operation's dims."""
 
     tensor: Spec | Parameter
     conversion: Conversion = STAYS
@@ -30,6 +31,7 @@ class Operand(NamedTuple):
     axes: tuple[str, ...] = ()
     regathered: bool = False
     shared: bool = False
+    constant: bool = False
     renamed: Callable[[Spread], Spread] = lambda spread: spread
 
 
@@ -194,6 +196,30 @@ def _reshape(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     yield Form((x._replace(renamed=renamed),), out, output)
 
 
+def _route(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the forms of a router's weights and of its auxiliary loss, from whole sequences of all experts' scores."""
+    (scores,), (enter, *leave) = planned.operation.inputs, planned.conversions
+    for number, (out, conversion) in enumerate(zip(planned.operation.outputs, leave, strict=True)):
+        operand = Operand(scores, enter, shared=number > 0)
+        yield Form((operand,), out, conversion, whole=("length", "experts"))
+
+
+def _dispatch(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of the way to the slots of all experts, which the weights show and do not learn from."""
+    (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
+    enter, given, leave = planned.conversions
+    assert isinstance(x, Spec)
+    slots = Spread({"slots": ()}, frozenset(), frozenset(plan.layout(x).only))
+    yield Form((Operand(x, enter), Operand(weights, given, constant=True)), out, leave, [slots], whole=SLOTS)
+
+
+def _combine(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a weighted sum over experts, where all slots of a sequence are."""
+    (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
+    enter, given, leave = planned.conversions
+    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS)
+
+
 def _loss(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
     """Return the form of a loss, a sum over all ranks' tokens; `statistics` as in Form."""
 
@@ -231,7 +257,11 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "concatenate": _rowwise(whole=lambda planned: (planned.operation["dim"],)),
     "norm": _rowwise(lambda planned: planned.operation.inputs[0].dims[-1:]),
     "softmax": _rowwise(lambda planned: (planned.operation["dim"],)),
+    "route": _route,
+    "dispatch": _dispatch,
+    "combine": _combine,
     "cross_entropy": _loss(("vocab",)),
+    "token_loss": _loss(()),
     "squared_error": _loss(()),
 }
 

@@ -58,6 +58,8 @@ class Walk:
             result = Spread({d: space[d] for d in form.out.dims}, frozenset(), only)
             self._leave(form.out, form.output, result, frozenset(axes - result.axes - exchanged))
         for operand, spread in zip(form.operands, entered, strict=True):
+            if operand.constant:
+                continue
             self._return(operand, spread._replace(partial=frozenset(axes - spread.axes)))
 
     def _enter(self, operand: Operand) -> Spread:

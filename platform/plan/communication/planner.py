@@ -20,7 +20,7 @@ from platform.plan.communication.rule import (
 from platform.plan.language.layout import Layout, local_shape
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Spec
-from platform.plan.language.scheme import Scheme
+from platform.plan.language.scheme import REPLICAS, Scheme
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class Planner:
         while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
             n -= 1
         return tuple(heads[:n])
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of data-parallel replicas, over all axes of the mesh that number them."""
+        return prod(self.mesh.axes.get(axis, 1) for axis in REPLICAS)
 
     def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
         """Return a tensor's global size of every dim: the model's (vocab padded), overridden by the tensor's own."""

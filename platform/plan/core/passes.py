@@ -113,6 +113,7 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
         """Plan the chunks `parts` (number, stage, units) of a generation pass over `tokens` new tokens per sequence,
         from the activations `flow`, which their results replace."""
         own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
+        own |= {"slots": tokens} if "slots" in own else {}  # whatever tokens it has, a pass drops none
         planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying)
         chunks = tuple(_chunk(planner, model, shape, flow, *part) for part in parts)
         return replace(
@@ -175,7 +176,7 @@ def _chunk(
         found = model.part(ops, inputs, dict(flow), units)  # type: ignore[attr-defined]
     flow.clear()
     flow.update(kept | found)
-    microbatch = shape.batch // (planner.mesh.axes["data"] * planner.scheme.zero)
+    microbatch = shape.batch // planner.replicas
     sends = tuple((name, x.spec) for name, x in found.items() if x is not None)
     operations = plan_operations(planner, ops.operations, microbatch)
     return Recorded(units, ops, receives, sends).planned(number, stage, operations)

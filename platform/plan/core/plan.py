@@ -127,12 +127,17 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Return the number of data-parallel replicas, which compute different sequences with the same weights."""
-        return self.mesh.axes["data"] * self.scheme.zero
+        return self.planner.replicas
 
     @property
     def scheme(self) -> Scheme:
         """Return the scheme that gives the layouts of all activations and parameters."""
         return self.planner.scheme
+
+    @property
+    def regions(self) -> dict[str, Layout]:
+        """Map the regions that the model has to their layouts: all, but experts where it has none."""
+        return {r: layout for r, layout in self.scheme.regions.items() if r != "experts" or r in self.sizes}
 
     @property
     def storage(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from platform.plan.communication.rule import Conversion, Step
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
-from platform.plan.language.functions import RotaryScaling
+from platform.plan.language.functions import RotaryScaling, Router
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
@@ -27,7 +27,7 @@ from platform.plan.language.scheme import Scheme
 
 _PARTS: tuple[type, ...] = (
     Chunk, Collective, Conversion, Einsum, EinsumGroup, Layout, Mesh, Operation, Panels, Parameter, Plan,
-    PlannedOperation, Planner, Recompute, RotaryScaling, Scheme, Spec, Step,
+    PlannedOperation, Planner, Recompute, RotaryScaling, Router, Scheme, Spec, Step,
 )  # fmt: skip
 _CLASSES = {part.__name__: part for part in _PARTS}
 _FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _PARTS}
@@ -102,7 +102,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "sharded": list(plan.sharded),
         "storage": list(plan.storage),
         "sizes": dict(plan.sizes),
-        "regions": {r: dict(layout) for r, layout in plan.scheme.regions.items()},
+        "regions": {r: dict(layout) for r, layout in plan.regions.items()},
         "only": {r: list(layout.only) for r, layout in plan.scheme.regions.items() if layout.only},
         "parameters": [
             {

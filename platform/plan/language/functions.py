@@ -33,6 +33,25 @@ class RotaryScaling:
     magnitude: float = 1.0
 
 
+@dataclass(frozen=True)
+class Router:
+    """Choice of experts for a token by their scores. `function`, softmax or sigmoid, makes probabilities of them. The
+    `chosen` experts with the largest ones compute the token; their weights are their probabilities, divided by the sum
+    of these if `normalised`, times `scale`.
+
+    `balance` times the balance loss of its sequence, and `z` times the square of the log-sum-exp of its scores, are
+    what a token adds to the loss. A balance loss is the sum over experts of the share of tokens that chose it times its
+    mean probability, times experts / chosen: 1 where both are even.
+    """
+
+    function: str
+    chosen: int
+    normalised: bool = True
+    scale: float = 1.0
+    balance: float = 0.0
+    z: float = 0.0
+
+
 CROSS_ENTROPY = "cross_entropy"
 LABEL_WEIGHTS = "label_weights"  # data tensor of fp64 numbers: what each label counts
 

@@ -11,9 +11,11 @@ from typing import Any
 
 from platform.plan.language.layout import Layout
 
-REGIONS = ("stream", "attention", "core", "mlp", "logits")
+REGIONS = ("stream", "attention", "core", "mlp", "experts", "logits")
 ROLES = ("in", "out", "vector")
-RESERVED = ("stage", "data", "zero")
+Rules = Mapping[str, Sequence[str]]  # dim -> axes
+REPLICAS = ("data", "zero", "expert")  # axes of the replicas, which compute different sequences, outer to inner
+RESERVED = ("stage", *REPLICAS)
 GATHERED = {
     "keep": "gathered operands are kept until the backward pass: fewest bytes",
     "again": "only the local blocks are kept, and gathered again: activation memory O(1/P)",
@@ -43,17 +45,18 @@ class Scheme:
     gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
     zero: int = 1  # replicas next to each other that divide one state among them, along the axis `zero`
+    experts: int = 1  # replicas next to each other that divide the experts among them, along the axis `expert`
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
-        sizes = {**_replicas(data, self.zero), **dict(self.axes)}
+        sizes = {**_replicas(data, self.zero, self.experts), **dict(self.axes)}
         first = self.branches if self.branches_outer else ()
         return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
     def key(self, axis: str) -> str:
         """Return the key that sets the size of a mesh axis, such as `tensor.axes.t`, for error messages."""
-        if axis in ("data", "zero"):
-            return "parallel.data"
+        if axis in REPLICAS:
+            return "parallel.experts" if axis == "expert" else "parallel.data"
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
 
     def activation(self, region: str, dims: Sequence[str]) -> Layout:
@@ -76,30 +79,43 @@ class Scheme:
         return tuple(a for a in self.branches if a in found)
 
 
-def _replicas(data: int, zero: int) -> dict[str, int]:
-    """Return the mesh axes, with sizes, of `data` replicas: data, and zero for groups of `zero` that share shards."""
-    return {"data": data} if zero == 1 else {"data": data // zero, "zero": zero}
+def _replicas(data: int, zero: int, experts: int) -> dict[str, int]:
+    """Return the mesh axes, with sizes, of `data` replicas in groups that share shards or experts."""
+    inner = {axis: n for axis, n in (("zero", zero), ("expert", experts)) if n > 1}
+    return {"data": data // (zero * experts), **inner}
 
 
-def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 1) -> Scheme:
+def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
+    """Return a tensor scheme's map from dims to mesh axes for a region of the model, from its `table` of regions."""
+    if name == "experts" and name not in table:
+        wide = {dim: axes for dim, axes in _of_region(table, "mlp").items() if dim not in ("length", "d_model")}
+        free = [a for a in _of_region(table, "stream").get("d_model", ()) if a not in wide.get("batch", ())]
+        return {**wide, "d_model": free}
+    fallback = "attention" if name == "core" and "attention" in table else "stream"
+    return dict(table.get(name, table.get(fallback, {})))
+
+
+def compose_scheme(
+    tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 1, experts: int = 1
+) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
-    (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `zero`.
+    (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `zero`, and in groups of
+    `experts`.
 
-    The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped. A region's map
-    replaces the stream's; a region that the tensor scheme does not name has the stream's (core: attention's).
+    The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
+    and in its parameters, the axis expert splits dim experts instead. A region's map replaces the stream's; a region
+    that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and d_model as the
+    stream).
     """
     order = tensor["order"] or list(tensor["axes"])
     sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
-    branches = list(branch["axes"])
-
-    def region(name: str) -> dict[str, list[str]]:
-        """Return the tensor scheme's map from dims to mesh axes for a region of the model."""
-        fallback = "attention" if name == "core" and "attention" in tensor["regions"] else "stream"
-        return dict(tensor["regions"].get(name, tensor["regions"].get(fallback, {})))
+    branches, replicas = list(branch["axes"]), _replicas(data, zero, experts)
+    dealt: dict[str, list[str]] = {"experts": ["expert"]} if experts > 1 else {}
 
     def split(name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """Add the branch axes to a map from dims to mesh axes: before or behind the axes of each dim."""
-        key = "attention" if name == "core" and not any("core" in branch[k] for k in ("append", "prepend")) else name
+        own = any(name in branch[k] for k in ("append", "prepend"))
+        key = name if own else {"core": "attention", "experts": "mlp"}.get(name, name)
         out = {dim: list(axes) for dim, axes in rules.items()}
         for dim in branch["prepend"].get(key, ()):
             out[dim] = branches + out.get(dim, [])
@@ -110,23 +126,31 @@ def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: i
     def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
         """Return the layout of a region or role from its map of dims to mesh axes, behind the axes `first`."""
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
-        live = {**_replicas(data, zero), **sizes}
+        live = {**replicas, **sizes}
         return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
 
     def only(name: str) -> tuple[str, ...]:
         """Return the branch axes at whose index 0 alone the tensors of a region or the parameters exist."""
         return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
 
+    outer = {"batch": list(replicas)}
+    inside = {"batch": [a for a in replicas if a != "expert"], **dealt}
     roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
-        regions={r: layout(r, split(r, region(r)), {"batch": list(_replicas(data, zero))}) for r in REGIONS},
-        parameters={r: layout("", split("parameters", rules), {}) for r, rules in roles.items()},
+        regions={
+            r: layout(r, split(r, _of_region(tensor["regions"], r)), inside if r == "experts" else outer)
+            for r in REGIONS
+        },
+        parameters={
+            r: layout("", split("parameters", rules), {} if r == "vector" else dealt) for r, rules in roles.items()
+        },
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
         parameters_only=only("parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         zero=zero,
+        experts=experts,
     )

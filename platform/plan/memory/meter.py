@@ -276,7 +276,8 @@ class Meter(Ops):
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
         if kind == "full":
-            return self._enter(self._recomputed(kind, function, spec, self._enter(x), *more))
+            found = self._recomputed(kind, function, spec, self._enter(x), *more)
+            return (self._enter(found[0]), *found[1:]) if isinstance(found, tuple) else self._enter(found)
         return self._recomputed(kind, function, spec, x, *more)
 
     def _recomputed(self, kind, function, spec, x, *more):
@@ -305,13 +306,14 @@ class Meter(Ops):
             out = function(whole, *arguments)
             self.ahead.again = again
             (self.tape, self.deferred), tape = before, self.tape
-            assert gs[0]
-            gradients = {out.key: gs[0]}
+            results = out if isinstance(out, tuple) else (out,)
+            gradients = {y.key: g for y, g in zip(results, gs, strict=True) if g}
             tape.unwind(gradients, self.leaves)
             for key, g in gradients.items():
                 if g.permuted:  # a leaf's gradient lies as the leaf does
                     gradients[key] = g.like()
             return [gradients.get(v.key) for v in (whole, *arguments) if v]
 
-        self.note([out], given, (kept, *(v.storage for v in given[1:])), backward)
+        results = out if isinstance(out, tuple) else (out,)
+        self.note(results, given, (kept, *(v.storage for v in given[1:])), backward)
         return out

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from platform.plan.communication.planner import Planner
 from platform.plan.language.numbers import divisors
 from platform.plan.language.ops import Operation, Spec
+from platform.plan.language.scheme import REPLICAS
 
 _ELSEWHERE = "on another axis, or on none"
 KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
@@ -61,7 +62,7 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
 def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
     """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `found`, with the
     nearest legal sizes of both, or None if they do. Replicas always divide batch; vocab is padded."""
-    axes = [a for a in axes if (d, a) not in (("batch", "data"), ("batch", "zero"))]
+    axes = [a for a in axes if d != "batch" or a not in REPLICAS]
     n = planner.mesh.extent(axes)
     if d == "vocab" or size % n == 0:
         return None

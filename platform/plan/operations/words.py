@@ -15,6 +15,7 @@ from platform.plan.operations.einsums import ProductOp, ProjectOp
 from platform.plan.operations.losses.cross_entropy import CrossEntropyOp
 from platform.plan.operations.losses.linear_cross_entropy import LinearCrossEntropyOp
 from platform.plan.operations.losses.squared_error import SquaredErrorOp
+from platform.plan.operations.losses.token_loss import TokenLossOp
 from platform.plan.operations.op import Op
 from platform.plan.operations.rows.connections import DropoutOp, ResidualNormOp, ResidualOp
 from platform.plan.operations.rows.norm import NormOp
@@ -28,9 +29,11 @@ from platform.plan.operations.shapes.expand_kv import ExpandKvOp
 from platform.plan.operations.shapes.reduce import ReduceOp
 from platform.plan.operations.shapes.relayout import RelayoutOp
 from platform.plan.operations.shapes.reshape import ReshapeOp
+from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
 from platform.plan.operations.tables.from_ids import FeaturesOp, OneHotOp
 from platform.plan.operations.tables.lookup import LookupOp
 from platform.plan.operations.tables.relative_bias import RelativeBiasOp
+from platform.plan.operations.tables.route import RouteOp
 
 
 class Ops:
@@ -52,13 +55,15 @@ class Ops:
     dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()
     remember, recall = RememberOp(), RecallOp()
+    route, dispatch, combine = RouteOp(), DispatchOp(), CombineOp()
     cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
+    token_loss = TokenLossOp()
 
     def recomputed(self, kind: str, name: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
-        """Return function(x, *more), one activation, computed with activation checkpointing if `self.recompute` is of
-        this `kind`, "selective" or "full": then only the arguments are kept, and the backward pass calls `function`
-        again. `name`: the attention's, or the first block's, that `function` computes. x is of type `spec`; n
-        ranks that replicate it keep 1/n of it each."""
+        """Return function(x, *more), an activation or a tuple of several, computed with activation checkpointing if
+        `self.recompute` is of this `kind`, "selective" or "full": then only the arguments are kept, and the backward
+        pass calls `function` again. `name`: the attention's, or the first block's, that `function` computes. x is of
+        type `spec`; n ranks that replicate it keep 1/n of it each."""
         return function(x, *more)
 
     def fuses_attention(self, name: str, spec: Spec) -> bool:

@@ -10,18 +10,22 @@ from platform.plan.core.step_collectives import communication
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.layout import DIMS
 from platform.plan.language.numbers import count_of
-from platform.plan.language.scheme import REGIONS
+
+
+def _regions(plan: Plan) -> list[str]:
+    """Return the regions of a plan that its description shows: all but a core that is as attention."""
+    regions = plan.regions
+    return [r for r in regions if r != "core" or regions[r] != regions["attention"]]
 
 
 def describe(plan: Plan) -> str:
     """Return the short description of a plan that a run prints first: a table of layouts by region, and lines of
     totals."""
-    split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
-    dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
+    regions = _regions(plan)
+    split = dict.fromkeys((*DIMS, *(d for r in regions for d in plan.scheme.regions[r])))
+    dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in regions)]
     head, *rest = rows = [["region", *dims]] + [
-        [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
-        for r in REGIONS
-        if r != "core" or plan.scheme.regions["core"] != plan.scheme.regions["attention"]
+        [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)] for r in regions
     ]
     if zero := "+".join(plan.scheme.sub_grid_zero):
         rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]

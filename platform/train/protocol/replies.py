@@ -156,7 +156,7 @@ class StepReport:
     differ. `overflowed`: True if the loss scale was too large, and has fallen. `seconds`: seconds by clock section;
     `comm_bytes`: bytes by collective. `layer_gradients`, `layer_activations`: sizes by layer, where monitor.layers asks
     for them: a rank's own sums of squares; combined, the norm of the gradient, and the root mean square of the layer's
-    output.
+    output. `routed`: tokens that chose each expert, in all layers, and then tokens that each took; [] without experts.
     """
 
     step: Count
@@ -178,6 +178,7 @@ class StepReport:
     timeline: RankTimeline = field(default_factory=RankTimeline)
     layer_gradients: dict[str, Real] = field(default_factory=dict)
     layer_activations: dict[str, Real] = field(default_factory=dict)
+    routed: list[Count] = field(default_factory=list)
     held: Count | None = None  # the newest step whose state all ranks hold in memory; None if there is none
 
 

@@ -29,25 +29,26 @@ class Combiner:
         self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
         moved = {label(c.op, plan.mesh.ordered(c.axes)) for _, c, _ in step_collectives(plan)}
         self._moved = sorted(moved)
-        self._layers = layers_of(plan)
+        self._layers, self._routed = layers_of(plan), 2 * plan.sizes.get("experts", 0)
 
     def together(self, mine: StepReport) -> StepReport | Taken:
-        """Combine all ranks' reports on a training step into one; all ranks call it together. `mine`: this rank's
-        report, from `Trainer.step`. Return on rank 0 its own report with `seconds` as means over the ranks,
-        `comm_bytes` as sums, `peak_memory_bytes` as the maximum, the slow ranks, and sizes by layer if they are due; on
+        """Combine the ranks' reports on a training step, of which `mine` is this rank's, returned by `Trainer.step`;
+        all ranks call it together. Return on rank 0 its own report with `seconds` as means over the ranks, `comm_bytes`
+        and `routed` as sums, `peak_memory_bytes` as the maximum, the slow ranks, and sizes by layer if they are due; on
         other ranks an acknowledgement."""
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
         numbers = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
         numbers += [moved.get(key, 0) for key in self._moved]
+        numbers += mine.routed or [0] * self._routed
         for squares in (mine.layer_gradients, mine.layer_activations) if is_due(self._every, mine.step) else ():
             numbers += [squares.get(layer, 0.0) for layer in self._layers]
         ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))
         if ranks is None:
             return Taken(mine.step, mine.timeline)
-        sizes = [1, 1, len(SECTIONS), len(self._moved)]
-        work, memory, sections, sums, of_layers = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
+        sizes = [1, 1, len(SECTIONS), len(self._moved), self._routed]
+        work, memory, sections, sums, routed, of_layers = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
         of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0).tolist())
         return replace(
@@ -58,6 +59,7 @@ class Combiner:
             slow=self._slower(work.flatten()),
             layer_gradients=of_gradients,
             layer_activations=of_activations,
+            routed=list(map(int, routed.sum(0).tolist())),
         )
 
     def _sizes(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:

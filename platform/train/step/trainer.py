@@ -130,7 +130,7 @@ class Trainer:
             flip(self.weights.owned if plan.storage else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
         watched = Watched(self.stage, communicator) if is_due(self.config.monitor.layers, step) else None
-        self.ops.watched = watched
+        self.ops.watched, self.ops.routed = watched, None
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
             sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
@@ -140,8 +140,7 @@ class Trainer:
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
-        scale = self.loss_scale
-        overflowed = not differences and self._rescale(loss, norm, skipped)
+        scale, overflowed = self.loss_scale, not differences and self._rescale(loss, norm, skipped)
         samples, reading = samples_of(self.config.train, step), clock.read()
         seconds = reading.seconds
         return StepReport(
@@ -163,8 +162,14 @@ class Trainer:
             differences=differences,
             layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
             layer_activations={name: float(x) for name, x in watched.sums.items()} if watched else {},
+            routed=self._routed(),
             timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
         )
+
+    def _routed(self) -> list[int]:
+        """Return what this rank counts of the choices of experts in a step, see `StepReport`."""
+        counts = self.ops.routed
+        return [] if counts is None else list(map(int, self.communicator.read(counts.flatten())))
 
     def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
         """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this

@@ -42,6 +42,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "interleaved, v = 2": {"pipeline": "interleaved", "stages": 2, "chunks": 2},
     "interleaved, v = 3": {"pipeline": "interleaved", "stages": 2, "chunks": 3, "tensor": "1d", "axes": {"t": 2}},
     "3 uneven stages": {"pipeline": "1f1b", "stages": 3, "data": 2},
+    "data 4, experts of 2, zero 3": {"data": 4, "experts_of": 2, "zero": 3, "global_batch": 16},
+    "1d, experts of 4": {"tensor": "1d", "axes": {"t": 2}, "data": 4, "experts_of": 4, "global_batch": 16},
     "1d with dsp": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp", "branch_axes": {"g": 2}, "data": 2},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layers": 4, "tied": False, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "bias": False,
         "vocab": 63, "d_ff": 48,
     },
+    "experts": {"layers": 4, "experts": 4, "expert_d_ff": 24, "shared_experts": 1},
 }  # fmt: skip
 PAIRS = list(product(PLANS, PLANS))
 

@@ -38,6 +38,11 @@ def test_random_plans_come_back_equal_and_have_digests_of_their_own():
         assert digests[digest(plan)] == plan, "one digest, two plans"
 
 
+def test_a_plan_with_experts_comes_back():
+    plan = make_plan(compose(["+experiment=moe_quick"]))
+    assert from_dict(json.loads(json.dumps(to_dict(plan)))) == plan
+
+
 @pytest.mark.parametrize(
     "change",
     [

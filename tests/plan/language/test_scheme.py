@@ -26,9 +26,10 @@ def scheme(tensor: str, axes: dict[str, int], branch: str = "none", data: int = 
 def table(found: Scheme) -> dict[str, str]:
     """region or role -> layout, as text; parameters as one row where their roles agree, the core where it differs.
 
-    Without the dim `branch`, which is split by branch axes alone: `test_branches_are_shared_over_the_branch_axes`."""
+    Without the dim `branch`, which is split by branch axes alone: `test_branches_are_shared_over_the_branch_axes`, and
+    without the region of experts: `test_the_row_of_experts`."""
     dims = [d for d in DIMS if d != "branch"]
-    regions = {r: str(found.regions[r].restrict(dims)) for r in REGIONS}
+    regions = {r: str(found.regions[r].restrict(dims)) for r in REGIONS if r != "experts"}
     if regions["core"] == regions["attention"]:
         del regions["core"]
     roles = {r: str(found.parameters[r].restrict(dims)) for r in ROLES}
@@ -176,6 +177,39 @@ def test_the_table(row):
     assert table(found) == wanted
 
 
+EXPERTS = {
+    "serial": "whole",
+    "1d": "d_ff: t",
+    "1d_sp": "d_ff: t",
+    "3d": "batch: x, d_ff: y, d_model: z",
+    "2d": "batch: r, d_ff: c, d_model: c",
+    "3d_literal": "batch: x+z, d_ff: y",  # z is taken
+    "1d_sp + dsp": "batch: data, d_ff: g+t",
+    "3d + nested dsp": "batch: data+x, d_ff: outer+inner+y, d_model: z",
+}
+
+
+@pytest.mark.parametrize("row", EXPERTS)
+def test_the_row_of_experts(row):
+    """As mlp, and d_model as the stream where it may; without length, which experts' slots take the place of."""
+    assert str(ROWS[row][0].regions["experts"].restrict([d for d in DIMS if d != "branch"])) == EXPERTS[row]
+
+
+def test_replicas_share_experts():
+    """The axis expert is the innermost of the replicas'; where experts compute, it splits them instead of the batch."""
+    values = Config().to_dict()
+    values["tensor"] |= read("tensor", "1d") | {"axes": T}
+    found = compose_scheme(values["tensor"], values["branch"], data=12, zero=2, experts=3)
+    assert found.mesh_axes(12) == {"data": 2, "zero": 2, "expert": 3, "t": 2}
+    assert found.activation("stream", ["batch"]) == Layout.of({"batch": ["data", "zero", "expert"]})
+    slots = ["experts", "batch", "slots", "d_ff"]
+    split = {"experts": ["expert"], "batch": ["data", "zero"], "d_ff": ["t"]}
+    assert found.activation("experts", slots) == Layout.of(split)
+    assert found.parameter("in", ["experts", "d_ff", "d_model"]) == Layout.of({"experts": ["expert"], "d_ff": ["t"]})
+    assert found.parameter("vector", ["experts", "d_model"]) == Layout()  # the router's
+    assert found.key("expert") == "parallel.experts"
+
+
 def test_every_scheme_of_conf_has_its_row():
     """But Mesh-TensorFlow's, whose tables are in tests/parallel/oracle/test_two_layer.py."""
     shipped = {path.stem for group in ("tensor", "branch") for path in (ROOT / "conf" / group).glob("*.yaml")}
@@ -233,5 +267,5 @@ def test_branches_are_shared_over_the_branch_axes(branch):
     """And by nothing else: a tensor scheme splits what is inside a branch, or nothing."""
     found = scheme("1d", T, branch, outer=2, inner=2)
     layouts = {**found.regions, **found.parameters}
-    assert {name for name, layout in layouts.items() if layout["branch"]} == {"mlp", *ROLES}
+    assert {name for name, layout in layouts.items() if layout["branch"]} == {"mlp", "experts", *ROLES}
     assert {layout["branch"] for layout in layouts.values()} == {(), ("outer", "inner")}

@@ -47,6 +47,17 @@ PLANS |= {
     "small, zero": {**SMALL, "data": 2, "zero": 1, "microbatch": 2},
     "tiny": {"vocab": 64, "length": 16, "d_model": 8},
 }
+ROUTED: dict[str, Any] = {**MODELS["experts"], "expert_d_ff": 128, "layers": 2}
+PLANS |= {
+    "experts": ROUTED,
+    "experts, bf16": {**ROUTED, "precision": "bf16", "microbatch": 8},
+    "experts of two replicas": {**ROUTED, "data": 2, "experts_of": 2, "microbatch": 2},
+    "experts of two replicas, 1d_sp, bf16": {**ROUTED, "data": 2, "experts_of": 2, "microbatch": 2, "tensor": "1d_sp",
+                                             "axes": {"t": 2}, "precision": "bf16"},
+    "experts of two replicas, full, zero 3": {**ROUTED, "data": 4, "experts_of": 2, "microbatch": 2, "zero": 3,
+                                              "recompute": "full"},
+    "experts without a bound, 1f1b": {**ROUTED, **STAGES, "capacity_factor": 0.0, "pipeline": "1f1b"},
+}  # fmt: skip
 LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {"kernel": "flash"},

@@ -1,0 +1,163 @@
+"""Experts on local blocks: which compute a token, in which of their slots it lies, and the sum of what they make of it.
+
+Each is one function of autograd, which keeps little: integers for places, and scores, which are routed again.
+No sum depends on the order in which threads add.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from platform.parallel.kernels.statistics import widened
+from platform.plan.language.functions import Router
+
+
+def route(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights [length, batch, experts] of each token's experts, its auxiliary loss [length, batch], and how
+    many tokens chose each expert and how many of these it took, int64 [2, experts]."""
+    return _Route.apply(scores, real, router, slots)
+
+
+class _Route(torch.autograd.Function):
+    """Autograd function of `route`, which keeps the scores [length, batch, experts] and routes again in its backward
+    pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert takes."""
+
+    @staticmethod
+    def forward(ctx, scores, real, router, slots):
+        """Return the weights of the experts and the auxiliary loss of each token."""
+        ctx.save_for_backward(scores, real)
+        ctx.rules = router, slots
+        *results, counts = _routed(widened(scores), real, router, slots)
+        ctx.mark_non_differentiable(counts)
+        return *(x.to(scores.dtype) for x in results), counts
+
+    @staticmethod
+    def backward(ctx, of_weights, of_losses, _):
+        """Return the gradient of the scores."""
+        scores, real = ctx.saved_tensors
+        with torch.enable_grad():
+            wide = widened(scores.detach()).requires_grad_()
+            *found, _ = _routed(wide, real, *ctx.rules)
+        given = [g.to(x.dtype) for g, x in zip((of_weights, of_losses), found, strict=True)]
+        (gradient,) = torch.autograd.grad(found, wide, given)
+        return gradient.to(scores.dtype), None, None, None
+
+
+def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, ...]:
+    """Compute `route` of scores in the type of statistics."""
+    experts, counted = scores.shape[-1], real.unsqueeze(-1)
+    sigmoid = router.function == "sigmoid"
+    probabilities = scores.sigmoid() if sigmoid else scores.softmax(-1)
+    _, best = probabilities.detach().topk(router.chosen, -1)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & counted
+    weights = probabilities * chosen
+    if router.normalised:
+        weights = weights / weights.sum(-1, keepdim=True).masked_fill(~counted, 1)
+    kept = chosen & (chosen.cumsum(0) <= slots)
+    weights = weights * kept * router.scale
+    shares = probabilities / probabilities.sum(-1, keepdim=True) if sigmoid else probabilities
+    tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
+    load = chosen.sum(0) / tokens  # of each sequence: [batch, experts]
+    even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
+    square = scores.logsumexp(-1).square()
+    counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
+    return weights, (router.balance * even + router.z * square) * real, counts
+
+
+def _places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:
+    """Return which token lies in each slot, int64 [experts, batch, slots], and in which slots each token lies, int64
+    [length, batch, chosen] as indices of the former's elements; -1 for none. `weights`: [length, batch, experts]."""
+    length, batch, experts = weights.shape
+    goes = weights != 0
+    # the experts of a token in their order, so that what they make is added in it
+    order, which = (goes * torch.arange(experts, 0, -1, device=weights.device)).topk(chosen, -1)
+    slot = (goes.cumsum(0) - 1).gather(-1, which)
+    sequence = torch.arange(batch, device=weights.device).unsqueeze(-1)
+    lies = torch.where(order > 0, (which * batch + sequence) * slots + slot, -1)
+    token = torch.arange(length, device=weights.device).view(-1, 1, 1).expand_as(lies)
+    held = torch.full((experts * batch * slots + 1,), -1, device=weights.device)  # the last takes what lies nowhere
+    held[lies] = token
+    return held[:-1].view(experts, batch, slots), lies
+
+
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """Return the rows of x [rows, d] at the indices `at`, as a tensor [*at, d]; those at -1 are 0."""
+    found = x.index_select(0, at.clamp_min(0).flatten()).view(*at.shape, x.shape[-1])
+    return found.masked_fill_((at < 0).unsqueeze(-1), 0)
+
+
+def _tokens(held: Tensor) -> Tensor:
+    """Return the token in each slot [experts, batch, slots] as its row among the tokens [length, batch], -1: none."""
+    batch = held.shape[1]
+    return torch.where(held < 0, -1, held * batch + torch.arange(batch, device=held.device).view(1, -1, 1))
+
+
+class _Dispatch(torch.autograd.Function):
+    """Autograd function of `dispatch`. `weights`: [length, batch, experts], of which a token has at most `chosen`."""
+
+    @staticmethod
+    def forward(ctx, x, weights, slots, chosen):
+        """Return the tokens in the slots of their experts."""
+        held, lies = _places(weights, slots, chosen)
+        ctx.save_for_backward(lies)
+        return _rows(x.reshape(-1, x.shape[-1]), _tokens(held))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of a token's gradients from all slots in which it lies."""
+        (lies,) = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        first, *others = lies.unbind(-1)
+        total = _rows(rows, first)
+        for at in others:
+            total += _rows(rows, at)
+        return total, None, None, None
+
+
+def dispatch(x: Tensor, weights: Tensor, slots: int, chosen: int) -> Tensor:
+    """Return the tokens x [length, batch, d] in the slots of their experts [experts, batch, slots, d], empty ones 0."""
+    return _Dispatch.apply(x, weights, slots, chosen)
+
+
+class _Combine(torch.autograd.Function):
+    """Autograd function of `combine`, which adds in the type of statistics, in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx, y, weights, chosen):
+        """Return the weighted sum, for each token, of the slots in which it lies."""
+        held, lies = _places(weights, y.shape[2], chosen)
+        ctx.save_for_backward(y, weights, held, lies)
+        rows, by_place = y.reshape(-1, y.shape[-1]), _by_place(weights, lies, y)
+        total = torch.zeros((*lies.shape[:2], y.shape[-1]), dtype=by_place.dtype, device=y.device)
+        for at, weight in zip(lies.unbind(-1), by_place.unbind(-1), strict=True):
+            total.addcmul_(_rows(rows, at).to(total.dtype), weight.unsqueeze(-1))
+        return total.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of the slots and of the weights."""
+        y, weights, held, lies = ctx.saved_tensors
+        rows, batch = y.reshape(-1, y.shape[-1]), y.shape[1]
+        of_weights = torch.zeros(weights.shape, dtype=widened(weights).dtype, device=y.device)
+        for at in lies.unbind(-1):
+            product = (widened(_rows(rows, at)) * widened(gradient)).sum(-1)
+            which = at.clamp_min(0).div(batch * y.shape[2], rounding_mode="floor")
+            of_weights.scatter_add_(-1, which.unsqueeze(-1), product.unsqueeze(-1))
+        tokens = _tokens(held)
+        of_slots = _rows(gradient.reshape(-1, y.shape[-1]), tokens)
+        expert = torch.arange(weights.shape[-1], device=y.device).view(-1, 1, 1)
+        places = tokens.clamp_min(0) * weights.shape[-1] + expert
+        of_slots *= weights.flatten()[places].unsqueeze(-1)
+        return of_slots, of_weights.to(weights.dtype), None
+
+
+def _by_place(weights: Tensor, lies: Tensor, y: Tensor) -> Tensor:
+    """Return the weight of each of a token's places [length, batch, chosen], in the type of statistics."""
+    which = lies.clamp_min(0).div(y.shape[1] * y.shape[2], rounding_mode="floor")
+    return widened(weights.gather(-1, which))
+
+
+def combine(y: Tensor, weights: Tensor, chosen: int) -> Tensor:
+    """Return the sum [length, batch, d] of what each token's experts made of it, in slots y, times their `weights`."""
+    return _Combine.apply(y, weights, chosen)

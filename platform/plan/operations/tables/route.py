@@ -1,0 +1,67 @@
+"""Choice of the experts of each token, and what it adds to the loss (Shazeer et al. 2017; Fedus et al. 2021)."""
+
+from __future__ import annotations
+
+from platform.plan.language.mistakes import ModelMistake
+from platform.plan.language.ops import Spec
+from platform.plan.operations.op import Op, planned, reading
+from platform.plan.operations.storages import Gradients, Saved
+
+TOKENS = ("length", "batch")
+
+
+class RouteOp(Op):
+    """Weights [length batch experts] with which experts compute each token, from the `scores` of all experts, of type
+    `spec`; and the auxiliary loss of each token [length batch], None in generation. `router`: a
+    `platform.plan.language.functions.Router`. An expert takes the first tokens of each sequence for which it has slots;
+    the weights of others, of experts that were not chosen, and of padding in the data tensor `tokens` are 0. All of
+    this depends on one sequence at a time, and so on no plan."""
+
+    def record(self, ops, name, scores, spec, tokens, router):
+        if spec.dims != (*TOKENS, "experts"):
+            raise ModelMistake(name, f"a router's scores are [length batch experts], unlike {spec}")
+        outs = [spec] if ops.cache else [spec, Spec(spec.region, TOKENS, spec.sizes)]
+        found = ops.record(self.kind, name, [scores], [spec], outs, [tokens], router=router)
+        return (found, None) if ops.cache else found
+
+    def plan(self, planner, operation):
+        """Plan the routing of whole sequences to all experts, whose scores are gathered; results are split again."""
+        spec = operation.inputs[0]
+        layout = planner.layout(spec).restrict(("batch",))
+        conversions = [planner.enter(spec, layout, layout.axes)]
+        conversions += [planner.split(out, layout) for out in operation.outputs]
+        return planned(planner, operation, layout, conversions, **reading(planner, spec, layout))
+
+    def run(self, ops, name, scores, spec, tokens, router):
+        """Compute the weights of experts and the tokens' auxiliary losses, in the type of statistics."""
+        enter, *leave = ops.planned(self.kind, name).conversions
+        scores = ops.apply(scores, enter)
+        if ops.absent(scores):
+            return scores, scores if len(leave) > 1 else None
+        real = tokens[self.kind, name] >= 0
+        *found, counts = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"])
+        ops.count_routed(counts, ops.planned(self.kind, name).compute_axes)
+        results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
+        return results[0], results[1] if len(leave) > 1 else None
+
+    def meter(self, ops, name, scores, spec, tokens, router):
+        """Count the memory of weights and losses; scores are kept, from which the backward pass chooses again."""
+        found = ops.planned(self.kind, name)
+        enter, *leave = found.conversions
+        scores = ops.apply(scores, enter)
+        if ops.absent(scores):
+            return scores, scores if len(leave) > 1 else None
+        n, rows = scores.elements, found.token_count
+
+        def backward(_: Gradients, __: Saved) -> Gradients:
+            """Count the choice, made again, and the gradient of the scores."""
+            held = ops.new(7 * n, ops.wide), ops.integers(2 * n, 1)  # noqa: F841  (until the gradient is there)
+            return [ops.new(n)]
+
+        wide, made = ops.widened(scores.storage, n), ops.new(3 * n, ops.wide)
+        numbers = ops.integers(n)  # of the tokens, in the order of each expert's
+        del numbers, made, wide
+        weights, auxiliary = ops.tensor(n), ops.tensor(rows)
+        ops.note([weights, auxiliary], [scores], (scores.storage,), backward)
+        results = [ops.apply(x, conversion) for x, conversion in zip((weights, auxiliary), leave, strict=False)]
+        return results[0], results[1] if len(leave) > 1 else None
