@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from math import lcm, prod
+from math import gcd, lcm, prod
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
 from platform.config.rules.mesh_rules import slices_heads
+from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.planning.choose_schedule import count_microbatches
 from tests.fuzz.draw_data import draw_data
@@ -187,7 +188,20 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool)
     m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
     if m.kind != "two_layer" and r.random() < 0.4:
         draw_parts(r, m)
+    if m.kind in ("decoder", "encoder"):
+        draw_experts(Random(repr(m)), m, need.get("d_ff", 1))
     return m
+
+
+def draw_experts(r: Random, m: Model, d_ff: int) -> None:
+    """Draw experts for some models; `d_ff`: what divides their width."""
+    if r.random() < 0.7:
+        return
+    m.experts, m.shared_experts = r.choice((2, 3, 4, 6)), r.choice((0, 0, 1))
+    m.experts_per_token, m.experts_every = r.randint(1, min(3, m.experts)), min(m.layers, r.choice((1, 1, 2)))
+    m.expert_d_ff, m.capacity_factor = d_ff * r.choice((1, 2, 3)), r.choice((0.0, 0.5, 1.0, 1.25))
+    m.router, m.router_normalised = r.choice(("softmax", "sigmoid")), r.random() < 0.7
+    m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 
 def draw_parts(r: Random, m: Model) -> None:
@@ -238,6 +252,8 @@ def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -
     seed, clip, decay = r.randint(0, 3), r.choice((0.0, 0.5, 1e-3)), r.choice((0.0, 0.1))
     for i, c in enumerate(configs):
         c.model, c.seed, c.train.steps = replace(model), seed, 3
+        shared = divisors(gcd(model.experts, c.parallel.data)) if model.experts else [1]
+        c.parallel.experts = Random(repr(c)).choice(shared)
         c.optimizer.lr, c.optimizer.clip, c.optimizer.weight_decay = 1e-2, clip, decay
         c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update
         if c.pipeline.kind == "file":
