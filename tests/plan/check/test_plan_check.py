@@ -45,6 +45,8 @@ CASES = {
     "slices": lambda: configure("1d", {"t": 2}, branch="dsp_slice", branch_axes={"g": 2}, data=2),
     "sub_grids": lambda: configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}, data=2),
     "zero": lambda: configure("1d", {"t": 2}, data=2, zero=1),
+    "experts": lambda: configure("1d", {"t": 2}, data=2, experts_of=2, **MODELS["experts"]),
+    "experts, 2d": lambda: configure("2d", {"r": 2, "c": 2}, data=2, experts_of=2, zero=1, **MODELS["experts"]),
     "stages": lambda: configure("1d", {"t": 2}, pipeline="1f1b", stages=2),
 }
 
