@@ -37,7 +37,7 @@ class Own:
 register_model("own", Own)
 """
 MISTAKES = {  # the part of the model -> (what stands in its place, what the line says)
-    "region": ('("mlp", "length batch d_ff")', '("experts", "length batch d_ff")', "experts: no such region"),
+    "region": ('("mlp", "length batch d_ff")', '("adapters", "length batch d_ff")', "adapters: no such region"),
     "dim": ('("mlp", "length batch d_ff")', '("mlp", "length batch dff")', "dff: no such dim", "nearest legal: d_ff"),
     "dim of a parameter": ('("d_ff", "d_model"), "out"', '("dff", "d_model"), "out"', "dff: no such dim, of parameter"),
     "a dim twice": ('("mlp", "length batch d_ff")', '("mlp", "d_ff batch d_ff")', "d_ff: a dim comes once"),

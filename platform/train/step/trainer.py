@@ -61,6 +61,7 @@ class Trainer:
 
     peak_live = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
+    _routed: Sequence[int] = ()  # tokens of experts on this rank in the last step, see `StepReport`
 
     def __init__(
         self,
@@ -162,14 +163,9 @@ class Trainer:
             differences=differences,
             layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
             layer_activations={name: float(x) for name, x in watched.sums.items()} if watched else {},
-            routed=self._routed(),
+            routed=list(self._routed),
             timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
         )
-
-    def _routed(self) -> list[int]:
-        """Return what this rank counts of the choices of experts in a step, see `StepReport`."""
-        counts = self.ops.routed
-        return [] if counts is None else list(map(int, self.communicator.read(counts.flatten())))
 
     def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
         """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this
@@ -193,7 +189,8 @@ class Trainer:
             self.weights.receive(reduced)
             squares = gradients.squared_norm(self.communicator, self._counted, reduced)
             self.settle()
-            total, square = self._sum_over_world(loss, squares + self._poison)
+            total, square, *routed = self._sum_over_world(loss, squares + self._poison, self.ops.routed)
+            self._routed = list(map(int, routed))
         return total / share, sqrt(square) / self._scale
 
     def _forward_backward(self, step: int) -> tuple[Tensor, float]:
@@ -315,15 +312,15 @@ class Trainer:
         rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator)}
         return place(part, self.communicator, rows)
 
-    def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
+    def _sum_over_world(self, loss: Tensor, squares: Tensor, counts: Tensor | None = None) -> list[float]:
         """Sum this rank's loss (fp64 scalar, over its tokens) and `squares`, its part of the squared gradient norm,
-        over all ranks; return both sums, equal on all ranks."""
+        over all ranks; return both sums, equal on all ranks, and then this rank's own `counts` of experts' tokens:
+        the device is waited for once."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
-        total, square = self.communicator.read(both)
-        return total, square
+        return self.communicator.read(both if counts is None else torch.cat((both, counts.flatten())))
 
     def _update(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
