@@ -32,6 +32,13 @@ PLANS = {
 }
 CASES = [{"plan": plan, "family": family, "source": source} for plan in PLANS for family in ("gpt2", "qwen2", "t5")
          for source in ("folder", "checkpoint")]  # fmt: skip
+OF_EXPERTS = {
+    "experts": {"data": 2, "experts_of": 2, "tensor": "1d", "axes": {"t": 2}},
+    "experts, zero 3": {"data": 4, "experts_of": 2, "zero": 3},
+    "stages": PLANS["stages"],
+}
+CASES += [{"plan": plan, "family": family, "source": source} for plan in OF_EXPERTS
+          for family in ("mixtral", "qwen3_moe") for source in ("folder", "stacks", "checkpoint")]  # fmt: skip
 
 
 def masters(c: Config, plan, communicator: Communicator) -> Result:
