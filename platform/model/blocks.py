@@ -67,7 +67,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
 
 
 def expert_width(c: ModelConfig) -> int:
-    """Return the width (d_ff) of each expert of a model, by its configuration: that of other layers if it says none."""
+    """Return the width (d_ff) of an expert, as the model configuration says: by default d_ff of the other layers."""
     return c.expert_d_ff or dim_sizes(c)["d_ff"]
 
 

@@ -92,7 +92,7 @@ def exportable(
     config = _config(model, family, source, token_ids(vocabulary, model))
     chosen = family_of(config)
     if fused and not chosen.fused:
-        raise ConfigError(violation("--fused", True, f"{chosen.architecture} has no experts", [False]))
+        raise ConfigError(f"--fused: {chosen.architecture} has no experts; leave it out")
     found = Exportable(storage, directory, manifest, model, chosen, config, dtype, fused)
     refuse_all(_lacking(found))
     config["dtype"] = found.type_of(found.tensors[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from platform.boundary.files.local_files import Local
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.storage import catalogue
-from platform.config.fields import Config
+from platform.config.fields import Config, Model
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.parallel_ops import PassPosition
 from platform.planning.make_plan import make_plan
@@ -25,7 +26,7 @@ from platform.weights.exporting import export_model, exportable
 from platform.weights.families import known
 from platform.weights.importing import import_model, importable
 from platform.weights.names import stored_tensors
-from platform.weights.translate import family_of
+from platform.weights.translate import family_of, model_keys
 from tests.harness.oracle import Tokens, configure, trainer_of
 from tests.weights import peer
 
@@ -69,6 +70,37 @@ def our_logits(trainer: Any) -> torch.Tensor:
             out = trainer.model.part(trainer.ops, inputs, {}, trainer.model.units)
         found.append(out["logits"].transpose(0, 1))  # whole, in one process
     return torch.cat(found)
+
+
+# config.json as released, without what does not matter: Mixtral-8x7B-v0.1 and Qwen3-30B-A3B; tensors, parameters
+RELEASED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "mixtral": ({
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+    }, 995, 46_702_792_704),
+    "qwen3_moe": ({
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+    }, 18867, 30_532_122_624),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_have_as_many_tensors_and_parameters(name):
+    config, tensors, parameters = RELEASED[name]
+    model = Model(**model_keys(config, ["lm_head.weight"]))
+    for fused in (False, True):
+        found = stored_tensors(model, known.FAMILIES[name], fused)
+        assert sum(prod(t.shape) for t in found) == parameters
+        assert fused or len(found) == tensors
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -2,10 +2,10 @@
 several families have in common.
 
 A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of ours
-one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer, `{e}` that of an
-expert: our parameters of experts are a matrix for each, and so are the tensors with `{e}`. A tensor without it is the
-stack of the matrices of all experts. Rows are in the order in which transformers writes them; a row of parameters that
-a model lacks counts for nothing in it.
+one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer, `{e}` the number
+of an expert. A parameter of experts is a matrix for each: a tensor with `{e}` in its name holds the matrix of one, a
+tensor without stacks the matrices of all. Rows are in the order in which transformers writes them; a row of parameters
+that a model lacks counts for nothing in it.
 """
 
 from __future__ import annotations

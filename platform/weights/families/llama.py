@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,17 +68,24 @@ _OF_LAYERS = {
 }
 
 
-def llama_names(experts: Iterable[TensorRow] = (), fused: Iterable[TensorRow] = ()) -> dict[str, Any]:
+def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = ()) -> dict[str, Any]:
     """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts; `fused`:
     rows of the same in stacks."""
-    first, last = modules({"model.embed_tokens": "embedding"}), modules({"model.norm": "norm", "lm_head": "head"})
-    around = [*first], [*modules(_OF_LAYERS), *last]
+    forms = [
+        [
+            *modules({"model.embed_tokens": "embedding"}),
+            *of_experts,
+            *modules(_OF_LAYERS),
+            *modules({"model.norm": "norm", "lm_head": "head"}),
+        ]
+        for of_experts in (experts, fused)
+    ]
     return {
-        "rows": [*around[0], *experts, *around[1]],
+        "rows": forms[0],
         "prefix": "model.",
         "same": {"lm_head.weight": "model.embed_tokens.weight"},
         "buffers": ("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
-        "fused": [*around[0], *stacked, *around[1]] if (stacked := [*fused]) else (),
+        "fused": forms[1] if fused else (),
     }
 
 
