@@ -106,13 +106,15 @@ def readers_of(wanted: Sequence[Piece[S]], state: Sequence[HeldTensor], world: W
     yield from (divide(turn, world.size) for turn in turns)
 
 
-def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
-    """Read one whole global tensor of a checkpoint into memory, in its stored type. Raises Refused or OSError."""
+def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str, box: Box | None = None) -> Tensor:
+    """Read a global tensor of a checkpoint into memory, or its block `box`, in its stored type. Raises Refused or
+    OSError."""
     stored = manifest.tensors[name]
-    box = Box.whole(stored.shape)
+    box = box or Box.whole(stored.shape)
     out = torch.empty(box.extent, dtype=DTYPES[stored.dtype])
     held = HeldTensor(name, stored.dtype, stored.shape, {box: (0,)})
-    restore(storage, directory, manifest, [held], [Block(name, box, out)])
+    wanted = [piece for piece in stored_pieces(manifest, [name]) if piece.box.overlap(box)]
+    fill_blocks(wanted, stored_fetch(storage, directory), [held], [Block(name, box, out)])
     return out
 
 

@@ -66,6 +66,11 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
     }
 
 
+def expert_width(c: ModelConfig) -> int:
+    """Return the width (d_ff) of an expert, as the model configuration says: by default d_ff of the other layers."""
+    return c.expert_d_ff or dim_sizes(c)["d_ff"]
+
+
 def slots_of(c: ModelConfig) -> int:
     """Return how many tokens of a sequence an expert takes, as the model configuration says: at most all."""
     even = c.length * c.experts_per_token / c.experts
@@ -295,7 +300,7 @@ class Experts(Residual):
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
         """Construct the router, the experts and the shared experts of a layer called `name`."""
         super().__init__(name, c, shapes)
-        width = c.expert_d_ff or c.d_ff or 4 * c.d_model
+        width = expert_width(c)
         of_experts = Spec.of("experts", "experts batch slots d_ff", (("d_ff", width),))
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)

@@ -56,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FOLDER",
         help="a model whose config.json says what else it is, and whose tokenizer it has",
     )
+    stacked = "the experts of a layer in stacks, as transformers computes them; default: a tensor for each of them"
+    command.add_argument("--fused", action="store_true", help=stacked)
     command.add_argument("--averaged", action="store_true", help="the averages that train.ema kept of the weights")
     command.add_argument(
         "--tokenizer", default="", metavar="PATH", help="a file or folder; default: that of the checkpoint"
@@ -88,7 +90,7 @@ def _export(given: argparse.Namespace) -> int:
     like_its = given.like if has_tokenizer(given.like) else ""
     more = to_export(given.tokenizer or like_its, storage, directory, manifest, length)
     vocabulary = vocabulary_in(more)
-    found = exportable(storage, directory, manifest, given.family, given.dtype, like, vocabulary)
+    found = exportable(storage, directory, manifest, given.family, given.dtype, like, vocabulary, given.fused)
     folder = open_storage(given.folder, "folder")
     made = [] if "://" in given.folder else missing_directories(Path(given.folder).absolute())
     try:

@@ -37,7 +37,8 @@ SHARD = 5 * 10**9  # bytes of a file, by default: what most storages take at onc
 @dataclass(frozen=True)
 class Exportable:
     """Checkpoint that transformers can load once it is exported: `family` and `config` (its config.json) say as what;
-    `tensors`: theirs; `dtype`: type of all, "" for the types of the checkpoint."""
+    `tensors`: theirs; `dtype`: type of all, "" for the types of the checkpoint; `fused`: a layer's experts are in
+    stacks."""
 
     storage: Storage
     directory: str
@@ -46,11 +47,12 @@ class Exportable:
     family: Family
     config: dict[str, Any]
     dtype: str
+    fused: bool = False
 
     @cached_property
     def tensors(self) -> list[Stored]:
         """List the tensors of a model to export, named and ordered as transformers stores them."""
-        return stored_tensors(self.model, self.family)
+        return stored_tensors(self.model, self.family, self.fused)
 
     def type_of(self, stored: Stored) -> str:
         """Return the element type in which a tensor is exported for transformers, such as "bfloat16"."""
@@ -62,8 +64,8 @@ class Exportable:
         Raises Refused or OSError."""
         parts = []
         for part in stored.parts:
-            whole = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}")
-            parts.append(whole.reshape(part.rows, part.columns))
+            found = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
+            parts.append(found.reshape(part.rows, part.columns))
         matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
         matrix = matrix.t() if stored.turned else matrix
         return matrix.reshape(stored.shape).to(DTYPES[self.type_of(stored)]).contiguous()
@@ -77,17 +79,21 @@ def exportable(
     dtype: str = "",
     like: Found | None = None,
     vocabulary: Vocabulary | None = None,
+    fused: bool = False,
 ) -> Exportable:
     """Describe the transformers model as which a checkpoint can be exported. `family`: the model family to take, "" for
     the first that expresses it; `dtype`: the element type of all tensors, "" for the checkpoint's; `like`: a
     config.json for keys that ours do not express; `vocabulary`: the checkpoint's tokenizer, with the ids of special
-    tokens. Raises ConfigError with a line for each mistake."""
+    tokens; `fused`: stack the experts of a layer. Raises ConfigError with a line for each mistake."""
     model = stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
         raise ConfigError(violation("checkpoint", directory, f"its {SOURCE} is no config.json"))
     config = _config(model, family, source, token_ids(vocabulary, model))
-    found = Exportable(storage, directory, manifest, model, family_of(config), config, dtype)
+    chosen = family_of(config)
+    if fused and not chosen.fused:
+        raise ConfigError(f"--fused: {chosen.architecture} has no experts; leave it out")
+    found = Exportable(storage, directory, manifest, model, chosen, config, dtype, fused)
     refuse_all(_lacking(found))
     config["dtype"] = found.type_of(found.tensors[0])
     config.pop("torch_dtype", None)

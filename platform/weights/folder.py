@@ -149,7 +149,7 @@ class SavedModel:
             return out
         for part in stored.parts:
             at = begin + row * part.columns * size
-            whole = HeldTensor(f"model.{part.name}", dtype, part.shape, {Box.whole(part.shape): (0,)})
+            whole = HeldTensor(f"model.{part.name}", dtype, part.shape, {part.box: (0,)})
             for share in shares([whole], 0):
                 out.append(Piece(whole.name, dtype, share.box, Place(file, at, at + share.nbytes)))
                 at += share.nbytes

@@ -98,9 +98,10 @@ def importable(source: str, key: str, model: Model | None = None, drop: Sequence
 def _found(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[Stored, str]]:
     """Return the tensors of a model that transformers saved, each with its name in the files, for `importable`."""
     family = family_of(saved.config)
-    wanted = stored_tensors(model, family)
     names = [name for name in saved.tensors if not any(fnmatchcase(name, pattern) for pattern in drop)]
-    match, wrong = matched(names, wanted, model, family)
+    forms = [stored_tensors(model, family, fused) for fused in ((False, True) if family.fused else (False,))]
+    found = [(wanted, *matched(names, wanted, model, family)) for wanted in forms]
+    wanted, match, wrong = min(found, key=lambda one: len(one[0]) - len(one[1].there))
     tensors = [(stored, match.there[stored.name]) for stored in wanted if stored.name in match.there]
     wrong += _misshapen(saved, tensors)
     refuse_all(wrong or list(_unequal(saved, match.repeated, match.there)))

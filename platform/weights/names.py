@@ -4,35 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 
 from platform.boundary.refusals import ConfigError
+from platform.checkpoint.blocks.box import Box
 from platform.config.fields import Model
 from platform.model import build_model
 from platform.plan.language.ops import Parameter
 from platform.weights.families.family import Family, TensorRow
 
+MOST_MATRICES = 1 << 20  # of experts: as many as an index of files names
+
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Parameter of ours, and the matrix that transformers sees in it: `rows` are what its product adds, `columns` what
-    it contracts. A vector has one column."""
+    """Parameter of ours, or the block `box` of it that belongs to one expert, and the matrix that transformers sees in
+    it: `rows` are what its product adds, `columns` what it contracts. A vector has one column."""
 
     name: str
     shape: tuple[int, ...]
     rows: int
     columns: int
+    box: Box
 
 
 @dataclass(frozen=True)
 class Stored:
     """Tensor of theirs, by name, and the parameters of ours that it holds: it is the matrix of their rows, one after
-    another; `turned`: stored with columns first."""
+    another; `turned`: stored with columns first; `stacked`: the number of experts whose matrices it stacks, else 0."""
 
     name: str
     parts: tuple[MatrixPart, ...]
     turned: bool
+    stacked: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,6 +45,8 @@ class Stored:
         rows, columns = sum(p.rows for p in self.parts), self.parts[0].columns
         if self.vector:
             return (rows,)
+        if self.stacked:
+            return (self.stacked, rows // self.stacked, columns)
         return (columns, rows) if self.turned else (rows, columns)
 
     @property
@@ -54,19 +61,34 @@ def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
     return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model.parameters()}
 
 
-def stored_tensors(m: Model, family: Family) -> list[Stored]:
-    """List the tensors by which transformers stores a model of a family, in its order. Each parameter is in one. Raises
-    ConfigError, naming the parameters for which the family has none."""
-    out, left = [], parameters_of(m)
+def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored]:
+    """List the tensors by which transformers stores a model of a family, in its order, with stacks of experts if
+    `fused`. Each parameter is in one. Raises ConfigError, naming the parameters for which the family has none."""
+    out: list[Stored] = []
+    left = parameters_of(m)
+    if (count := sum(shape[0] for p, shape in left.values() if _of_experts(p))) > MOST_MATRICES:
+        raise ConfigError(f"names: {count} matrices of experts are more than {MOST_MATRICES}")
     gated = any(name.endswith(".mlp.gate") for name in left)
-    for name, ours, row in _expanded(family.rows, m.layers):
+    for name, ours, row in _expanded(family.fused if fused else family.rows, m.layers):
         if row.gated not in (None, gated) or not all(part in left for part in ours):
             continue
-        vector = name.endswith(".bias")
-        out.append(Stored(name, tuple(_part(*left.pop(part), vector) for part in ours), row.turned))
+        found = [left.pop(part) for part in ours]
+        if not _of_experts(found[0][0]):
+            out.append(Stored(name, tuple(_part(*one, name.endswith(".bias")) for one in found), row.turned))
+            continue
+        each = [tuple(_part_of_expert(*one, e) for one in found) for e in range(m.experts)]
+        if "{e}" in name:
+            out += [Stored(name.replace("{e}", str(e)), parts, row.turned) for e, parts in enumerate(each)]
+        else:
+            out.append(Stored(name, tuple(chain.from_iterable(each)), row.turned, stacked=m.experts))
     if left:
         raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(left)}")
     return out
+
+
+def _of_experts(p: Parameter) -> bool:
+    """Return True if our parameter `p` is a matrix for each expert, which saved weights may hold one by one."""
+    return p.dims[0] == "experts" and len(p.dims) > 2
 
 
 def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
@@ -81,9 +103,15 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
 def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
     """Describe our parameter `p` as transformers stores it, a matrix [rows, columns]; one column if `vector`."""
     if vector or len(shape) == 1:
-        return MatrixPart(p.name, shape, prod(shape), 1)
+        return MatrixPart(p.name, shape, prod(shape), 1, Box.whole(shape))
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
-    return MatrixPart(p.name, shape, rows, prod(shape) // rows)
+    return MatrixPart(p.name, shape, rows, prod(shape) // rows, Box.whole(shape))
+
+
+def _part_of_expert(p: Parameter, shape: tuple[int, ...], expert: int) -> MatrixPart:
+    """Describe the matrix of one expert in our parameter `p`, with the expert's number, as transformers stores it."""
+    _, rows, columns = shape
+    return MatrixPart(p.name, shape, rows, columns, Box((expert, 0, 0), (1, rows, columns)))
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,19 @@ from platform.boundary.refusals import ConfigError, closest, in_words, refuse_al
 from platform.config.bounds import violations_of_values
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config, Data, Model
-from platform.model.blocks import dim_sizes
 from platform.weights.families.family import Family
-from platform.weights.families.keys import SIZES, Found, Inexpressible, Rule, as_json
+from platform.weights.families.keys import Found, Inexpressible, Rule, as_json, sizes_of
 from platform.weights.families.known import COMMON, FAMILIES
 
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
-_OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length")
+_OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length",
+                "capacity_factor", "balance_loss", "z_loss")  # fmt: skip
 _OF_OTHERS = ("io", "hidden")
 _OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing
+_OF_EXPERTS = (
+    *("experts_per_token", "experts_every", "expert_d_ff", "shared_experts"),
+    *("router", "router_normalised", "router_scale"),
+)
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
 
 
@@ -79,7 +83,7 @@ def meaning(m: Model) -> dict[str, Any]:
     """Return the keys of a model that determine its function, in one form, to compare a model at transformers with
     ours: sizes in place of zeros, and no key that others make meaningless."""
     out = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
-    out |= {key: dim_sizes(m)[key] for key in SIZES}
+    out |= sizes_of(m)
     attention = m.attention_bias or ("all" if m.bias else "none")
     out["attention_bias"] = attention
     out["attention_scale"] = m.attention_scale or max(1, out["d_kv"]) ** -0.5
@@ -89,6 +93,8 @@ def meaning(m: Model) -> dict[str, Any]:
         out["window_layers"] = []
     unused = [] if m.positions == "rope" else ["rope_theta", "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
+    unused += [] if m.experts else _OF_EXPERTS
+    unused += ["d_ff"] if m.experts and m.experts_every == 1 else []
     unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
     return {key: value for key, value in out.items() if key not in unused}
 

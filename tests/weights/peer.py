@@ -37,6 +37,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5,
               "max_window_layers": 1}),
     "qwen3": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "head_dim": 10, "num_local_experts": 4,
+                "sliding_window": 7}),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 8, "num_experts": 5,
+                  "num_experts_per_tok": 3, "moe_intermediate_size": 12, "decoder_sparse_step": 2}),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "t5": ("T5", "T5ForConditionalGeneration", T5),
 }  # fmt: skip
@@ -63,6 +67,10 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3, odd": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 6, "attention_bias": True, "hidden_size": 30,
                    "num_attention_heads": 5, "num_key_value_heads": 5, "use_sliding_window": True,
                    "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}),
+    "mixtral, odd": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 1,
+                     "head_dim": 4, "hidden_act": "gelu", "tie_word_embeddings": True, "router_jitter_noise": 0.0}),
+    "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
+                       "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True}),
     "bert, odd": ("Bert", "BertForMaskedLM", {**BERT, "hidden_act": "gelu_new", "type_vocab_size": 3, "hidden_size": 21,
                   "num_attention_heads": 3, "layer_norm_eps": 1e-2}),
     "t5, 1.1": ("T5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu",
@@ -108,6 +116,8 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
     with in_double() if double else contextlib.nullcontext():
         torch.manual_seed(0)
         model = getattr(library, kind)(getattr(library, f"{config}Config")(**{**keys, **more})).eval()
+        if getattr(model.config, "num_local_experts", 0):
+            model.set_experts_implementation("eager")  # whose products are there in fp64
         if name == "t5, 1.1":  # as the real ones are: with a head of its own
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
         with torch.no_grad():

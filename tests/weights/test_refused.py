@@ -72,6 +72,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "positions": ("bert", {"position_embedding_type": "relative_key"}, 'position_embedding_type="relative_key": our'),
     "decoder": ("bert", {"is_decoder": True}, "is_decoder=true: our words express false alone"),
     "heads cut away": ("bert", {"pruned_heads": {"0": [1]}}, 'pruned_heads={"0": [1]}: our words express {} alone'),
+    "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our words express 0.0 alone"),
+    "some windows": ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true: our words express false"),
+    "layers without experts": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]: our words express [] "),
+    "a gate of shared experts": ("qwen3_moe", {"shared_expert_intermediate_size": 8},
+                                 "shared_expert_intermediate_size=8: our words do not express this key"),
+    "more than there are": ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token=5: must be <= model.exp"),
+    "too many to name": ("mixtral", {"num_local_experts": 1 << 16, "num_hidden_layers": 1000},
+                         "names: 196608000 matrices of experts are more than 1048576"),
+    "norms over all heads": ("qwen3_moe", {"model_type": "olmoe"}, 'model_type="olmoe": no family that is known'),
     "stacks": ("t5", {"num_decoder_layers": 3}, "num_decoder_layers=3: num_layers is 2, and our model.layers is one"),
     "contradiction": ("t5", {"is_gated_act": True}, "is_gated_act=true: feed_forward_proj=relu says False"),
 }  # fmt: skip
@@ -95,7 +104,7 @@ def test_every_mistake_is_said_at_once(tmp_path, capsys):
 
 
 def altered(kind: str) -> dict[str, torch.Tensor]:
-    tensors = tensors_of("llama")
+    tensors = tensors_of(ALTERED.get(kind, "llama"))
     if kind == "missing":
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     elif kind == "foreign":
@@ -103,12 +112,25 @@ def altered(kind: str) -> dict[str, torch.Tensor]:
     elif kind == "shape":
         tensors["lm_head.weight"] = torch.ones(60, 16)
         tensors["model.embed_tokens.weight"] = torch.ones(60, 16)
+    elif kind == "expert":
+        del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    elif kind == "both forms":
+        tensors |= {
+            name: t for name, t in tensors_of("mixtral", fused=True).items() if name.endswith("0.mlp.experts.down_proj")
+        }
+    elif kind == "stack":
+        tensors = tensors_of("mixtral", fused=True)
+        tensors["model.layers.0.mlp.experts.down_proj"] = torch.ones(4, 24, 16)
     elif kind == "type":
         tensors["model.norm.weight"] = torch.ones(16, dtype=torch.int64)
     return tensors
 
 
+ALTERED = dict.fromkeys(("expert", "both forms", "stack"), "mixtral")
 NAMES = {
+    "expert": "names: model.layers.1.block_sparse_moe.experts.3.w2.weight: missing",
+    "both forms": "names: model.layers.0.mlp.experts.down_proj: no part of MixtralForCausalLM with this config.json",
+    "stack": "shapes: model.layers.0.mlp.experts.down_proj is [4, 24, 16], not [4, 16, 24]",
     "missing": "names: model.layers.1.mlp.up_proj.weight, model.norm.weight: missing",
     "foreign": "names: model.layers.2.mlp.up_proj.weight, score.weight: no part of LlamaForCausalLM with this"
     " config.json",
@@ -119,7 +141,8 @@ NAMES = {
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_that_are_not_those_of_the_model(tmp_path, capsys, kind):
-    assert imported(written(tmp_path / "hf", "llama", altered(kind)), capsys) == (2, [NAMES[kind]])
+    folder = written(tmp_path / "hf", ALTERED.get(kind, "llama"), altered(kind))
+    assert imported(folder, capsys) == (2, [NAMES[kind]])
 
 
 def test_what_is_foreign_may_be_dropped(tmp_path, capsys):
@@ -204,6 +227,9 @@ def test_what_no_family_expresses_is_not_exported(tmp_path):
         ("llama", {"query_key_norm": True, "attention_bias": "qkv"}, "model.attention_bias=qkv"),
         ("bert", {"embedding_norm": False}, "model.embedding_norm=false"),
         ("t5", {"attention_scale": 0.0}, "model.attention_scale=0.5"),
+        ("mixtral", {"router": "sigmoid"}, "model.router=sigmoid"),
+        ("mixtral", {"experts_every": 2}, "model.experts_every=2"),
+        ("qwen3_moe", {"shared_experts": 1}, "model.shared_experts=1"),
     ):
         model = Model(**OURS[name] | change)
         assert all(_refuses(model, family) for family in FAMILIES.values())
@@ -240,8 +266,7 @@ def test_every_key_of_ours_is_written_or_refused(name):
 @pytest.mark.parametrize("name", OURS)
 def test_every_key_of_transformers_is_read_or_refused(name):
     """Another value of a key, but of those that say nothing about the numbers, is another model, or refused."""
-    config = {"gpt2": "GPT2", "bert": "Bert", "t5": "T5"}.get(name, name.capitalize())
-    theirs = getattr(peer.transformers(), f"{config}Config")().to_dict()
+    theirs = getattr(peer.transformers(), f"{peer.MODELS[name][0]}Config")().to_dict()
     family = FAMILIES[name]
     free = {key for rule in (*family.rules, *COMMON) if isinstance(rule, Free) for key in rule.names}
     keys = config_of(Model(**OURS[name]), family)

@@ -22,7 +22,7 @@ from tests.harness.oracle import Result, assemble, configure, trainer_of
 from tests.harness.suite import suite
 from tests.harness.threads import run_threads
 from tests.weights import peer
-from tests.weights.written import written
+from tests.weights.written import tensors_of, written
 
 PLANS = {
     "1d": {"tensor": "1d", "axes": {"t": 2}},
@@ -32,6 +32,13 @@ PLANS = {
 }
 CASES = [{"plan": plan, "family": family, "source": source} for plan in PLANS for family in ("gpt2", "qwen2", "t5")
          for source in ("folder", "checkpoint")]  # fmt: skip
+OF_EXPERTS = {
+    "experts": {"data": 2, "experts_of": 2, "tensor": "1d", "axes": {"t": 2}},
+    "experts, zero 3": {"data": 4, "experts_of": 2, "zero": 3},
+    "stages": PLANS["stages"],
+}
+EXPERTS = [{"plan": plan, "family": family, "source": source} for plan in OF_EXPERTS
+           for family in ("mixtral", "qwen3_moe") for source in ("folder", "stacks", "checkpoint")]  # fmt: skip
 
 
 def masters(c: Config, plan, communicator: Communicator) -> Result:
@@ -41,19 +48,44 @@ def masters(c: Config, plan, communicator: Communicator) -> Result:
     return Result(communicator.rank, 0.0, 0.0, {}, found, {}, [], None, [])
 
 
-@suite("starts from weights (threads)", CASES, CASES[::5])
+@suite("starts from weights (threads)", CASES + EXPERTS, CASES[::5] + EXPERTS[::4])
 def test_every_plan_takes_the_same_weights(tmp_path, case):
-    folder = written(tmp_path / "hf", case["family"])
+    folder = written(tmp_path / "hf", case["family"], tensors_of(case["family"], fused=case["source"] == "stacks"))
     found = importable(str(folder), "source")
     directory = import_model(found, Local(tmp_path / "storage"))
     storage = Local(tmp_path / "storage")
     manifest = catalogue.verify(storage, directory)
-    c = configure(**PLANS[case["plan"]], **vars(found.model))
-    c.train.init = str(folder if case["source"] == "folder" else tmp_path / "storage")
+    c = configure(**(PLANS | OF_EXPERTS)[case["plan"]], **vars(found.model))
+    c.train.init = str(tmp_path / "storage" if case["source"] == "checkpoint" else folder)
     plan = make_plan(c)
     results = run_threads(plan.mesh, lambda communicator: masters(c, plan, communicator))
     for name, whole in assemble(plan, results, lambda r: r.initial).items():
         assert torch.equal(whole, read_tensor(storage, directory, manifest, f"model.{name}").double()), name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_stacks_and_separate_experts_are_the_same_weights(tmp_path, name):
+    """In either form transformers computes the same model; in theirs expert e's matrix is row e of the stack."""
+    library = peer.transformers()
+    storage = Local(tmp_path / "storage")
+    directory = import_model(importable(str(written(tmp_path / "hf", name)), "source"), storage)
+    url = f"{tmp_path / 'storage'}"
+    assert main(["export", url, str(tmp_path / "one")]) == main(["export", url, str(tmp_path / "two"), "--fused"]) == 0
+    one, two = (library.AutoModelForCausalLM.from_pretrained(tmp_path / form).state_dict() for form in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    manifest = catalogue.verify(storage, directory)
+    for key in ("gate", "up", "down"):
+        ours = read_tensor(storage, directory, manifest, f"model.layers.1.mlp.experts.{key}")
+        stack = one[f"model.layers.1.mlp.experts.{'down_proj' if key == 'down' else 'gate_up_proj'}"]
+        half = ours.shape[1]
+        theirs = {"gate": stack[:, :half], "up": stack[:, half:], "down": stack}[key]
+        assert torch.equal(ours, theirs), key
+
+
+def test_stacks_are_of_experts(tmp_path, capsys):
+    import_model(importable(str(written(tmp_path / "hf", "gpt2")), "source"), Local(tmp_path / "storage"))
+    assert main(["export", str(tmp_path / "storage"), str(tmp_path / "out"), "--fused"]) == 2
+    assert capsys.readouterr().err == "weights: --fused: GPT2LMHeadModel has no experts; leave it out\n"
 
 
 RUN = [QUICK, "cluster=inline", "tensor=serial", "pipeline=none", "parallel.data=1", "data=synthetic", "eval.every=0",
@@ -75,10 +107,11 @@ def loss(cwd: Path) -> float:
     return json.loads((cwd / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
 
 
-def test_a_run_of_its_own(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_a_run_of_its_own(tmp_path, name):
     """From a folder of transformers, in and out by command: it starts from these weights, goes on from its own
     checkpoints without them, does not mistake other weights for these, and ends in a folder of transformers."""
-    folder = written(tmp_path / "hf", "qwen3")
+    folder = written(tmp_path / "hf", name)
     source = ["model=from_hf", f"model.source={folder}"]
     printed = trained(tmp_path, *source, "train.stop_at=2")
     assert f"weights  of {folder}" in printed
@@ -93,7 +126,7 @@ def test_a_run_of_its_own(tmp_path):
     assert "train.init" in trained(tmp_path, *source, "train.init=random", "train.steps=6", status=2)
     assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
     trained_on = importable(str(tmp_path / "out"), "source")
-    assert trained_on.saved.config["model_type"] == "qwen3"
+    assert trained_on.saved.config["model_type"] == name
     assert trained_on.saved.config["dtype"] == "float32"
 
 

@@ -24,6 +24,8 @@ OURS: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA, "window": 4},
     "qwen2": {**LLAMA, "attention_bias": "qkv", "window": 4, "window_layers": [1]},
     "qwen3": {**LLAMA, "query_key_norm": True, "d_kv": 6, "window": 4},
+    "mixtral": {**LLAMA, "d_ff": 0, "expert_d_ff": 24, "experts": 4, "window": 4},
+    "qwen3_moe": {**LLAMA, "query_key_norm": True, "d_kv": 6, "expert_d_ff": 12, "experts": 4, "experts_every": 2},
     "bert": {**SMALL, "kind": "encoder", "post_norm": True, "embedding_norm": True, "segments": 2,
              "head_transform": True, "head_bias": True},
     "t5": {**SMALL, "kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False,
@@ -31,9 +33,9 @@ OURS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tensors_of(name: str, **more: Any) -> dict[str, Tensor]:
+def tensors_of(name: str, fused: bool = False, **more: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    tensors = stored_tensors(Model(**{**OURS[name], **more}), FAMILIES[name])
+    tensors = stored_tensors(Model(**{**OURS[name], **more}), FAMILIES[name], fused)
     return {t.name: torch.randn(t.shape, generator=generator) for t in tensors}
 
 

@@ -2,8 +2,10 @@
 several families have in common.
 
 A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of ours
-one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer. Rows are in the
-order in which transformers writes them; a row of parameters that a model lacks counts for nothing in it.
+one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer, `{e}` the number
+of an expert. A parameter of experts is a matrix for each: a tensor with `{e}` in its name holds the matrix of one, a
+tensor without stacks the matrices of all. Rows are in the order in which transformers writes them; a row of parameters
+that a model lacks counts for nothing in it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Family:
     `fixed`: our model keys that are alike in the whole family; what neither they nor `rules`, for the keys of
     config.json, say is at its default. `rows`: rows of tensors; `prefix`: optional beginning of names, missing as where
     the class without a head was saved; `same`: names that repeat another tensor (tied); `buffers`: names of tensors
-    that are no parameters, and are not read.
+    that are no parameters, and are not read; `fused`: other rows, in which a layer's experts are stacked.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Family:
     prefix: str
     same: Mapping[str, str] = field(default_factory=dict)
     buffers: Sequence[str] = ()
+    fused: Sequence[TensorRow] = ()
 
 
 def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:

@@ -10,12 +10,11 @@ from typing import Any
 
 from platform.boundary.refusals import in_words
 from platform.config.fields import Model
-from platform.model.blocks import dim_sizes
+from platform.model.blocks import dim_sizes, expert_width
 
 Found = Mapping[str, Any]  # a config.json
 NEEDED = object()  # the default of a key that must be there
 MOST_LAYERS = 1000
-SIZES = ("kv_heads", "d_kv", "d_ff")  # model keys whose 0 stands for a size
 _LONGEST = 60  # characters of a value in a refusal
 
 
@@ -37,6 +36,11 @@ class Rule:
     def write(self, m: Model) -> dict[str, Any]:
         """Return the keys of a config.json of transformers that this translation rule writes for a model."""
         raise NotImplementedError
+
+
+def sizes_of(m: Model) -> dict[str, int]:
+    """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
+    return {**{key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}, "expert_d_ff": expert_width(m)}
 
 
 def as_json(value: Any) -> str:
@@ -65,9 +69,9 @@ def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> 
 
 @dataclass(frozen=True)
 class Renamed(Rule):
-    """Rule that a key is one of our model keys, `ours`. `default`: value that transformers takes where it is missing;
-    `null`: our value for null; `written`: function of the model that gives the value to write, by default our key's, or
-    the size for which its 0 stands."""
+    """Rule that a key is one of our model keys, `ours`; of several keys the first is written, and the first that is
+    there is read. `default`: value that transformers takes where it is missing; `null`: our value for null; `written`:
+    function of the model that gives the value to write, by default our key's, or the size for which its 0 stands."""
 
     ours: str
     default: Any = NEEDED
@@ -78,14 +82,14 @@ class Renamed(Rule):
         """Return our model key with the value of transformers' key in config.json, in our type; `null` for null."""
         kind = type(getattr(Model(), self.ours))
         kinds = (int, float) if kind is float else (kind,)
-        value = value_of(found, self.theirs, self.default, kinds if self.null is None else (*kinds, type(None)))
+        name = next((name for name in self.names if name in found), self.names[0])
+        value = value_of(found, name, self.default, kinds if self.null is None else (*kinds, type(None)))
         return {self.ours: self.null if value is None else kind(value)}
 
     def write(self, m: Model) -> dict[str, Any]:
         """Return transformers' key for config.json with the value of our model key; null in place of our `null`."""
-        if self.written:
-            return {self.theirs: self.written(m)}
-        return {self.theirs: dim_sizes(m)[self.ours] if self.ours in SIZES else getattr(m, self.ours)}
+        value = self.written(m) if self.written else sizes_of(m).get(self.ours, getattr(m, self.ours))
+        return {self.names[0]: value}
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from platform.config.fields import Model
-from platform.weights.families.family import GATED, ONE_STACK, Family, modules, special_tokens
+from platform.weights.families.family import GATED, ONE_STACK, Family, TensorRow, modules, special_tokens
 from platform.weights.families.keys import (
     Found,
     Free,
@@ -19,22 +20,32 @@ from platform.weights.families.keys import (
     value_of,
 )
 
-_LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias": False}
+LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias": False}
 
 
-def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[Rule]:
+def llama_rules(
+    vocab: int,
+    d_ff: int,
+    length: int,
+    heads: int | None,
+    *,
+    d_model: int = 4096,
+    layers: int = 32,
+    eps: float = 1e-6,
+    width: str = "d_ff",
+) -> list[Rule]:
     """Return the rules for a config.json that Llama, Mistral and Qwen share, with the defaults in which they differ;
-    `heads`: number of heads of keys and values."""
+    `heads`: number of heads of keys and values; `width`: our key for `intermediate_size`."""
     return [
         Renamed("vocab_size", "vocab", vocab),
-        Renamed("hidden_size", "d_model", 4096),
-        Renamed("intermediate_size", "d_ff", d_ff),
-        Renamed("num_hidden_layers", "layers", 32),
+        Renamed("hidden_size", "d_model", d_model),
+        Renamed("intermediate_size", width, d_ff),
+        Renamed("num_hidden_layers", "layers", layers),
         Renamed("num_attention_heads", "heads", 32),
         Renamed("num_key_value_heads", "kv_heads", heads, null=0),
         Words("hidden_act", "activation", GATED, "silu"),
         Renamed("max_position_embeddings", "length", length),
-        Renamed("rms_norm_eps", "norm_eps", 1e-6),
+        Renamed("rms_norm_eps", "norm_eps", eps),
         Renamed("tie_word_embeddings", "tied", False),
         Rotary(),
         Only("attention_dropout", (0.0, 0)),
@@ -42,8 +53,7 @@ def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[
     ]
 
 
-_LLAMA_MODULES = {
-    "model.embed_tokens": "embedding",
+_OF_LAYERS = {
     "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.query",
     "model.layers.{i}.self_attn.k_proj": "layers.{i}.attention.key",
     "model.layers.{i}.self_attn.v_proj": "layers.{i}.attention.value",
@@ -55,19 +65,32 @@ _LLAMA_MODULES = {
     "model.layers.{i}.mlp.down_proj": "layers.{i}.mlp.down",
     "model.layers.{i}.input_layernorm": "layers.{i}.attention.norm",
     "model.layers.{i}.post_attention_layernorm": "layers.{i}.mlp.norm",
-    "model.norm": "norm",
-    "lm_head": "head",
 }
-_LLAMA_NAMES: dict[str, Any] = {
-    "rows": [*modules(_LLAMA_MODULES)],
-    "prefix": "model.",
-    "same": {"lm_head.weight": "model.embed_tokens.weight"},
-    "buffers": ("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
-}
+
+
+def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = ()) -> dict[str, Any]:
+    """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts; `fused`:
+    rows of the same in stacks."""
+    forms = [
+        [
+            *modules({"model.embed_tokens": "embedding"}),
+            *of_experts,
+            *modules(_OF_LAYERS),
+            *modules({"model.norm": "norm", "lm_head": "head"}),
+        ]
+        for of_experts in (experts, fused)
+    ]
+    return {
+        "rows": forms[0],
+        "prefix": "model.",
+        "same": {"lm_head.weight": "model.embed_tokens.weight"},
+        "buffers": ("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
+        "fused": forms[1] if fused else (),
+    }
 
 
 @dataclass(frozen=True)
-class _Biases(Rule):
+class Biases(Rule):
     """Rule of the keys that say which linear layers have biases: in attention, and elsewhere if there is a key
     `mlp_bias`."""
 
@@ -87,34 +110,34 @@ class _Biases(Rule):
 _BIASES = ("attention_bias", "mlp_bias")
 
 
-_HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0)
+HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0)
 
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     ["LlamaForCausalLM"],
-    _LLAMA_FIXED,
+    LLAMA_FIXED,
     [
-        *_llama_rules(32000, 11008, 2048, None),
-        _HEAD_DIM,
-        _Biases(),
+        *llama_rules(32000, 11008, 2048, None),
+        HEAD_DIM,
+        Biases(),
         Free("", {"initializer_range": 0.02, **special_tokens(1, 2), "pretraining_tp": 1}),
     ],
-    **_LLAMA_NAMES,
+    **llama_names(),
 )  # fmt: skip
 
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     ["MistralForCausalLM"],
-    _LLAMA_FIXED,
+    LLAMA_FIXED,
     [
-        *_llama_rules(32000, 14336, 4096 * 32, 8),
-        _HEAD_DIM,
+        *llama_rules(32000, 14336, 4096 * 32, 8),
+        HEAD_DIM,
         Renamed("sliding_window", "window", 4096, null=0, written=lambda m: m.window or None),
         Free("", {"initializer_range": 0.02, **special_tokens(1, 2)}),
     ],
-    **_LLAMA_NAMES,
+    **llama_names(),
 )
 
 _QWEN_FREE = Free("use_mrope", {"initializer_range": 0.02, **special_tokens(None, None)})
@@ -123,22 +146,22 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     ["Qwen2ForCausalLM"],
-    {**_LLAMA_FIXED, "attention_bias": "qkv"},
-    [*_llama_rules(151936, 22016, 32768, 32), LayerWindows(), _QWEN_FREE],
-    **_LLAMA_NAMES,
+    {**LLAMA_FIXED, "attention_bias": "qkv"},
+    [*llama_rules(151936, 22016, 32768, 32), LayerWindows(), _QWEN_FREE],
+    **llama_names(),
 )
 
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     ["Qwen3ForCausalLM"],
-    {**_LLAMA_FIXED, "query_key_norm": True},
+    {**LLAMA_FIXED, "query_key_norm": True},
     [
-        *_llama_rules(151936, 22016, 32768, 32),
+        *llama_rules(151936, 22016, 32768, 32),
         Renamed("head_dim", "d_kv", 128),
-        _Biases("attention_bias"),
+        Biases("attention_bias"),
         LayerWindows(),
         _QWEN_FREE,
     ],
-    **_LLAMA_NAMES,
+    **llama_names(),
 )

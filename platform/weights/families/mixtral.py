@@ -1,0 +1,63 @@
+"""Mixtral (Jiang et al. 2024) and Qwen3-MoE (Yang et al. 2025): Llama's layers, with experts."""
+
+from __future__ import annotations
+
+from platform.weights.families.family import Family, TensorRow, modules, special_tokens
+from platform.weights.families.keys import Free, Only, Renamed
+from platform.weights.families.llama import HEAD_DIM, LLAMA_FIXED, Biases, llama_names, llama_rules
+
+_LAYER = "model.layers.{i}"
+_GATE, _UP, _DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
+_FUSED = [  # the names of version 5, which it saves only with save_original_format=False
+    *modules({f"{_LAYER}.mlp.gate": "layers.{i}.mlp.router"}),
+    TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj", (_GATE, _UP)),
+    TensorRow(f"{_LAYER}.mlp.experts.down_proj", (_DOWN,)),
+]
+
+
+def _separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
+    """Return the rows of names of a family whose experts, at `place` in a layer, are a tensor for each matrix."""
+    each = {f"{_LAYER}.{place}.experts.{{e}}.{name}": ours for name, ours in ((down, _DOWN), (gate, _GATE), (up, _UP))}
+    return [*modules({**each, f"{_LAYER}.{place}.gate": "layers.{i}.mlp.router"})]
+
+
+_FREE = {"initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001}
+_DROPLESS = {**LLAMA_FIXED, "capacity_factor": 0.0}
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    ["MixtralForCausalLM"],
+    _DROPLESS,
+    [
+        *llama_rules(32000, 14336, 4096 * 32, 8, eps=1e-5, width="expert_d_ff"),
+        HEAD_DIM,
+        Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None),
+        Renamed("num_local_experts", "experts", 8),
+        Renamed("num_experts_per_tok", "experts_per_token", 2),
+        Only("router_jitter_noise", (0.0, 0)),
+        Free("", {**_FREE, **special_tokens(1, 2)}),
+    ],
+    **llama_names(_separate("block_sparse_moe", "w1", "w3", "w2"), _FUSED),
+)
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    ["Qwen3MoeForCausalLM"],
+    {**_DROPLESS, "query_key_norm": True},
+    [
+        *llama_rules(151936, 6144, 32768, 4, d_model=2048, layers=24),
+        HEAD_DIM,
+        Biases("attention_bias"),
+        Renamed("num_local_experts num_experts", "experts", 128),
+        Renamed("num_experts_per_tok", "experts_per_token", 8),
+        Renamed("moe_intermediate_size", "expert_d_ff", 768),
+        Renamed("decoder_sparse_step", "experts_every", 1),
+        Only("mlp_only_layers", ([], None)),
+        Renamed("norm_topk_prob", "router_normalised", False),
+        Only("use_sliding_window", (False,)),
+        Free("max_window_layers", {"sliding_window": None, **_FREE, **special_tokens(None, None)}),
+    ],
+    **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
+)
