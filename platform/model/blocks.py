@@ -44,7 +44,7 @@ class StackSpecs:
         self.key = Spec.of("attention", "length batch kv_heads d_kv", sizes)
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
-        self.scores = Spec.of("stream", "length batch experts", sizes)
+        self.scores = Spec.of("stream", "length batch experts", sizes, "accumulate")
         self.places = Spec.of("experts", "experts batch slots d_model")
 
 

@@ -182,8 +182,13 @@ class ParallelOps(Ops):
 
     @staticmethod
     def empty_of(tensors: Sequence[Tensor]) -> Tensor:
-        """Return an empty tensor for a block that this rank lacks, through which gradients reach all of `tensors`."""
-        return sum(tensors[1:], tensors[0])
+        """Return an empty tensor of the first's type for a block that a rank lacks; gradients reach all `tensors`."""
+        return sum(tensors[1:], tensors[0]).to(tensors[0].dtype)
+
+    @property
+    def narrow(self) -> torch.dtype:
+        """Return the compute type, in which the forward pass reads every parameter."""
+        return next(iter(self.tensors.values())).dtype
 
     def parameter(self, p: Parameter) -> Tensor:
         """Return this rank's block of the parameter `p`, the tensor that the forward pass reads."""

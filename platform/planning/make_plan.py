@@ -96,7 +96,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = _with_updates(config, plan)
+    plan = replace(_with_updates(config, plan), warnings=(*plan.warnings, *_idle_zero(config, data, experts)))
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
@@ -122,6 +122,16 @@ def _with_updates(config: Config, plan: Plan) -> Plan:
     if config.optimizer.kind == "adafactor":
         return replace(plan, factored=tuple(find_factored(plan)))
     return plan
+
+
+def _idle_zero(config: Config, data: int, experts: int) -> Iterator[str]:
+    """Yield a warning if no two of the `data` replicas have the same experts, so that ZeRO has nothing to shard."""
+    if config.parallel.zero and 1 < experts == data:
+        fewer = next(n for n in range(data - 1, 0, -1) if data % n == 0 and config.model.experts % n == 0)
+        yield (
+            f"parallel.zero={config.parallel.zero} shards nothing, since each of the {data} replicas has other experts;"
+            f" parallel.experts={fewer} lets {data // fewer} share each shard"
+        )
 
 
 def _few_units(config: Config, units: int) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, add_total
 from platform.parallel.kernels.products import local_einsum
+from platform.parallel.kernels.statistics import widened
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.neighbours import Neighbours
@@ -25,6 +26,9 @@ Tensors = Sequence[Tensor | None]
 class _Einsums(torch.autograd.Function):
     """Autograd function of one planned group of einsums that share x. Forward: issues the gathers of x and all
     operands, multiplies, adds the biases (one per operand, or none at all), converts the outputs.
+
+    The products of a `wide` group are computed in the type of statistics, of operands that come, and are kept, in the
+    compute type. Gradients of operands leave in the compute type too, unless they are added in place.
 
     Weights that lie one after another and are not converted (Q, K and V; gate and up) are one matrix.
 
@@ -54,9 +58,10 @@ class _Einsums(torch.autograd.Function):
         x = convert(communicator, x, group.x.forward).wait()
         local = [c.wait() for c in arriving]
         coming.onward()
+        read, *factors = map(widened, (x, *local)) if group.wide else (x, *local)
         leaving = [
-            convert(communicator, local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b), e.output.forward, owned=True)
-            for w, b, e in zip(local, biases or [None] * len(local), group.einsums, strict=True)
+            convert(communicator, local_einsum(e.x_dims, e.dims, e.out_dims)(read, w, b), e.output.forward, owned=True)
+            for w, b, e in zip(factors, biases or [None] * len(local), group.einsums, strict=True)
         ]
         ctx.save_for_backward(*(s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)))
         return tuple(c.wait() for c in leaving)
@@ -86,9 +91,10 @@ class _Einsums(torch.autograd.Function):
             if together is not None:
                 total = ctx.joined.back(together, x.shape)
             else:
-                for g, w, e in zip(local, operands, group.einsums, strict=True):
+                factors = map(widened, operands) if group.wide else operands
+                for g, w, e in zip(local, factors, group.einsums, strict=True):
                     total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
-            dx = convert(communicator, total, group.x.backward, owned=True)
+            dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
         if ctx.deferred is None:
             found = rest()
             return None, None, None, dx and dx.wait(), *found
@@ -156,13 +162,15 @@ def _operand_gradients(
     the result); of the others, the `needed` ones are returned."""
     count = len(group.einsums)
     pending: list[Pending | None] = []
+    read = widened(x) if group.wide else x
     for e, g, w, n in zip(group.einsums, gradients, leaves, needed, strict=False):
-        product = partial(local_einsum(e.x_dims, e.out_dims, e.dims), x, g, None)
+        product = partial(local_einsum(e.x_dims, e.out_dims, e.dims), read, g, None)
         if w is not None and not e.operand.backward:
             add_computed(w, product)
             pending.append(None)
         else:
-            pending.append(convert(communicator, product(), e.operand.backward, owned=True) if n else None)
+            steps = e.operand.backward
+            pending.append(convert(communicator, product().to(x.dtype), steps, owned=True) if n else None)
     found: list[Tensor | None] = []
     for t, coming in zip(leaves, pending, strict=False):
         computed = coming.wait() if coming else None
@@ -193,7 +201,7 @@ def einsums(
     if group.panels:
         assert not biases
         return summa(communicator, group, apply(communicator, x, group.x), operands)
-    if group.local and not any(w.is_leaf for w in operands):  # activations
+    if group.local and not group.wide and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
     return _Einsums.apply(coming, group, deferred, x, *operands, *biases)

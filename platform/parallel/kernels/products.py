@@ -130,9 +130,11 @@ def _batched(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
 
 
 def add_product(there: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
-    """Add the product of matrices x and y to `there`, of their type or a wider one; overwrite it if `fresh`."""
+    """Add the product of matrices x and y to `there`, of any floating-point type; overwrite it if `fresh`."""
     if there.dtype == x.dtype:
         torch.mm(x, y, out=there) if fresh else there.addmm_(x, y)
+    elif there.itemsize < x.itemsize:  # of a product that is computed in the type of statistics
+        there.copy_(x @ y) if fresh else there.add_(x @ y)
     elif fresh:  # the kernel writes what it has added up in fp32, as Megatron's fused weight gradients do
         torch.mm(x, y, out_dtype=there.dtype, out=there)
     else:

@@ -11,7 +11,7 @@ from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, differenc
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, Conversion, Step
 from platform.plan.core.plan import Plan
-from platform.plan.language.ops import Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec, dtype_of
 
 FORWARD, BACKWARD = "forward", "backward"
 Tensor = Spec | Parameter
@@ -25,21 +25,24 @@ class Walk:
         """Begin a walk through the operations of `plan`."""
         self._plan, self._extents = plan, plan.mesh.axes
         self._lying: dict[Tensor, tuple[Spread, dict[str, int]]] = {}  # with the sizes of all dims
-        self._launches: Counter[tuple] = Counter()  # (op, axes, elements, phase, only) of the operation under way
+        # (op, axes, elements, phase, only, dtype) of the operation under way
+        self._launches: Counter[tuple] = Counter()
 
     def check(self, planned: PlannedOperation) -> None:
         """Check one planned operation of the plan. Raises Unsound for the first mistake."""
         self._launches.clear()
+        merging = False
         for form in forms(self._plan, planned):
             self._check(planned, form)
-        moved = [c for c in planned.collectives if c.dtype == "compute"]
-        listed = Counter((c.op, c.axes, c.elements, c.phase, frozenset(c.only)) for c in moved)
+            merging |= bool(form.statistics)
+        moved = [c for c in planned.collectives if c.dtype == "compute" or not merging]
+        listed = Counter((c.op, c.axes, c.elements, c.phase, frozenset(c.only), c.dtype) for c in moved)
         if listed != self._launches:
             key = next(k for k in (*listed, *self._launches) if listed[k] != self._launches[k])
-            op, axes, elements, phase, _ = key
+            op, axes, elements, phase, _, dtype = key
             raise Unsound(
                 f"lists {listed[key]} and takes {self._launches[key]} times {op} of {elements} elements over"
-                f" {plus(axes)} in its {phase} pass"
+                f" {plus(axes)} in its {phase} pass, in the {dtype} type"
             )
 
     def _check(self, planned: PlannedOperation, form: Form) -> None:
@@ -71,7 +74,7 @@ class Walk:
         if operand.panels and operand.axes and not operand.shared:
             gathered = spread.elements(sizes, self._extents) * prod(self._extents[a] for a in operand.axes)
             for op, phase in (("broadcast", FORWARD), ("broadcast", BACKWARD), ("reduce", BACKWARD)):
-                key = op, operand.axes, gathered // operand.panels.count, phase, spread.only
+                key = op, operand.axes, gathered // operand.panels.count, phase, spread.only, dtype_of(tensor)
                 self._launches[key] += operand.panels.count
         return self._follow_steps(tensor, spread, _steps("all_gather", operand, spread), (), title_of(tensor))
 
@@ -125,7 +128,7 @@ class Walk:
                 given = spread if step.op == "scatter" else before
                 elements = given.elements(self._lying_of(tensor)[1], self._extents)
                 for phase in phases:
-                    self._launches[step.op, step.axes, elements, phase, frozenset(step.only)] += 1
+                    self._launches[step.op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
         return spread
 
 
@@ -174,7 +177,7 @@ def _check_dims(planned: PlannedOperation, form: Form, space: Space) -> None:
     if planned.over != over:
         dims = "+".join(form.merged) or "nothing"
         raise Unsound(f"merges {dims} over {plus(planned.over)}, and it is split over {plus(over)}")
-    merges = [c for c in planned.collectives if c.dtype == "accumulate"]
+    merges = [c for c in planned.collectives if c.dtype == "accumulate"] if form.statistics else []
     wanted = over if form.statistics else ()
     if bool(merges) != bool(wanted) or any(c.axes != wanted for c in merges):
         dims = "+".join(form.statistics) or "no dim"

@@ -17,8 +17,9 @@ class Collective:
     """Planned launch of a collective by every rank at index 0 of the axes `only`. `elements`: size of one rank's input;
     for a scatter, of one rank's output.
 
-    `dtype` is `compute` (activations, weights), `accumulate` (statistics, summed gradients) or `metrics` (fp64 sums of
-    a step). `phase` is forward or backward inside an operation, `reduce` or `update` at the end of a step.
+    `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients) or
+    `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation, `reduce` or `update` at the end
+    of a step.
     """
 
     op: str
@@ -82,6 +83,11 @@ class EinsumGroup:
     regathered: bool = False
 
     @property
+    def wide(self) -> bool:
+        """Return True if the group's products are computed in the type of statistics, as the types of results say."""
+        return self.einsums[0].output.dtype == "accumulate"
+
+    @property
     def x_dims(self) -> tuple[str, ...]:
         """Return the dims of x, the first operand that all einsums of the group share."""
         return self.einsums[0].x_dims
@@ -98,7 +104,8 @@ class EinsumGroup:
         parts of its product with x: no operand or result is converted."""
         ends = (c for e in self.einsums for c in (e.operand, e.output))
         straight = all(e.x_dims[-1] == e.dims[-1] and e.out_dims == e.x_dims[:-1] + e.dims[:-1] for e in self.einsums)
-        return len(self.einsums) > 1 and straight and not self.panels and not any(c.forward or c.backward for c in ends)
+        plain = len(self.einsums) > 1 and straight and not self.panels and not self.wide
+        return plain and not any(c.forward or c.backward for c in ends)
 
 
 @dataclass(frozen=True)

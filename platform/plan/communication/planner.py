@@ -19,7 +19,7 @@ from platform.plan.communication.rule import (
 )
 from platform.plan.language.layout import Layout, local_shape
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.ops import Operation, Parameter, Spec
+from platform.plan.language.ops import Operation, Parameter, Spec, dtype_of
 from platform.plan.language.scheme import REPLICAS, Scheme
 
 
@@ -107,8 +107,8 @@ class Planner:
         return self.shaped(leave(out.dims, source, self.layout(out), ()), out, source, self.layout(out))
 
     def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
-        """Fill in the local shapes of a conversion of `tensor` from layout `source` to `target`, and `Step.shape` where
-        a step gives a block to ranks that had nothing."""
+        """Fill in the local shapes and the dtype of a conversion of `tensor` from layout `source` to `target`, and
+        `Step.shape` where a step gives a block to ranks that had nothing."""
         before, after = self.shape(tensor, source), self.shape(tensor, target)
 
         def filled(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[Step, ...]:
@@ -116,7 +116,8 @@ class Planner:
             found = shapes(steps, shape, self.mesh)
             return tuple(replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
 
-        return Conversion(filled(conversion.forward, before), filled(conversion.backward, after), before, after)
+        steps = filled(conversion.forward, before), filled(conversion.backward, after)
+        return Conversion(*steps, before, after, dtype_of(tensor))
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Extend the conversion of parameter `p` for its use in an operation, if the parameter's uses differ in their
@@ -138,9 +139,10 @@ class Planner:
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
         """Return the collectives that a rank launches for a conversion, in the forward and then in the backward pass;
         `regathered`: the backward pass begins by repeating the forward ones."""
-        forward = self.launches(conversion.forward, conversion.before, "forward")
+        forward = self.launches(conversion.forward, conversion.before, "forward", conversion.dtype)
         repeated = [replace(c, phase="backward") for c in forward] if regathered else []
-        return [*forward, *repeated, *self.launches(conversion.backward, conversion.after, "backward")]
+        backward = self.launches(conversion.backward, conversion.after, "backward", conversion.dtype)
+        return [*forward, *repeated, *backward]
 
     def launches(
         self, steps: Sequence[Step], shape: tuple[int, ...], phase: str, dtype: str = "compute"

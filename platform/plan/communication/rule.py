@@ -89,13 +89,14 @@ class Conversion:
     """Steps that a rank's block of one operand or result of an operation takes between two layouts (forward), and those
     that its gradient takes back (backward).
 
-    `before`, `after`: local shapes in the two layouts, which the planner fills in.
+    `before`, `after`: local shapes in the two layouts, and `dtype`: the tensor's, which the planner fills in.
     """
 
     forward: tuple[Step, ...] = ()
     backward: tuple[Step, ...] = ()
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    dtype: str = "compute"
 
 
 def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:

@@ -20,26 +20,28 @@ class Spec:
     """Type of an activation: its region and its dims in memory order.
 
     `sizes`: sizes of the dims that differ from the model's, such as the length of an encoder's input. A layout
-    depends on the name of a dim alone, as in Mesh-TensorFlow.
+    depends on the name of a dim alone, as in Mesh-TensorFlow. `dtype`: compute or accumulate, as in Collective; a
+    product whose result is of the latter is computed in it (a router's scores).
     """
 
     region: str
     dims: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...] = ()
+    dtype: str = "compute"
 
     @classmethod
-    def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = ()) -> Spec:
+    def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = (), dtype: str = "compute") -> Spec:
         """Build the type of an activation from its region and its dims in one text, such as "length batch d_model"."""
-        return cls(region, tuple(dims.split()), sizes)
+        return cls(region, tuple(dims.split()), sizes, dtype)
 
     def renamed(self, old: str, new: str) -> Spec:
         """Return the type of the same activation with its dim `old` called `new`."""
         sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
-        return Spec(self.region, tuple(new if d == old else d for d in self.dims), sizes)
+        return replace(self, dims=tuple(new if d == old else d for d in self.dims), sizes=sizes)
 
     def __str__(self) -> str:
-        """Format this type of an activation as "region[dim dim ...]"."""
-        return f"{self.region}[{' '.join(self.dims)}]"
+        """Format this type of an activation as "region[dim dim ...]", and its dtype unless that is the compute type."""
+        return f"{self.region}[{' '.join(self.dims)}]" + (f" {self.dtype}" if self.dtype != "compute" else "")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Parameter:
     decay: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
     turned: bool = False
+
+
+def dtype_of(tensor: Spec | Parameter) -> str:
+    """Return the dtype (compute, accumulate) of an activation, or of a parameter as the forward pass reads it."""
+    return tensor.dtype if isinstance(tensor, Spec) else "compute"
 
 
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass

@@ -103,7 +103,8 @@ class Meter(Ops):
 
     def block(self, spec: Spec) -> Value:
         """Allocate a counted storage for this worker's block of an activation; it is empty if the worker has none."""
-        return self.tensor(prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at))
+        elements = prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at)
+        return self.tensor(elements, self.plan.itemsize[spec.dtype])
 
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
         """Record an operation on the memory meter's autograd tape, if gradients are wanted; as `Tape.note`."""
@@ -137,11 +138,12 @@ class Meter(Ops):
         steps: Sequence[Step],
         shape: tuple[int, ...],
         parameter: bool = False,
+        dtype: str = "compute",
     ) -> tuple[MeteredStorage | None, int]:
         """Count the memory of a conversion between layouts: return (storage, elements) of a tensor of local `shape`
         after `steps`, taken as `platform.parallel.sharding.convert` does on this worker; an absent tensor has 0
         elements. A slice, and a block without its padding, are views of the same storage; a collective allocates a new
-        one, except a broadcast on its root. `parameter`: the tensor is a copy of a parameter."""
+        one, except a broadcast on its root. `parameter`: the tensor is a copy of a parameter; `dtype`: its type."""
         for step, _, after in shapes(steps, shape, self.plan.mesh):
             if not at_zero(step.only, self.at):
                 continue
@@ -151,29 +153,30 @@ class Meter(Ops):
                 continue
             elements = prod(after)
             if step.op not in ("slice", "drop") and (step.op != "broadcast" or index):
-                storage = self._moved(elements, step, parameter)
+                storage = self._moved(elements, step, parameter, self.plan.itemsize[dtype])
         return storage, elements
 
-    def _moved(self, elements: int, step: Step, parameter: bool) -> MeteredStorage:
-        """Allocate a counted storage for the result of a collective `step`, of `elements`. A split or joined dim that
-        is not first in memory costs a copy, before or after. `parameter`: it is a gathered copy of a parameter."""
+    def _moved(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
+        """Allocate a counted storage for the result of a collective `step`, of `elements` of `itemsize` bytes. A split
+        or joined dim that is not first in memory costs a copy, before or after. `parameter`: it is a gathered copy of a
+        parameter."""
         last = step.joined if step.op == "all_to_all" else step.dim
         before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
         after = step.op in ("all_gather", "gather", "all_to_all") and last
         larger = self.plan.mesh.extent(step.axes) if step.op == "reduce_scatter" else 1
-        copy = self.new(elements * larger) if before else None
-        out = self.new(elements, parameter=parameter)
+        copy = self.new(elements * larger, itemsize) if before else None
+        out = self.new(elements, itemsize, parameter=parameter)
         del copy
-        return self.new(elements, parameter=parameter) if after else out
+        return self.new(elements, itemsize, parameter=parameter) if after else out
 
     def forward(self, x: Value, conversion: Conversion) -> Value:
         """Count the bytes of a conversion's forward steps of x, without a backward pass; return the result."""
         steps, shape = conversion.forward, conversion.before
-        return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
+        return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str), conversion.dtype))
 
     def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
         """Count the memory of the backward steps of a conversion, for the gradient of its result, of `elements`."""
-        return self.convert(gradient, elements, conversion.backward, conversion.after)[0]
+        return self.convert(gradient, elements, conversion.backward, conversion.after, dtype=conversion.dtype)[0]
 
     def apply(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
         """Count the memory of a conversion of x to another layout, unless it is `coming`, and record its backward steps
@@ -220,7 +223,7 @@ class Meter(Ops):
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
         """Allocate the metered local result of an operation, before its conversion; empty if not on this worker."""
-        return self.tensor(prod(leave.before) * at_zero(planned.only, self.at))
+        return self.tensor(prod(leave.before) * at_zero(planned.only, self.at), self.plan.itemsize[leave.dtype])
 
     def begin(self, chunk: Chunk) -> None:
         """Begin a metered forward pass of a chunk: count the parameters gathered for its first span (ZeRO-3)."""

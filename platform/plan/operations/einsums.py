@@ -24,26 +24,29 @@ from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Parameter
 from platform.plan.operations.op import Op, extents
-from platform.plan.operations.storages import Gradients, Saved, Value
+from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
 
 
 class _Products(Op):
-    """Products of the first input with each of the others, one result each."""
+    """Products of the first input with each of the others, one result each. A result of the type of statistics is
+    computed in it, of operands in the compute type."""
+
+    wide = ("outputs",)
 
     def plan(self, planner, operation):
         """Plan compute layouts, conversions and collectives of the einsums; einsums that convert x to the same compute
-        layout form a group, which gathers x once."""
+        layout, for results of one dtype, form a group, which gathers x once."""
         x, regathers = operation.inputs[0], planner.scheme.gathered == "again"
-        grouped: dict[tuple[Conversion, Layout], list[tuple[Einsum, Contraction]]] = {}
+        grouped: dict[tuple[Conversion, Layout, str], list[tuple[Einsum, Contraction]]] = {}
         for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
             c = planner.contraction((x, operand), out)
             enter_operand = c.inputs[1]
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
             einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers)
-            grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims)), []).append((einsum, c))
+            grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims), out.dtype), []).append((einsum, c))
         groups, found = [], []
-        for (enter_x, _), entries in grouped.items():
+        for (enter_x, *_), entries in grouped.items():
             group = EinsumGroup(enter_x, tuple(einsum for einsum, _ in entries), regathered=regathers)
             if planner.scheme.gathered == "panels":
                 group = _split_into_panels(group, planner.mesh) or group
@@ -125,7 +128,7 @@ def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, de
     group = planned.groups[number]
     if group.panels:
         return _meter_panels(ops, group, ops.apply(x, group.x), operands, outs)
-    if group.local and not any(isinstance(w.key, str) for w in operands):
+    if group.local and not group.wide and not any(isinstance(w.key, str) for w in operands):
         there = [ops.block(out) for out in outs]
         return [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, operands, strict=True)]
     return meter_group(ops, planned, number, x, operands, biases, deferred)
@@ -134,8 +137,8 @@ def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, de
 def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
     """Return the group of einsums computed by SUMMA, one panel of the contracted dim at a time, or None if it cannot
     be: x and all operands must gather one contracted dim in their last step, and no einsum's output may need a
-    conversion."""
-    if any(e.output.forward or e.output.backward for e in group.einsums):
+    conversion, or be computed in the type of statistics."""
+    if group.wide or any(e.output.forward or e.output.backward for e in group.einsums):
         return None
     for dim in group.x_dims:
         if not all(dim in e.dims and dim not in e.out_dims for e in group.einsums):
@@ -201,9 +204,10 @@ def meter_group(
     whole = ops.forward(x, group.x)
     ops.ahead.onward(use)
     joined = group.joinable and _follow(ops, operands) and (not biases or _follow(ops, biases))
+    read = [_read(ops, group, v.storage, v.elements) for v in (whole, *local)]
     products = _products(ops, planned, group, joined)
     found = [ops.forward(y, e.output) for y, e in zip(products, einsums, strict=True)]
-    del products
+    del products, read
     stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
     saved = tuple((s if again else t).storage for s, t, again in zip(stored, [whole, *local], regathered, strict=True))
     widths, lengths = [w.elements for w in stored], [y.elements for y in found]
@@ -214,10 +218,10 @@ def meter_group(
     def rest(held: tuple) -> Gradients:
         """Count the memory of the gradients of operands and biases from the storages `held`, in place where
         possible."""
-        multiple = ops.new(width) if scaled else None  # noqa: F841  (until the gradients are reduced)
-        each = zip(keys, sizes, einsums, strict=False)
+        multiple = ops.new(width) if scaled else _read(ops, group, held[0], width)  # noqa: F841  (until all is reduced)
         # all gradients are there until the first is reduced, but for sums in place
-        products = [None if not e.operand.backward and ops.in_place(k) else ops.new(n) for k, n, e in each]
+        stays = [not e.operand.backward and ops.in_place(k) for k, e in zip(keys, einsums, strict=False)]
+        products = [None if here else _made(ops, group, n) for here, n in zip(stays, sizes, strict=True)]
         steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
@@ -237,7 +241,7 @@ def meter_group(
         ops.ahead.onward(use, back=True)
         if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
-        total = ops.new(width)  # until it is reduced, after the operands' gradients
+        total = _made(ops, group, width)  # until it is reduced, after the operands' gradients
         dx = ops.backward(total, width, group.x)
         if deferred is None:
             return [dx, *rest((x, local))]
@@ -247,6 +251,17 @@ def meter_group(
 
     ops.note(found, [x, *operands, *biases], saved, backward)
     return found
+
+
+def _read(ops, group: EinsumGroup, operand: MeteredStorage | None, elements: int) -> MeteredStorage | None:
+    """Count the cast of an operand to the type in which an einsum group multiplies."""
+    return ops.widened(operand, elements) if group.wide else operand
+
+
+def _made(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
+    """Count the gradient of an operand of an einsum group, and what it is cast from while that is there."""
+    product = _read(ops, group, None, elements)  # noqa: F841
+    return ops.new(elements)
 
 
 def _products(ops, planned, group: EinsumGroup, joined: bool) -> list[Value]:

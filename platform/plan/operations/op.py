@@ -35,6 +35,7 @@ class Op:
     `record`, on a rank `run`, on a memory meter `meter`, as `ops.method` says."""
 
     kind: str
+    wide: Sequence[str] = ()  # which of its inputs and outputs may be in the type of statistics (Spec.dtype)
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Set the operation's `kind` to the name of the attribute of `Ops` that it is."""

@@ -9,7 +9,7 @@ from typing import Any
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
 from platform.plan.language.mistakes import ModelMistake, check_specs
-from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, dtype_of
 from platform.plan.language.scheme import Scheme
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
@@ -85,8 +85,8 @@ class Recorder(Ops):
 
     def _judge(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
         """Refuse a recorded operation `kind` `name` of a model with ModelMistake if its inputs or outputs have an
-        unknown region or dim, if a parameter is not declared or declared otherwise, or if an operation of the same kind
-        already has the name."""
+        unknown region or dim, if a parameter is not declared or declared otherwise, if it does not compute in the type
+        of statistics where it should, or if an operation of the same kind already has the name."""
         if self.sizes:
             check_specs(f"{kind} {name}", [*inputs, *outputs], self.sizes)
         for p in (t for t in inputs if isinstance(t, Parameter)):
@@ -94,6 +94,9 @@ class Recorder(Ops):
                 known = "is declared otherwise" if p.name in self.declared else "is not declared"
                 legal = self.declared if p.name not in self.declared else ()
                 raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
+        for end, tensors in (("inputs", inputs), ("outputs", outputs)):
+            if end not in getattr(Ops, kind).wide and (wide := [t for t in tensors if dtype_of(t) != "compute"]):
+                raise ModelMistake(name, f"{end} of {kind} are in the compute type, unlike {wide[0]}")
         if (kind, name) in self._names:
             raise ModelMistake(name, f"several operations {kind} have this name")
         self._names.add((kind, name))

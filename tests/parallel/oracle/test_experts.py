@@ -215,6 +215,16 @@ def test_negative_control_gradients_of_other_experts():
         compare(c, *run(c, replace(plan, reductions={**plan.reductions, up: ("expert",)})), serial(c))
 
 
+def test_a_zero_that_shards_nothing_is_said():
+    """Where each replica has other experts; a plan with replicas of these is silent, as is one without ZeRO."""
+    (warning,) = make_plan(configured("shared", 4, data=4, zero=1)).warnings
+    assert "parallel.zero=1 shards nothing" in warning and "parallel.experts=2 lets 2 share each shard" in warning
+    cured = make_plan(configured("shared", 2, data=4, zero=1))
+    assert cured.warnings == () and cured.sharded and cured.zero == 1
+    assert make_plan(configured("shared", 4, data=4)).warnings == ()
+    assert make_plan(configured("shared", 1, data=1, zero=1)).warnings == ()
+
+
 def test_one_rank_needs_no_collective():
     operations = make_plan(configured("shared")).operations
     assert [key for key, o in operations.items() if o.collectives] == []

@@ -68,6 +68,11 @@ def field(name, value):
     return lambda planned: replace(planned, **{name: value})
 
 
+def in_16_bits(planned):
+    """Let all collectives of an operation move the compute type."""
+    return replace(planned, collectives=tuple(replace(c, dtype="compute") for c in planned.collectives))
+
+
 def tokens_without(axis):
     """Let an operation read its data tensor whole along an axis."""
 
@@ -154,6 +159,9 @@ MUTANTS = {
     "a collective that nobody takes": (
         "1d", operation("shift", BIAS, field("collectives", (GATHER,))),
         "lists 1 and takes 0 times all_gather of 8 elements over t in its forward pass"),
+    "scores that are summed in 16 bits": (
+        "experts, 2d", operation("project", "*.mlp.router", in_16_bits),
+        "lists 1 and takes 0 times all_reduce of 128 elements over c in its forward pass, in the compute type"),
     "an all-to-all the other way": (
         "slices", step("relayout", "*", "0", "forward", turned),
         "all_to_all"),

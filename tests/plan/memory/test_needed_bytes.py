@@ -56,6 +56,12 @@ PLANS |= {
                                              "axes": {"t": 2}, "precision": "bf16"},
     "experts of two replicas, full, zero 3": {**ROUTED, "data": 4, "experts_of": 2, "microbatch": 2, "zero": 3,
                                               "recompute": "full"},
+    "experts, 2d, bf16": {**ROUTED, "tensor": "2d", "axes": {"r": 2, "c": 2}, "precision": "bf16"},
+    "experts, 3d_literal, bf16": {**ROUTED, "tensor": "3d_literal", "axes": {"x": 2, "y": 1, "z": 2},
+                                  "precision": "bf16"},
+    "many experts, bf16": {**ROUTED, "experts": 64, "expert_d_ff": 16, "precision": "bf16"},
+    "experts, zb_h1, zero 2, bf16": {**ROUTED, **STAGES, "pipeline": "zb_h1", "data": 2, "zero": 2, "microbatch": 4,
+                                     "precision": "bf16"},
     "experts without a bound, 1f1b": {**ROUTED, **STAGES, "capacity_factor": 0.0, "pipeline": "1f1b"},
 }  # fmt: skip
 LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it

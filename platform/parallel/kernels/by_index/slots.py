@@ -14,8 +14,8 @@ from platform.plan.language.functions import Router
 
 
 def route(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights [length, batch, experts] of each token's experts, its auxiliary loss [length, batch], and how
-    many tokens chose each expert and how many of these it took, int64 [2, experts]."""
+    """Return the weights [length, batch, experts] of each token's experts, its auxiliary loss [length, batch], both in
+    the type of the scores, and how many tokens chose each expert and how many of these it took, int64 [2, experts]."""
     return _Route.apply(scores, real, router, slots)
 
 
@@ -28,24 +28,23 @@ class _Route(torch.autograd.Function):
         """Return the weights of the experts and the auxiliary loss of each token."""
         ctx.save_for_backward(scores, real)
         ctx.rules = router, slots
-        *results, counts = _routed(widened(scores), real, router, slots)
+        *results, counts = _routed(scores, real, router, slots)
         ctx.mark_non_differentiable(counts)
-        return *(x.to(scores.dtype) for x in results), counts
+        return *results, counts
 
     @staticmethod
     def backward(ctx, of_weights, of_losses, _):
         """Return the gradient of the scores."""
         scores, real = ctx.saved_tensors
         with torch.enable_grad():
-            wide = widened(scores.detach()).requires_grad_()
-            *found, _ = _routed(wide, real, *ctx.rules)
-        given = [g.to(x.dtype) for g, x in zip((of_weights, of_losses), found, strict=True)]
-        (gradient,) = torch.autograd.grad(found, wide, given)
-        return gradient.to(scores.dtype), None, None, None
+            scores = scores.detach().requires_grad_()
+            *found, _ = _routed(scores, real, *ctx.rules)
+        (gradient,) = torch.autograd.grad(found, scores, (of_weights, of_losses))
+        return gradient, None, None, None
 
 
 def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, ...]:
-    """Compute `route` of scores in the type of statistics."""
+    """Compute `route` with torch's own functions, of which autograd knows the backward pass."""
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
     sigmoid = router.function == "sigmoid"
     probabilities = scores.sigmoid() if sigmoid else scores.softmax(-1)

@@ -15,7 +15,7 @@ PLACES = ("experts", "batch", "slots")
 def _check(name: str, spec, out) -> None:
     """Raise ModelMistake if tokens of type `spec` do not go to places of type `out`, or back."""
     wanted = (*TOKENS, *out.dims[3:])
-    if out.dims[:3] != PLACES or spec.dims != wanted or len(wanted) != 3:
+    if out.dims[:3] != PLACES or spec.dims != wanted or len(wanted) != 3 or spec.dtype != out.dtype:
         raise ModelMistake(
             name, f"tokens [length batch d] have places [experts batch slots d], unlike {spec} and {out}"
         )
@@ -26,6 +26,8 @@ class DispatchOp(BlockOp):
     A token lies in the next free slot of each of its sequence's experts whose weight, of type `of_weights`, is not 0:
     at most `chosen` of them; empty slots are 0. It computes where the sequences are, each of them whole; the result is
     then converted, by an all-to-all where an axis moves from batch to experts."""
+
+    wide = ("inputs",)
 
     def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check(name, spec, out)
@@ -56,6 +58,8 @@ class CombineOp(BlockOp):
     """Sum over its experts of what they made of each token, `y` of type `spec` [experts batch slots d_model], times
     their weights: `out` [length batch d_model], 0 for tokens without an expert."""
 
+    wide = ("inputs",)
+
     def record(self, ops, name, y, spec, weights, of_weights, out, chosen):
         _check(name, out, spec)
         return ops.record(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
@@ -78,7 +82,13 @@ class CombineOp(BlockOp):
         n, slots, by_expert = total.elements, y.elements, weights.elements
         ops.new(2 * n, ops.wide)
         saved = y.storage, weights.storage, places
-        ops.note([total], [y, weights], saved, lambda gs, _: [ops.new(slots), _with_scratch(ops, by_expert, 2 * n)])
+        of_weights = ops.plan.itemsize[of_weights.dtype]
+        ops.note(
+            [total],
+            [y, weights],
+            saved,
+            lambda gs, _: [ops.new(slots), _with_scratch(ops, by_expert, 2 * n, of_weights)],
+        )
         return total
 
 
@@ -89,8 +99,8 @@ def _places(ops, slots: tuple[int, ...], by_expert: int, chosen: int):
     return places
 
 
-def _with_scratch(ops, elements: int, scratch: int):
-    """Allocate a gradient of `elements`, and rows that are added to it while it is made."""
-    out = ops.new(elements)
+def _with_scratch(ops, elements: int, scratch: int, itemsize: int = 0):
+    """Allocate a gradient of `elements`, of `itemsize` as in `Meter.new`, and rows that are added to it."""
+    out = ops.new(elements, itemsize)
     ops.new(scratch)
     return out

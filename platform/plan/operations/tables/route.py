@@ -12,14 +12,16 @@ TOKENS = ("length", "batch")
 
 class RouteOp(Op):
     """Weights [length batch experts] with which experts compute each token, from the `scores` of all experts, of type
-    `spec`; and the auxiliary loss of each token [length batch], None in generation. `router`: a
-    `platform.plan.language.functions.Router`. An expert takes the first tokens of each sequence for which it has slots;
-    the weights of others, of experts that were not chosen, and of padding in the data tensor `tokens` are 0. All of
-    this depends on one sequence at a time, and so on no plan."""
+    `spec`, both in the type of statistics; and the auxiliary loss of each token [length batch], None in generation.
+    `router`: a `platform.plan.language.functions.Router`. An expert takes the first tokens of each sequence for which
+    it has slots; the weights of others, of experts that were not chosen, and of padding in the data tensor `tokens` are
+    0. All of this depends on one sequence at a time, and so on no plan."""
+
+    wide = "inputs", "outputs"
 
     def record(self, ops, name, scores, spec, tokens, router):
-        if spec.dims != (*TOKENS, "experts"):
-            raise ModelMistake(name, f"a router's scores are [length batch experts], unlike {spec}")
+        if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
+            raise ModelMistake(name, f"a router's scores are [length batch experts] accumulate, unlike {spec}")
         outs = [spec] if ops.cache else [spec, Spec(spec.region, TOKENS, spec.sizes)]
         found = ops.record(self.kind, name, [scores], [spec], outs, [tokens], router=router)
         return (found, None) if ops.cache else found
@@ -33,14 +35,15 @@ class RouteOp(Op):
         return planned(planner, operation, layout, conversions, **reading(planner, spec, layout))
 
     def run(self, ops, name, scores, spec, tokens, router):
-        """Compute the weights of experts and the tokens' auxiliary losses, in the type of statistics."""
+        """Compute the weights of experts and the tokens' auxiliary losses, these in the compute type in the end."""
         enter, *leave = ops.planned(self.kind, name).conversions
         scores = ops.apply(scores, enter)
         if ops.absent(scores):
-            return scores, scores if len(leave) > 1 else None
+            return scores, scores.to(ops.narrow) if len(leave) > 1 else None
         real = tokens[self.kind, name] >= 0
-        *found, counts = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"])
+        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"])
         ops.count_routed(counts, ops.planned(self.kind, name).compute_axes)
+        found = weights, auxiliary.to(ops.narrow)
         results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
         return results[0], results[1] if len(leave) > 1 else None
 
@@ -56,12 +59,12 @@ class RouteOp(Op):
         def backward(_: Gradients, __: Saved) -> Gradients:
             """Count the choice, made again, and the gradient of the scores."""
             held = ops.new(7 * n, ops.wide), ops.integers(2 * n, 1)  # noqa: F841  (until the gradient is there)
-            return [ops.new(n)]
+            return [ops.new(n, ops.wide)]
 
-        wide, made = ops.widened(scores.storage, n), ops.new(3 * n, ops.wide)
+        made = ops.new(3 * n, ops.wide)
         numbers = ops.integers(n)  # of the tokens, in the order of each expert's
-        del numbers, made, wide
-        weights, auxiliary = ops.tensor(n), ops.tensor(rows)
+        del numbers, made
+        weights, auxiliary = ops.tensor(n, ops.wide), ops.tensor(rows)
         ops.note([weights, auxiliary], [scores], (scores.storage,), backward)
         results = [ops.apply(x, conversion) for x, conversion in zip((weights, auxiliary), leave, strict=False)]
         return results[0], results[1] if len(leave) > 1 else None
