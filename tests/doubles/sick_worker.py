@@ -14,7 +14,7 @@ from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.train.health import measure
 from platform.train.worker import Worker
 
-SLOWER, LATE, LAG = 30, 100.0, 0.1  # times, seconds, seconds
+SLOWER, LATE, LAG = 30, 100.0, 0.25  # times, seconds, seconds
 
 
 def products() -> None:

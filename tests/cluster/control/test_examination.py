@@ -73,8 +73,7 @@ def test_a_quick_look_does_not_blame_the_partner_of_a_slow_link(job, monkeypatch
         outcome = examine(crew, on_gpus, sorted(crew.members), thorough=False)
         assert {n: list(why) for n, why in outcome.bad.items()} == {1: ["link"]} and not outcome.shared
         monkeypatch.setattr(examination, "PARTNERS", 1)
-        looks = (examine(crew, on_gpus, sorted(crew.members), thorough=False).bad.keys() for _ in range(5))
-        assert any(bad == {1, 2} for bad in looks), "negative control"  # on a busy machine not at every look
+        assert examine(crew, on_gpus, sorted(crew.members), thorough=False).bad.keys() == {1, 2}, "negative control"
 
 
 def test_a_busy_machine_makes_nobody_sick(job, busy):
