@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from platform.api import Plan, compose, plan, register_model
-from platform.model.blocks import StackSpecs, TransformerBlock, dim_sizes
+from platform.model.blocks import TransformerBlock
+from platform.model.layers import StackSpecs, dim_sizes
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.parallel.parallel_ops import ParallelOps, initialise

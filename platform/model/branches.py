@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from platform.model.blocks import Layer
+from platform.model.layers import Layer
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.words import Ops
 

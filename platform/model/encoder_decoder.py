@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import Activations, StackSpecs
-from platform.model.stack import Stack
+from platform.model.blocks import Stack
+from platform.model.layers import Activations, StackSpecs
 from platform.model.transformer import Embedding, Head, Transformer
 from platform.plan.operations.words import Ops
 

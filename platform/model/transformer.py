@@ -8,8 +8,9 @@ from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import ACTIVATIONS, STD, Activations, Layer, Norm, StackSpecs, dim_sizes
-from platform.model.stack import Stack
+from platform.model.blocks import Stack
+from platform.model.feed_forward import ACTIVATIONS
+from platform.model.layers import STD, Activations, Layer, Norm, StackSpecs, dim_sizes
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.words import Ops
 

@@ -33,7 +33,7 @@ class Lion(torch.optim.Optimizer):
                 torch._foreach_sign_(signs)
                 torch._foreach_add_(weights, signs, alpha=-lr)
                 torch._foreach_lerp_(momenta, gradients, 1 - decay)
-                del signs  # before those of the next weights are made
+                del signs  # before the next weights' are made
 
     def _momentum(self, w: Tensor) -> Tensor:
         """Return the momentum of a parameter, which its first Lion update creates."""

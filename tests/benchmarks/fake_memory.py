@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
 from platform.model import build_model, register_model  # noqa: E402
-from platform.model.blocks import dim_sizes  # noqa: E402
+from platform.model.layers import dim_sizes  # noqa: E402
 from platform.parallel.communicator.base import Communicator, SingleRank  # noqa: E402
 from platform.plan.core.plan import Plan  # noqa: E402
 from platform.plan.language.ops import Parameter, Spec  # noqa: E402

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from platform.config.fields import Config, Model  # noqa: E402
-from platform.model.blocks import FeedForward, StackSpecs  # noqa: E402
+from platform.model.feed_forward import FeedForward  # noqa: E402
+from platform.model.layers import StackSpecs  # noqa: E402
 from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402

@@ -13,8 +13,9 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
-from platform.model.blocks import STD, Attention, Layer, StackSpecs, dim_sizes
+from platform.model.blocks import Attention
 from platform.model.branches import Branches, pointwise_per_branch
+from platform.model.layers import STD, Layer, StackSpecs, dim_sizes
 from platform.model.transformer import Embedding, Head, embedding_table
 from platform.plan.language.ops import Spec
 

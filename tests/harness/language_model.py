@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
-from platform.model.blocks import dim_sizes
+from platform.model.layers import dim_sizes
 from platform.model.transformer import LOGITS
 from platform.plan.language.ops import Parameter, Spec
 

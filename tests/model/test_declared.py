@@ -10,7 +10,7 @@ import yaml
 
 from platform.config.fields import Model
 from platform.model import build_model
-from platform.model.blocks import STD
+from platform.model.layers import STD
 from platform.model.transformer import embedding_table
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.layout import DIMS

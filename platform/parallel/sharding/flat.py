@@ -37,7 +37,7 @@ class FlatBucket:
         copies in dtype `high`."""
         self.bucket, self._plan, self._communicator = bucket, plan, communicator
         self._low, self._high = low, high
-        # gradients are summed where kernels add them; else those of a pass are collected in `_coming` first
+        # gradients are summed where kernels add them; else a pass's are collected in `_coming` first
         self._direct = plan.adds_at_once(communicator.device.type)
         self.adds_in = high if self._direct and plan.zero < 2 else low  # dtype of the memory that kernels add them to
         self.here = at_zero(bucket.only, communicator.coordinates)

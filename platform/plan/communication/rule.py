@@ -208,7 +208,7 @@ def enter(
     use.
     """
     forward = relayout_steps(dims, source, target)
-    # The gradient is partial over the compute axes except those that split this operand: undoing a slice gives every
+    # The gradient is partial over the compute axes that do not split this operand: undoing a slice gives every
     # rank the whole gradient (for a parameter, zeros around its block).
     partial = [a for a in compute_axes if parameter or a not in target.axes]
     backward = [adjoint for s in reversed(forward) for adjoint in _adjoint(s, partial, parameter)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.model.blocks import Activations
+from platform.model.layers import Activations
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred

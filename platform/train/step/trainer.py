@@ -17,7 +17,7 @@ from platform.config.batch_ramp import samples_of
 from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.model import build_model
-from platform.model.blocks import Activations
+from platform.model.layers import Activations
 from platform.model.losses import losses_of
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.muon import Muon

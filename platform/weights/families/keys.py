@@ -10,7 +10,7 @@ from typing import Any
 
 from platform.boundary.refusals import in_words
 from platform.config.fields import Model
-from platform.model.blocks import dim_sizes, expert_width
+from platform.model.layers import dim_sizes, expert_width
 
 Found = Mapping[str, Any]  # a config.json
 NEEDED = object()  # the default of a key that must be there

@@ -34,4 +34,5 @@ def test_equals_einsum(name, monkeypatch):
     assert torch.allclose(multiply(x, y, into=into, fresh=True), wanted, rtol=1e-12, atol=1e-13)
     wide = torch.ones_like(wanted)
     narrow = multiply(x.float(), y.float(), into=wide)
-    assert narrow is wide and torch.allclose(wide, wanted + 1, rtol=1e-5, atol=1e-5)
+    summed = multiply(x.abs(), y.abs())  # what rounding to fp32 is a share of, also where products cancel
+    assert narrow is wide and ((wide - 1 - wanted).abs() <= 1e-6 * summed).all()

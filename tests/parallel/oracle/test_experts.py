@@ -15,6 +15,7 @@ from tests.harness.oracle import MODELS, Tokens, compare, configure, prove, run,
 from tests.harness.pairwise import cover, product
 from tests.harness.reference_experts import loss_of
 from tests.harness.suite import suite
+from tests.parallel.oracle import test_models
 
 EXPERTS: dict[str, Any] = MODELS["experts"] | {"shared_experts": 0}
 KINDS: dict[str, dict[str, Any]] = {
@@ -26,15 +27,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "both ways": {**MODELS["bert"], **EXPERTS},
 }
 SCHEMES = {
-    "serial": ("serial", {}),
-    "1d": ("1d", {"t": 2}),
-    "1d_sp": ("1d_sp", {"t": 2}),
-    "2d": ("2d", {"r": 2, "c": 2}),
-    "2d_gather": ("2d_gather", {"r": 2, "c": 2}),
+    **test_models.SCHEMES,
     "2p5d": ("2p5d", {"d": 2, "r": 1, "c": 2}),
-    "3d": ("3d", {"x": 1, "y": 2, "z": 2}),
     "3d fsdp": ("3d", {"x": 2, "y": 1, "z": 1}),
-    "3d_literal": ("3d_literal", {"x": 1, "y": 2, "z": 2}),
 }
 
 

@@ -127,7 +127,7 @@ class _Combine(torch.autograd.Function):
         """Return the weighted sum, for each token, of the slots in which it lies."""
         held, lies = _places(weights, y.shape[2], chosen)
         ctx.save_for_backward(y, weights, held, lies)
-        rows, by_place = y.reshape(-1, y.shape[-1]), _by_place(weights, lies, y)
+        rows, by_place = y.reshape(-1, y.shape[-1]), widened(weights.gather(-1, _experts(lies, y)))
         total = torch.zeros((*lies.shape[:2], y.shape[-1]), dtype=by_place.dtype, device=y.device)
         for at, weight in zip(lies.unbind(-1), by_place.unbind(-1), strict=True):
             total.addcmul_(_rows(rows, at).to(total.dtype), weight.unsqueeze(-1))
@@ -137,12 +137,11 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, gradient):
         """Return the gradients of the slots and of the weights."""
         y, weights, held, lies = ctx.saved_tensors
-        rows, batch = y.reshape(-1, y.shape[-1]), y.shape[1]
+        rows = y.reshape(-1, y.shape[-1])
         of_weights = torch.zeros(weights.shape, dtype=widened(weights).dtype, device=y.device)
         for at in lies.unbind(-1):
             product = (widened(_rows(rows, at)) * widened(gradient)).sum(-1)
-            which = at.clamp_min(0).div(batch * y.shape[2], rounding_mode="floor")
-            of_weights.scatter_add_(-1, which.unsqueeze(-1), product.unsqueeze(-1))
+            of_weights.scatter_add_(-1, _experts(at, y).unsqueeze(-1), product.unsqueeze(-1))
         tokens = _tokens(held)
         of_slots = _rows(gradient.reshape(-1, y.shape[-1]), tokens)
         expert = torch.arange(weights.shape[-1], device=y.device).view(-1, 1, 1)
@@ -151,10 +150,9 @@ class _Combine(torch.autograd.Function):
         return of_slots, of_weights.to(weights.dtype), None
 
 
-def _by_place(weights: Tensor, lies: Tensor, y: Tensor) -> Tensor:
-    """Return the weight of each of a token's places [length, batch, chosen], in the type of statistics."""
-    which = lies.clamp_min(0).div(y.shape[1] * y.shape[2], rounding_mode="floor")
-    return widened(weights.gather(-1, which))
+def _experts(lies: Tensor, y: Tensor) -> Tensor:
+    """Return the expert at each index in `lies` of the slots y [experts, batch, slots, d], 0 where that is -1."""
+    return lies.clamp_min(0).div(y.shape[1] * y.shape[2], rounding_mode="floor")
 
 
 def combine(y: Tensor, weights: Tensor, chosen: int) -> Tensor:

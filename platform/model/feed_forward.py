@@ -1,0 +1,96 @@
+"""Feed-forward layers of Transformers, and layers of experts in their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+from platform.config.fields import Model as ModelConfig
+from platform.model.layers import STD, Layer, Residual, StackSpecs, expert_width
+from platform.plan.language.functions import Router
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.operations.words import Ops
+
+# activation -> (pointwise function, True if it gates a second projection (Shazeer 2020))
+ACTIVATIONS = {
+    "gelu": ("gelu", False),
+    "gelu_tanh": ("gelu_tanh", False),
+    "relu": ("relu", False),
+    "silu": ("silu", False),
+    "swiglu": ("gated_silu", True),
+    "geglu": ("gated_gelu", True),
+    "geglu_tanh": ("gated_gelu_tanh", True),
+    "reglu": ("gated_relu", True),
+}
+
+
+class Products(Layer):
+    """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
+    have these Parameters one after the other, along a first dim experts, and no biases."""
+
+    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool):
+        """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
+        of type `spec`; `hidden`: the type of what lies between up and down."""
+        self.spec, self.hidden = spec, hidden
+        self.function, gated = ACTIVATIONS[c.activation]
+        names, of_experts = ["up", "gate"] if gated else ["up"], tuple(d for d in spec.dims if d == "experts")
+        more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
+        dims = (*of_experts, "d_ff", "d_model")
+        self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, turned=True, **more) for n in names]
+        out = STD / sqrt(2 * c.layers)
+        self.down = Parameter(f"{name}.down", (*of_experts, "d_model", "d_ff"), "out", std=out, **more)
+        biases = [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros", sizes=p.sizes) for p in self.inner]
+        self.inner_biases = biases if bias else []
+        self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if bias else []
+
+    def __call__(self, ops: Ops, x: Any) -> Any:
+        """Return the feed-forward products of the activation x."""
+        h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases)
+        hidden = ops.pointwise(self.function, *reversed(h))
+        return ops.project(hidden, self.hidden, (self.down,), (self.spec,), self.down_bias)[0]
+
+
+class FeedForward(Residual):
+    """Feed-forward layer (a Residual layer) of one `Products`."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
+        """Construct the up, gate (of a gated activation) and down weights of a feed-forward layer called `name`."""
+        super().__init__(name, c, shapes)
+        self.products = Products(name, c, shapes.stream, shapes.hidden, c.bias)
+
+    def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
+        """Apply norm, feed-forward layer and residual connection to the stream x; return it, and no auxiliary loss.
+        `entered`: see `Attention`."""
+        return self.leave(ops, x, self.products(ops, self.enter(ops, x) if entered is None else entered)), None
+
+
+class Experts(Residual):
+    """Layer of experts (a Residual layer) in place of a feed-forward layer: a router scores them, the best compute each
+    token, and shared experts compute all (Shazeer et al. 2017; Dai et al. 2024)."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
+        """Construct the router, the experts and the shared experts of a layer called `name`."""
+        super().__init__(name, c, shapes)
+        width = expert_width(c)
+        of_experts = Spec.of("experts", "experts batch slots d_ff", (("d_ff", width),))
+        every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
+        self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
+        self.experts = Products(f"{name}.experts", c, shapes.places, of_experts, bias=False)
+        shared = Products(f"{name}.shared", c, shapes.stream, every, bias=False) if c.shared_experts else None
+        self.shared = shared
+        weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
+        self.rules = Router(*weights, balance=c.balance_loss, z=c.z_loss)
+
+    def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
+        """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token
+        [length, batch], None in generation. `tokens`: a data tensor whose padding goes to no expert; `entered`: see
+        `Attention`."""
+        s, name, chosen = self.shapes, self.name, self.rules.chosen
+        entered = self.enter(ops, x) if entered is None else entered
+        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,))
+        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
+        given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.places, chosen)
+        y = ops.combine(name, self.experts(ops, given), s.places, weights, s.scores, s.stream, chosen)
+        y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
+        return self.leave(ops, x, y), auxiliary

@@ -1,0 +1,136 @@
+"""Base of Transformers' layers: declared weights, norms, the residual connection, and the dims of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from platform.config.fields import Model as ModelConfig
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.operations.words import Ops
+
+Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
+
+STD = 0.02  # standard deviation of normal initialisations; residual projections: / sqrt(2 layers) (GPT-2)
+
+
+class StackSpecs:
+    """Holds the Specs (region, dims) of the activations in one stack of blocks. `length`: tokens per sequence in this
+    stack; None: the model's length."""
+
+    def __init__(self, length: int | None = None):
+        """Construct the Specs of a Transformer stack's activations: regions, dims. `length`: its tokens a sequence."""
+        sizes = () if length is None else (("length", length),)
+        self.stream = Spec.of("stream", "length batch d_model", sizes)
+        self.query = Spec.of("attention", "length batch heads d_kv", sizes)
+        self.key = Spec.of("attention", "length batch kv_heads d_kv", sizes)
+        self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
+        self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
+        self.scores = Spec.of("stream", "length batch experts", sizes, "accumulate")
+        self.places = Spec.of("experts", "experts batch slots d_model")
+
+
+def dim_sizes(c: ModelConfig) -> dict[str, int]:
+    """Return dim name -> global size (such as d_model, heads, vocab) for every dim of a Transformer's tensors, from the
+    model configuration; its zeros (kv_heads, d_kv, d_ff) are replaced by the defaults that they stand for."""
+    return {
+        "length": c.length,
+        "d_model": c.d_model,
+        "heads": c.heads,
+        "kv_heads": c.kv_heads or c.heads,
+        "d_kv": c.d_kv or c.d_model // c.heads,
+        "d_ff": c.d_ff or 4 * c.d_model,
+        "vocab": c.vocab,
+        "buckets": c.buckets,
+        **({"experts": c.experts, "slots": slots_of(c)} if c.experts else {}),
+        **({"segments": c.segments} if c.segments else {}),
+        **({"positions": c.length} if c.within_documents else {}),
+    }
+
+
+def expert_width(c: ModelConfig) -> int:
+    """Return the width (d_ff) of an expert, as the model configuration says: by default d_ff of the other layers."""
+    return c.expert_d_ff or dim_sizes(c)["d_ff"]
+
+
+def slots_of(c: ModelConfig) -> int:
+    """Return how many tokens of a sequence an expert takes, as the model configuration says: at most all."""
+    even = c.length * c.experts_per_token / c.experts
+    return min(c.length, ceil(c.capacity_factor * even)) if c.capacity_factor else c.length
+
+
+class Layer:
+    """Base of a model and its layers. Its parameters are the ones among its attributes and in its layers, each once, in
+    the order in which they were set."""
+
+    def parameters(self) -> list[Parameter]:
+        """Return the declared weights of this model layer and of the layers inside it, each once, in order."""
+        return list(dict.fromkeys(_parameters_in(vars(self).values())))
+
+
+def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
+    """Yield the Parameters (declared weights) among the attribute `values` of a model layer, also of the layers, lists
+    and dicts among them."""
+    for value in values:
+        if isinstance(value, Parameter):
+            yield value
+        elif isinstance(value, Layer):
+            yield from value.parameters()
+        elif isinstance(value, list | dict):
+            yield from _parameters_in(value.values() if isinstance(value, dict) else value)
+
+
+@dataclass(frozen=True)
+class Norm(Layer):
+    """Normalisation over the one dim of its gain: `kind` is layernorm or rmsnorm; rmsnorm has no bias. `eps` is added
+    to the variance."""
+
+    kind: str
+    eps: float
+    gain: Parameter
+    bias: Parameter | None
+
+    @classmethod
+    def of(cls, name: str, c: ModelConfig) -> Norm:
+        """Construct a model's norm over d_model, by its configuration `c`, with the weights NAME.gain and NAME.bias."""
+        bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if c.norm == "layernorm" else None
+        return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
+
+    @classmethod
+    def of_heads(cls, name: str, c: ModelConfig) -> Norm:
+        """Construct the RMSNorm of attention queries or keys, over d_kv of each head, with the weight NAME.gain."""
+        return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", ("d_kv",), "in", "ones"), None)
+
+    def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
+        """Apply a model's LayerNorm or RMSNorm to the activation x over the dim of the gain; `spec`: dims of x."""
+        return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
+
+    def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
+        """Add y, after the dropout `name`, to a Transformer's residual stream x; return the sum, and its norm."""
+        return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias, self.eps)
+
+
+class Residual(Layer):
+    """Base of layers with a norm and a residual connection: x + layer(norm(x)), or norm(x + layer(x)) as in the
+    original Transformer (`post_norm`)."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
+        """Construct the norm of a Transformer's residual layer `name`; `shapes`: Specs of its stack's activations."""
+        self.name, self.config, self.shapes = name, c, shapes
+        self.norm = Norm.of(f"{name}.norm", c)
+
+    def enter(self, ops: Ops, x: Any) -> Any:
+        """Return the layer's input from the Transformer's residual stream x: its norm, or x if norms come after."""
+        return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
+
+    def leave(self, ops: Ops, x: Any, y: Any, following: Residual | None = None) -> Any:
+        """Add a Transformer layer's output y, with dropout, to the residual stream x; a post-norm model then normalises
+        the sum. Return the new stream or, with a `following` layer, a pair: the new stream, and its norm, the input of
+        that layer (see `enter`)."""
+        name, stream, post = f"{self.name}.residual", self.shapes.stream, self.config.post_norm
+        if following and not post:
+            return following.norm.of_sum(ops, name, x, y, stream)
+        left = self.norm.of_sum(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
+        return (left, left) if following else left
