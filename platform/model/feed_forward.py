@@ -34,7 +34,7 @@ class Products(Layer):
         of type `spec`; `hidden`: the type of what lies between up and down."""
         self.spec, self.hidden = spec, hidden
         self.function, gated = ACTIVATIONS[c.activation]
-        names, of_experts = ["up", "gate"] if gated else ["up"], tuple(d for d in spec.dims if d == "experts")
+        names, of_experts = ["up", "gate"] if gated else ["up"], ("experts",) if spec.region == "experts" else ()
         more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
         dims = (*of_experts, "d_ff", "d_model")
         self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, turned=True, **more) for n in names]
@@ -44,11 +44,11 @@ class Products(Layer):
         self.inner_biases = biases if bias else []
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if bias else []
 
-    def __call__(self, ops: Ops, x: Any) -> Any:
-        """Return the feed-forward products of the activation x."""
-        h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases)
+    def __call__(self, ops: Ops, x: Any, counts: Any = None) -> Any:
+        """Return the feed-forward products of the activation x; `counts`: those of rows of experts."""
+        h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases, counts)
         hidden = ops.pointwise(self.function, *reversed(h))
-        return ops.project(hidden, self.hidden, (self.down,), (self.spec,), self.down_bias)[0]
+        return ops.project(hidden, self.hidden, (self.down,), (self.spec,), self.down_bias, counts)[0]
 
 
 class FeedForward(Residual):
@@ -73,10 +73,11 @@ class Experts(Residual):
         """Construct the router, the experts and the shared experts of a layer called `name`."""
         super().__init__(name, c, shapes)
         width = expert_width(c)
-        of_experts = Spec.of("experts", "experts batch slots d_ff", (("d_ff", width),))
+        self.places = shapes.places if c.capacity_factor else shapes.rows
+        of_experts = replace(self.places, dims=(*self.places.dims[:-1], "d_ff"), sizes=(("d_ff", width),))
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
-        self.experts = Products(f"{name}.experts", c, shapes.places, of_experts, bias=False)
+        self.experts = Products(f"{name}.experts", c, self.places, of_experts, bias=False)
         shared = Products(f"{name}.shared", c, shapes.stream, every, bias=False) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
@@ -90,7 +91,12 @@ class Experts(Residual):
         entered = self.enter(ops, x) if entered is None else entered
         (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,))
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
-        given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.places, chosen)
-        y = ops.combine(name, self.experts(ops, given), s.places, weights, s.scores, s.stream, chosen)
+        if self.places == s.rows:
+            rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, s.rows, chosen)
+            made = self.experts(ops, rows, counts)
+            y = ops.combine_rows(name, made, s.rows, counts, weights, s.scores, s.stream, chosen)
+        else:
+            given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.places, chosen)
+            y = ops.combine(name, self.experts(ops, given), s.places, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
         return self.leave(ops, x, y), auxiliary

@@ -30,6 +30,7 @@ class StackSpecs:
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
         self.scores = Spec.of("stream", "length batch experts", sizes, "accumulate")
         self.places = Spec.of("experts", "experts batch slots d_model")
+        self.rows = Spec.of("experts", "rows d_model")
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
@@ -44,7 +45,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "d_ff": c.d_ff or 4 * c.d_model,
         "vocab": c.vocab,
         "buckets": c.buckets,
-        **({"experts": c.experts, "slots": slots_of(c)} if c.experts else {}),
+        **({"experts": c.experts, **places_of(c)} if c.experts else {}),
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.length} if c.within_documents else {}),
     }
@@ -55,10 +56,12 @@ def expert_width(c: ModelConfig) -> int:
     return c.expert_d_ff or dim_sizes(c)["d_ff"]
 
 
-def slots_of(c: ModelConfig) -> int:
-    """Return how many tokens of a sequence an expert takes, as the model configuration says: at most all."""
+def places_of(c: ModelConfig) -> dict[str, int]:
+    """Return the size of the dim in which tokens lie at experts, as the model configuration says: slots of each for a
+    sequence, at most one for each token; or without a capacity rows, as many for a token as it has experts."""
     even = c.length * c.experts_per_token / c.experts
-    return min(c.length, ceil(c.capacity_factor * even)) if c.capacity_factor else c.length
+    slots = min(c.length, ceil(c.capacity_factor * even))
+    return {"slots": slots} if c.capacity_factor else {"rows": c.experts_per_token}
 
 
 class Layer:

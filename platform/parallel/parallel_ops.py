@@ -91,6 +91,7 @@ class ParallelOps(Ops):
         self.routed: Tensor | None = (
             None  # tokens that chose each expert, and that it took, of a training step's passes
         )
+        self.routing: dict[str, list[Sequence[int]]] | None = None  # where somebody records it: see `core.rows`
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
@@ -174,6 +175,13 @@ class ParallelOps(Ops):
         first_pass = self.position.training and not self.ahead.again
         if first_pass and counts_at(self.communicator.coordinates, axes):
             self.routed = counts if self.routed is None else self.routed + counts
+
+    def sent(self, name: str, rows: Mapping[int, int]) -> None:
+        """Record, if somebody asks, the `rows` that this rank's tokens have at each expert in a pass of layer `name` in
+        training, by the expert's number."""
+        if self.routing is not None and self.position.training and not self.ahead.again:
+            every = [rows.get(expert, 0) for expert in range(self.plan.sizes["experts"])]
+            self.routing.setdefault(name, []).append(every)
 
     # what operations compute with
 

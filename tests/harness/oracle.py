@@ -21,6 +21,7 @@ from platform.config.fields import Tensor as TensorConfig
 from platform.data.tokenizers.specials import SpecialIds
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.plan.core.plan import Plan
+from platform.plan.core.replayed import replayed
 from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedules_of
@@ -172,6 +173,7 @@ class Result:
     log: list[Launch]
     averages: dict[str, Tensor] = field(default_factory=dict)
     routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
+    routing: dict[str, list[Any]] = field(default_factory=dict)  # of rows in the first step, by layer
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
@@ -206,14 +208,16 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
         gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items())
         return Differences()
 
-    communicator.log = []
+    communicator.log, trainer.ops.routing = [], {}
     first = trainer.step(1, verify=keep)
     log, communicator.log = communicator.log, None
+    routing, trainer.ops.routing = trainer.ops.routing, None
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     numbers = first.loss, first.grad_norm
-    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, routed=first.routed)
+    counts = {"routed": first.routed, "routing": routing}
+    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, **counts)
 
 
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
@@ -311,7 +315,9 @@ def prove(c: Config) -> tuple[Plan, list[Result]]:
 
 
 def examine(c: Config, plan: Plan, results: Sequence[Result]) -> None:
-    """Equal to one process, the bytes those of the plan, the launches in one order."""
+    """Equal to one process, the bytes those of the plan, of rows those of their routing, the launches in one order."""
     compare(c, plan, results, serial(c))
-    assert counted(results) == communication(plan)
+    found, most = counted(results), communication(plan)
+    assert found == replayed(plan, [r.routing for r in results])
+    assert found == most if "rows" not in plan.sizes else all(n <= most[key] for key, n in found.items())
     assert replay([r.log for r in results]) is None

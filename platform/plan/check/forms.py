@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from platform.plan.check.spreads import Spread, Unsound, plus
-from platform.plan.communication.planned import Panels, PlannedOperation
+from platform.plan.check.spreads import Spread, Unsound, plus, unordered
+from platform.plan.communication.planned import Collective, Panels, PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
+from platform.plan.operations.tables.rows import Ends
 
 STAYS = Conversion()
 SLOTS = "length", "experts", "slots"  # whole where tokens go to slots, or come back
@@ -38,7 +39,8 @@ class Operand(NamedTuple):
 class Form(NamedTuple):
     """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
     conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
-    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks."""
+    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `beside`: collectives
+    that the operation takes beside all conversions."""
 
     operands: Sequence[Operand]
     out: Spec | None
@@ -47,6 +49,7 @@ class Form(NamedTuple):
     statistics: Sequence[str] = ()
     whole: Sequence[str] = ()
     merged: Sequence[str] = ()
+    beside: Sequence[Collective] = ()
 
 
 def forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -68,6 +71,7 @@ def _einsums(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         for number, e in enumerate(group.einsums):
             x = Operand(inputs[0], group.x, panels, x_axes, group.regathered, shared=number > 0)
             operand = Operand(inputs[1 + e.index], e.operand, panels, operand_axes, e.regathered)
+            operand = operand._replace(renamed=unordered) if "rows" in inputs[0].dims else operand
             yield Form((x, operand), outputs[e.index], e.output)
 
 
@@ -220,6 +224,41 @@ def _combine(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS)
 
 
+def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of tokens copied for each of their experts, which the weights show and do not learn from."""
+    (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
+    enter, given, leave = planned.conversions
+    assert isinstance(x, Spec)
+    ends = Ends.of(plan.planner, x, out)
+    operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_held(ends))
+    yield Form(operands, out, leave, whole=("length",), beside=ends.numbers(plan.planner))
+
+
+def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a weighted sum over experts, of the rows that came back to their tokens."""
+    (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
+    enter, given, leave = planned.conversions
+    assert isinstance(y, Spec)
+    ends = Ends.of(plan.planner, out, y)
+    operands = Operand(y, enter, renamed=_held(ends)), Operand(weights, given, renamed=_held(ends))
+    yield Form(operands, out, leave, whole=("length",))
+
+
+def _held(ends: Ends) -> Callable[[Spread], Spread]:
+    """Return the function that gives the spread of what ranks read of it that hold experts apart, with the tokens' axes
+    in order."""
+
+    def renamed(spread: Spread) -> Spread:
+        """Return the spread over the experts of `ends`. Raises Unsound if rows are not where their tokens are."""
+        split, batch = dict(spread.split), ends.tokens["batch"]
+        if sorted(split["batch"]) != sorted(batch) or (split["experts"] and set(split["experts"]) != set(ends.held)):
+            found = plus(split["batch"]), plus(split["experts"])
+            raise Unsound(f"tokens are split over {plus(batch)}, and rows' batch over {found[0]}, experts {found[1]}")
+        return spread._replace(split={**split, "batch": batch, "experts": ends.held})
+
+    return renamed
+
+
 def _loss(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
     """Return the form of a loss, a sum over all ranks' tokens; `statistics` as in Form."""
 
@@ -260,6 +299,8 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "route": _route,
     "dispatch": _dispatch,
     "combine": _combine,
+    "dispatch_rows": _dispatch_rows,
+    "combine_rows": _combine_rows,
     "cross_entropy": _loss(("vocab",)),
     "token_loss": _loss(()),
     "squared_error": _loss(()),

@@ -34,6 +34,7 @@ from platform.plan.operations.tables.from_ids import FeaturesOp, OneHotOp
 from platform.plan.operations.tables.lookup import LookupOp
 from platform.plan.operations.tables.relative_bias import RelativeBiasOp
 from platform.plan.operations.tables.route import RouteOp
+from platform.plan.operations.tables.rows import CombineRowsOp, DispatchRowsOp
 
 
 class Ops:
@@ -56,6 +57,7 @@ class Ops:
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()
     remember, recall = RememberOp(), RecallOp()
     route, dispatch, combine = RouteOp(), DispatchOp(), CombineOp()
+    dispatch_rows, combine_rows = DispatchRowsOp(), CombineRowsOp()
     cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
     token_loss = TokenLossOp()
 

@@ -40,8 +40,9 @@ class RouteOp(Op):
         scores = ops.apply(scores, enter)
         if ops.absent(scores):
             return scores, scores.to(ops.narrow) if len(leave) > 1 else None
-        real = tokens[self.kind, name] >= 0
-        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"])
+        real, sizes = tokens[self.kind, name] >= 0, ops.plan.sizes
+        slots = sizes.get("slots", sizes["length"])  # rows are as many as there are tokens
+        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, slots)
         ops.count_routed(counts, ops.planned(self.kind, name).compute_axes)
         found = weights, auxiliary.to(ops.narrow)
         results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
