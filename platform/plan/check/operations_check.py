@@ -134,8 +134,8 @@ class Walk:
             except Unsound as error:
                 raise Unsound(f"{name}: {error}") from None
             if phases and step.op in COLLECTIVES:
-                given = spread if step.op == "scatter" else before
-                elements = (self._rows(given, sizes) if rows else given.elements(sizes, self._extents))
+                given = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
+                elements = min(self._rows(s, sizes) if rows else s.elements(sizes, self._extents) for s in given)
                 for phase in phases:
                     self._launches[step.op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
         return spread
