@@ -45,7 +45,7 @@ class Products(Layer):
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if bias else []
 
     def __call__(self, ops: Ops, x: Any, counts: Any = None) -> Any:
-        """Return the feed-forward products of the activation x; `counts`: those of rows of experts."""
+        """Return the feed-forward products of the activation x; `counts`: the numbers of experts' rows in x."""
         h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases, counts)
         hidden = ops.pointwise(self.function, *reversed(h))
         return ops.project(hidden, self.hidden, (self.down,), (self.spec,), self.down_bias, counts)[0]

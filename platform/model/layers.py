@@ -57,10 +57,10 @@ def expert_width(c: ModelConfig) -> int:
 
 
 def places_of(c: ModelConfig) -> dict[str, int]:
-    """Return the size of the dim in which tokens lie at experts, as the model configuration says: slots of each for a
-    sequence, at most one for each token; or without a capacity rows, as many for a token as it has experts."""
+    """Return the size of the dim in which tokens lie at a model's experts: slots or, without a capacity, rows."""
     even = c.length * c.experts_per_token / c.experts
     slots = min(c.length, ceil(c.capacity_factor * even))
+    # slots for a sequence, at most one for each token; rows of one token: it has as many as it chooses experts
     return {"slots": slots} if c.capacity_factor else {"rows": c.experts_per_token}
 
 

@@ -204,6 +204,12 @@ def draw_experts(r: Random, m: Model, d_ff: int) -> None:
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 
+def draw_places(r: Random, tensor: Tensor) -> None:
+    """Draw for some tables where experts lie: other than the feed-forward layers."""
+    if r.random() < 0.5:
+        tensor.regions["experts"] = draw_map(r, tensor.axes, ("", "experts", "experts", "batch", "d_ff", "d_model"))
+
+
 def draw_parts(r: Random, m: Model) -> None:
     """Draw the parts of a model that most do without."""
     m.query_key_norm, m.head_bias, m.embedding_norm = (r.random() < 0.4 for _ in range(3))
@@ -252,6 +258,8 @@ def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -
     seed, clip, decay = r.randint(0, 3), r.choice((0.0, 0.5, 1e-3)), r.choice((0.0, 0.1))
     for i, c in enumerate(configs):
         c.model, c.seed, c.train.steps = replace(model), seed, 3
+        if model.experts and c.tensor.scheme == "layout" and c.tensor.regions:
+            draw_places(Random(repr(c)), c.tensor)
         shared = divisors(gcd(model.experts, c.parallel.data)) if model.experts else [1]
         c.parallel.experts = Random(repr(c)).choice(shared)
         c.optimizer.lr, c.optimizer.clip, c.optimizer.weight_decay = 1e-2, clip, decay

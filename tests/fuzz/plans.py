@@ -30,7 +30,6 @@ from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
@@ -38,7 +37,7 @@ from tests.fuzz.draw_data import KINDS, WEIGHED, open_data, weighed, write_files
 from tests.fuzz.draw_plans import RANKS, SCHEDULES, SCHEMES, changed, draw_case
 from tests.fuzz.draw_training import OWN_LOSSES
 from tests.harness.held import check_held, check_stages
-from tests.harness.oracle import Result, assemble, compare, configure, counted, trainer_of
+from tests.harness.oracle import Result, assemble, check_bytes, compare, configure, trainer_of
 from tests.harness.registries import as_before
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
@@ -79,7 +78,7 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan], ranks: Ra
             except AssertionError:
                 nudged = alone(configs[0], phases, nudge=2.0**-52)[number]
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
-            assert counted(results) == communication(of_batch(c, batch_of(c.train, steps[0]))), "bytes moved"
+            check_bytes(of_batch(c, batch_of(c.train, steps[0])), results)
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
@@ -243,9 +242,10 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Resu
         update(norm, lr)  # which clips them in place
 
     trainer._update = recorded  # type: ignore[method-assign]
-    communicator.log = []
+    communicator.log, trainer.ops.routing = [], {}
     reports = [trainer.step(steps[0])]
     log, communicator.log = communicator.log, None
+    routing, trainer.ops.routing = trainer.ops.routing, None
     reports += [trainer.step(k) for k in steps[1:]]
     trainer._update = update  # type: ignore[method-assign]
     assert not any(report.skipped for report in reports), "a step was skipped"
@@ -253,7 +253,8 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Resu
     (loss, norm), *numbers = [(report.loss, report.grad_norm) for report in reports]
     moved = Counter(reports[0].comm_bytes)
     averages = final | {n: w.detach().clone() for n, w in trainer.weights.averages.items()}
-    return Result(communicator.rank, loss, norm, gradients, initial, final, sum(numbers, ()), moved, log, averages)
+    losses, counts = sum(numbers, ()), {"routed": reports[0].routed, "routing": routing}
+    return Result(communicator.rank, loss, norm, gradients, initial, final, losses, moved, log, averages, **counts)
 
 
 def of_batch(c: Config, batch: int) -> Plan:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from platform.plan.check.spreads import Spread, Unsound, plus, unordered
+from platform.plan.check.spreads import Spread, Unsound, after, plus, unordered
 from platform.plan.communication.planned import Collective, Panels, PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
-from platform.plan.operations.tables.rows import Ends
 
 STAYS = Conversion()
 SLOTS = "length", "experts", "slots"  # whole where tokens go to slots, or come back
@@ -229,9 +228,13 @@ def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
     assert isinstance(x, Spec)
-    ends = Ends.of(plan.planner, x, out)
-    operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_held(ends))
-    yield Form(operands, out, leave, whole=("length",), beside=ends.numbers(plan.planner))
+    held = _held(plan, out, leave)
+    told = [
+        Collective("all_to_all", s.axes, plan.sizes["experts"] // plan.mesh.extent(held), "integers", "forward", s.only)
+        for s in leave.forward
+    ]
+    operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_apart(held))
+    yield Form(operands, out, leave, whole=("length",), beside=told)
 
 
 def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -239,22 +242,31 @@ def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
     assert isinstance(y, Spec)
-    ends = Ends.of(plan.planner, out, y)
-    operands = Operand(y, enter, renamed=_held(ends)), Operand(weights, given, renamed=_held(ends))
-    yield Form(operands, out, leave, whole=("length",))
+    there = Spread.lying(weights.dims, plan.layout(weights))
+    for step in given.forward:
+        there = after(there, step)
+    apart, back = _apart(_held(plan, y, enter)), _apart(_held(plan, y, enter), there.split["batch"])
+    yield Form((Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)), out, leave, whole=("length",))
 
 
-def _held(ends: Ends) -> Callable[[Spread], Spread]:
-    """Return the function that gives the spread of what ranks read of it that hold experts apart, with the tokens' axes
-    in order."""
+def _held(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
+    """Return the axes along which ranks hold experts apart for the same tokens: those over which none are exchanged."""
+    return tuple(
+        a for a in plan.scheme.regions[rows.region]["experts"] if all(a not in s.axes for s in exchange.forward)
+    )
+
+
+def _apart(held: tuple[str, ...], batch: tuple[str, ...] = ()) -> Callable[[Spread], Spread]:
+    """Return the function that gives the spread of what ranks read that hold experts apart along `held`; `batch`: the
+    axes of the tokens in order, where the spread has them in any."""
 
     def renamed(spread: Spread) -> Spread:
-        """Return the spread over the experts of `ends`. Raises Unsound if rows are not where their tokens are."""
-        split, batch = dict(spread.split), ends.tokens["batch"]
-        if sorted(split["batch"]) != sorted(batch) or (split["experts"] and set(split["experts"]) != set(ends.held)):
-            found = plus(split["batch"]), plus(split["experts"])
-            raise Unsound(f"tokens are split over {plus(batch)}, and rows' batch over {found[0]}, experts {found[1]}")
-        return spread._replace(split={**split, "batch": batch, "experts": ends.held})
+        """Return the spread over the experts that a rank holds. Raises Unsound if rows are not where tokens are."""
+        there, experts = spread.split["batch"], spread.split["experts"]
+        if (batch and sorted(there) != sorted(batch)) or (experts and sorted(experts) != sorted(held)):
+            places = f"batch over {plus(there)} and experts over {plus(experts)}"
+            raise Unsound(f"rows are back with {places}, their tokens lie over {plus(batch)}, held over {plus(held)}")
+        return spread._replace(split={**spread.split, "batch": batch or there, "experts": held})
 
     return renamed
 

@@ -141,8 +141,7 @@ class Walk:
         return spread
 
     def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
-        """Return the elements of the most rows that a rank can have: of each of its tokens as many as it chooses
-        experts, or as the rank has."""
+        """Return the elements of the most rows that a rank can have."""
         own = self._plan.sizes
         experts = own["experts"] // prod(self._extents[a] for a in spread.split["experts"])
         of_token = min(own["rows"] // (own["length"] * own["batch"]), experts)

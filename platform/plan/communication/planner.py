@@ -40,8 +40,8 @@ class Planner:
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
-        they take the longest prefix of the axes of heads whose product divides their number. Rows lie with their
-        experts, and those of different sequences where the region has these."""
+        they take the longest prefix of the axes of heads whose product divides their number. Dim rows is split over
+        the axes of the region's experts and of its batch."""
         if tensor not in self._layouts:
             self._layouts[tensor] = self._layout(tensor)
         return self._layouts[tensor]
@@ -65,9 +65,10 @@ class Planner:
             layout = Layout.of({**layout.restrict(d for d in dims if d != "rows"), **rules}, layout.only)
         return layout
 
-    def picked(self, spec: Spec) -> dict[str, tuple[str, ...]]:
-        """Return the axes that split the experts whose rows an activation has, by dim; {} for one without rows."""
-        return {"experts": self.scheme.regions[spec.region]["experts"]} if "rows" in spec.dims else {}
+    def picked(self, tensor: Spec | Parameter) -> dict[str, tuple[str, ...]]:
+        """Return the axes of the experts whose rows an activation has, by dim; {} for a tensor without rows."""
+        rows = isinstance(tensor, Spec) and "rows" in tensor.dims
+        return {"experts": self.scheme.regions[tensor.region]["experts"]} if rows else {}  # type: ignore[union-attr]
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
         """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads."""
@@ -83,7 +84,12 @@ class Planner:
 
     def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
         """Return a tensor's global size of every dim: the model's (vocab padded), overridden by the tensor's own."""
-        return {**self.sizes, **dict(tensor.sizes)}
+        sizes = {**self.sizes, **dict(tensor.sizes)}
+        # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
+        if experts := self.picked(tensor):
+            ranks, tokens = self.mesh.extent(experts["experts"]), sizes["length"] * sizes["batch"]
+            sizes["rows"] = ranks * tokens * min(sizes["rows"] // tokens, max(1, sizes["experts"] // ranks))
+        return sizes
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""

@@ -12,7 +12,6 @@ from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import partial_axes
 from platform.plan.core.chunks import RecordableModel, record
 from platform.plan.core.plan import Plan
-from platform.plan.core.rows import all_rows, most_rows
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
 from platform.plan.language.layout import padded
@@ -67,7 +66,7 @@ def build_plan(
         recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
-    planner = Planner(mesh, scheme, most_rows(_with_vocab_padded(sizes, scheme, mesh), scheme, mesh), {})
+    planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planned = plan_operations(planner, operations, microbatch)
     reductions, reduced_at_use = _reductions(planner, operations)
     sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
@@ -104,6 +103,11 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
     sizes = all_rows({"memory_length": own_sizes["length"], **own_sizes, "batch": batch})
     check_parameters(parameters, model, sizes)
     return parameters, sizes
+
+
+def all_rows(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return a model's `sizes` with dim rows, which it gives for one token, as all tokens have."""
+    return {**sizes, **({"rows": sizes["rows"] * sizes["length"] * sizes["batch"]} if "rows" in sizes else {})}
 
 
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:

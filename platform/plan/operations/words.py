@@ -30,11 +30,11 @@ from platform.plan.operations.shapes.reduce import ReduceOp
 from platform.plan.operations.shapes.relayout import RelayoutOp
 from platform.plan.operations.shapes.reshape import ReshapeOp
 from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
+from platform.plan.operations.tables.dispatch_rows import CombineRowsOp, DispatchRowsOp
 from platform.plan.operations.tables.from_ids import FeaturesOp, OneHotOp
 from platform.plan.operations.tables.lookup import LookupOp
 from platform.plan.operations.tables.relative_bias import RelativeBiasOp
 from platform.plan.operations.tables.route import RouteOp
-from platform.plan.operations.tables.rows import CombineRowsOp, DispatchRowsOp
 
 
 class Ops:

@@ -28,11 +28,12 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
-        """Return the ends of the way of tokens of type `spec` to rows of type `out`: as few axes as can be leave the
-        tokens' batch, since a token is smaller than its rows. Raises ValueError if axes do not divide the batch."""
+        """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
+        divide the batch."""
         d = out.dims[-1]
         goal = planner.scheme.activation(out.region, ("experts", "batch", d))
         there = (*goal["experts"], *goal["batch"])
+        # as few axes as can be leave the batch: a token is smaller than its rows
         kept = tuple(takewhile(lambda a: a in there, planner.layout(spec)["batch"]))
         batch = (*kept, *(a for a in goal["batch"] if a not in kept))
         if planner.sizes["batch"] % planner.mesh.extent(batch):
@@ -47,24 +48,22 @@ class Ends(NamedTuple):
         return (*self.tokens.axes, *self.held)
 
     def conversion(self, planner: Planner, spec: Spec, out: Spec, chosen: int) -> Conversion:
-        """Return the conversion of rows of type `out` to the ranks of their experts, in the sizes of the worst routing:
-        `chosen` rows of each token of type `spec`, or one for each expert of the ranks that exchange them."""
+        """Return the conversion of rows of type `out` to their experts' ranks, in the sizes of the worst routing."""
         length, batch, width = planner.shape(spec, self.tokens)
         experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
         before, after = (length * batch * min(chosen, experts), width), planner.shape(out)
         there = Step("all_to_allv", planner.mesh.ordered(self.exchanged), 0, 1, self.tokens.only, after)
         steps = ((there,), (replace(there, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
-        return Conversion(*steps, before, after, dtype_of(out), ragged=True)
+        return Conversion(steps[0], steps[1], before, after, dtype_of(out), True)
 
     def numbers(self, planner: Planner) -> list[Collective]:
-        """Return the collective by which ranks tell each other how many rows they send; [] if they send none."""
+        """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
         experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
         axes = planner.mesh.ordered(self.exchanged)
         return [Collective("all_to_all", axes, experts, "integers", "forward", self.tokens.only)] if axes else []
 
     def seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
-        """Return the axes along which a rank exchanges rows of type `out`, the number of the first expert of each rank
-        of its group, and how many each has."""
+        """Return the axes of a rank's exchange, the first expert of each rank there, and how many experts each has."""
         mesh, over = planner.mesh, planner.picked(out)["experts"]
         axes, each = mesh.ordered(self.exchanged), planner.sizes["experts"] // mesh.extent(over)
         group = mesh.group(rank, axes) if axes else (rank,)
@@ -98,22 +97,20 @@ class DispatchRowsOp(Op):
         given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
         rows = ends.conversion(planner, spec, out, operation["chosen"])
         conversions = [planner.enter(spec, ends.tokens, ends.axes), replace(given, backward=()), rows]
-        return planned(
-            planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes
-        )
+        return planned(planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes)
 
     def run(self, ops, name, x, spec, weights, of_weights, out, chosen):
-        """Copy this rank's tokens and send them to their experts; return those of this rank's, and their counts."""
+        """Copy this rank's tokens and send them to their experts; return the rows of this rank's experts, and counts."""
         found = ops.planned(self.kind, name)
         enter, given, _ = found.conversions
         x, weights = ops.apply(x, enter), ops.apply(weights.detach(), given)
         if ops.absent(x):
             return x, None
-        kernel, ends = ops.kernels.rows, Ends.of(ops.plan.planner, spec, out)
+        kernel, ends = ops.kernels.expert_rows, Ends.of(ops.plan.planner, spec, out)
         seats = kernel.Seats(*ends.seats(ops.plan.planner, out, ops.communicator.rank))
         counts = kernel.count(ops.communicator, weights, seats, chosen)
         ops.sent(name, dict(zip(seats.experts, counts.given, strict=True)))
-        return kernel.dispatch(ops.communicator, x, counts), counts
+        return kernel.to_experts(ops.communicator, x, counts), counts
 
     def meter(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Count the memory of rows by the worst routing; of their places integers are kept."""
@@ -154,20 +151,18 @@ class CombineRowsOp(Op):
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
         ends = Ends.of(planner, out, spec)
         there = ends.conversion(planner, out, spec, operation["chosen"])
-        rows = replace(
-            there, forward=there.backward, backward=there.forward, before=there.after, after=there.before
-        )
+        rows = replace(there, forward=there.backward, backward=there.forward, before=there.after, after=there.before)
         given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
         conversions = [rows, given, _settled(planner, out, ends)]
         return planned(planner, operation, ends.tokens, conversions, compute_axes=ends.axes)
 
     def run(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
-        """Send the rows of this rank's experts back, and add up those of this rank's tokens."""
+        """Send the rows of this rank's experts back, and add up the rows of its tokens."""
         _, given, leave = ops.planned(self.kind, name).conversions
         weights = ops.apply(weights, given)
         if counts is None:
             return ops.apply(ops.empty_of([y, weights]), leave)
-        return ops.apply(ops.kernels.rows.combine(ops.communicator, y, weights, counts), leave)
+        return ops.apply(ops.kernels.expert_rows.from_experts(ops.communicator, y, weights, counts), leave)
 
     def meter(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
@@ -193,7 +188,7 @@ class CombineRowsOp(Op):
 
 
 def _settled(planner: Planner, out: Spec, ends: Ends) -> Conversion:
-    """Return the conversion of sums of rows, partial over the axes `held`, from the tokens' layout to that of `out`:
+    """Return the conversion of sums of rows, partial over the axes `held`, from the layout of tokens to the layout of `out`:
     reduced where that only splits them further, then moved."""
     goal, source = planner.layout(out), ends.tokens
     finer = {d: goal[d] for d in out.dims if goal[d][: len(source[d])] == source[d]}
@@ -207,8 +202,7 @@ def _settled(planner: Planner, out: Spec, ends: Ends) -> Conversion:
 
 
 def _moved(ops, rows, conversion: Conversion, elements: int):
-    """Count the memory of rows on their way to or from their experts, and in another order there; return what there is
-    in the end, of `elements`."""
+    """Count the memory of rows on their way; return what there is in the end, of `elements`."""
     if not conversion.forward:
         return rows if rows is not None else ops.tensor(elements)
     there = ops.tensor(max(prod(conversion.before), prod(conversion.after)))
