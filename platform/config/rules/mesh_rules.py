@@ -58,7 +58,7 @@ def _pipeline(config: Config) -> Iterator[str]:
 
 def _zero(config: Config) -> Iterator[str]:
     """Yield a refusal line if ZeRO is combined with a branch that keeps common parameters on one sub-grid, or its
-    groups are smaller than those that share the experts."""
+    groups do not hold the replicas that share the experts."""
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
         yield refused(config, "parallel.zero", reason, [0])

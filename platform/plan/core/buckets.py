@@ -130,7 +130,7 @@ def make_buckets(
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `most` elements.
     `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets. `sizes`: elements
-    of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards what is summed over it.
+    of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards.
     """
     out: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled

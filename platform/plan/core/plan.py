@@ -38,8 +38,8 @@ class Plan:
     the planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over
     which its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it,
     the others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
-    replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: a
-    bucket's over those of them over which its gradients are summed. `zero`: 1 to 3, how much is sharded, see
+    replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards:
+    each bucket divides its gradients over the axes among them that sum these. `zero`: 1 to 3, how much is sharded, see
     `build_plan`; 0 without.
     `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
