@@ -273,7 +273,9 @@ def answers(trainer: Trainer) -> list[float]:
     if c.model.kind != "decoder":
         return found
     draw = Random(c.seed)
-    texts = [[draw.randrange(c.model.vocab) for _ in range(n)] for n in (c.model.length + 1, 2, c.model.length // 2 + 2)]
+    texts = [
+        [draw.randrange(c.model.vocab) for _ in range(n)] for n in (c.model.length + 1, 2, c.model.length // 2 + 2)
+    ]
     generator = Generator(c, trainer.plan, trainer.communicator, trainer.weights)
     return found + [s.log_probability for s in generator.score(AskedTexts(texts), [1] * len(texts))]
 
