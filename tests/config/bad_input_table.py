@@ -172,7 +172,7 @@ model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no
 model.router_groups=2 | model.router_groups=2: model.experts=0: the model has no experts | 1
 model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model.experts=8 | 4, 2
 model.experts=8 model.router_groups_kept=3 | model.router_groups_kept=3: must be <= model.router_groups=1 | 1
-model.experts=8 model.experts_per_token=3 model.router_groups=4 | model.router_groups_kept=1: has 2 experts, model.experts_per_token=3 | 2
+model.experts=8 model.experts_per_token=3 model.router_groups=4 | model.router_groups_kept=1: has 2 experts, | 2
 model.experts=8 model.router_groups=4 model.router_group_best=3 | model.router_group_best=3: must be <= 2 | 2
 parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1

@@ -1,7 +1,8 @@
 """Experts in plain PyTorch, token by token and expert by expert, written from the papers: no code of the platform's.
 
 Shazeer et al. 2017 and Jiang et al. 2024 (softmax over all scores, the chosen ones divided by their sum), DeepSeek-AI
-2024 (sigmoid, shared experts, groups, balance sequence by sequence), Fedus et al. 2021 (capacity), Zoph et al. 2022 (z-loss).
+2024 (sigmoid, shared experts, groups, balance sequence by sequence), Fedus et al. 2021 (capacity), Zoph et al. 2022
+(z-loss).
 """
 
 from __future__ import annotations

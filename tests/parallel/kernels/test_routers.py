@@ -14,7 +14,7 @@ from tests.weights.peer import in_double, transformers
 
 LENGTH, BATCH, EXPERTS, CHOSEN, WIDTH = 7, 5, 12, 3, 8
 SIZES = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_experts_per_tok": CHOSEN, "routed_scaling_factor": 2.5}
-V3 = {**SIZES, "n_routed_experts": EXPERTS}
+V3: dict[str, Any] = {**SIZES, "n_routed_experts": EXPERTS}
 GROUPED = {"n_group": 4, "topk_group": 2}
 CASES: dict[str, tuple[Router, str, dict[str, Any]]] = {
     "v2": (Router("softmax", CHOSEN, False, 2.5), "V2", {**V3, "topk_method": "greedy"}),
@@ -23,7 +23,11 @@ CASES: dict[str, tuple[Router, str, dict[str, Any]]] = {
         "V2",
         {**V3, **GROUPED, "topk_method": "group_limited_greedy"},
     ),
-    "v3, groups": (Router("sigmoid", CHOSEN, True, 2.5, groups=4, groups_kept=2, group_best=2), "V3", {**V3, **GROUPED}),
+    "v3, groups": (
+        Router("sigmoid", CHOSEN, True, 2.5, groups=4, groups_kept=2, group_best=2),
+        "V3",
+        {**V3, **GROUPED},
+    ),
     "v3, one group": (Router("sigmoid", CHOSEN, False, 2.5), "V3", {**V3, "n_group": 1, "topk_group": 1,
                       "norm_topk_prob": False}),
 }  # fmt: skip
