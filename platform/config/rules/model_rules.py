@@ -90,7 +90,8 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        for key, nothing in (("expert_d_ff", 0), ("shared_experts", 0), ("experts_every", 1)):
+        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "router_groups": 1}
+        for key, nothing in nothings.items():
             if getattr(m, key) != nothing:
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
@@ -103,4 +104,27 @@ def _experts(config: Config) -> Iterator[str]:
         yield refused(config, "model.experts_every", constraint, [m.layers])
 
 
-RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing, _experts)
+def _groups(config: Config) -> Iterator[str]:
+    """Yield a refusal line for groups of experts that do not divide them, for more kept groups than there are, for too
+    few to hold the experts of a token, and for a score of more experts than a group has."""
+    m = config.model
+    if not m.experts:
+        return
+    if m.experts % m.router_groups:
+        constraint = f"must divide model.experts={m.experts}"
+        yield refused(config, "model.router_groups", constraint, closest(m.router_groups, divisors(m.experts)))
+        return
+    each = m.experts // m.router_groups
+    least = -(-m.experts_per_token // each)
+    if m.router_groups_kept > m.router_groups:
+        constraint = f"must be <= model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_groups_kept", constraint, [m.router_groups])
+    elif least > m.router_groups_kept and m.experts_per_token <= m.experts:
+        constraint = f"has {m.router_groups_kept * each} experts, model.experts_per_token={m.experts_per_token}"
+        yield refused(config, "model.router_groups_kept", constraint, [least])
+    if m.router_group_best > each:
+        constraint = f"must be <= {each}, the experts of each of model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_group_best", constraint, [each])
+
+
+RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing, _experts, _groups)
