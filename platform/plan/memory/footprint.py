@@ -301,7 +301,7 @@ class _Walk:
     # once a step
 
     def _reduce(self, completed: int, incomplete: Collection[int]) -> None:
-        """Account for the shards that ZeRO-1 leaves of the buckets that chunk `completed` completes, before the backward
+        """Account for the shards that ZeRO-1 leaves of the buckets that chunk `completed` completes, before backward
         passes of the chunks `incomplete`; all-reduces are in place."""
         others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
         done = self.chunks[completed].parameters - others
