@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 "sliding_window": 7}),
     "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 8, "num_experts": 5,
                   "num_experts_per_tok": 3, "moe_intermediate_size": 12, "decoder_sparse_step": 2}),
+    "olmoe": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "t5": ("T5", "T5ForConditionalGeneration", T5),
 }  # fmt: skip
@@ -72,6 +73,9 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
                        "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True,
                        "use_sliding_window": True, "sliding_window": 5}),
+    "olmoe, odd": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 4, "num_experts_per_tok": 3,
+                   "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None, "hidden_act": "gelu",
+                   "rms_norm_eps": 1e-2}),
     "bert, odd": ("Bert", "BertForMaskedLM", {**BERT, "hidden_act": "gelu_new", "type_vocab_size": 3, "hidden_size": 21,
                   "num_attention_heads": 3, "layer_norm_eps": 1e-2}),
     "t5, 1.1": ("T5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu",

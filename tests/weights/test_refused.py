@@ -81,7 +81,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more than there are": ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token=5: must be <= model.exp"),
     "too many to name": ("mixtral", {"num_local_experts": 1 << 16, "num_hidden_layers": 1000},
                          "names: 196608000 matrices of experts are more than 1048576"),
-    "norms over all heads": ("qwen3_moe", {"model_type": "olmoe"}, 'model_type="olmoe": no family that is known'),
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: our words express null alone"),
     "stacks": ("t5", {"num_decoder_layers": 3}, "num_decoder_layers=3: num_layers is 2, and our model.layers is one"),
     "contradiction": ("t5", {"is_gated_act": True}, "is_gated_act=true: feed_forward_proj=relu says False"),
 }  # fmt: skip

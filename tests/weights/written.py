@@ -27,6 +27,8 @@ OURS: dict[str, dict[str, Any]] = {
     "mixtral": {**LLAMA, "d_ff": 0, "expert_d_ff": 24, "experts": 4, "window": 4},
     "qwen3_moe": {**LLAMA, "query_key_norm": True, "d_kv": 6, "expert_d_ff": 12, "experts": 4, "experts_every": 2,
                   "window": 4},
+    "olmoe": {**LLAMA, "query_key_norm": True, "query_key_norm_over": "heads", "d_ff": 0, "expert_d_ff": 12, "experts": 4,
+              "router_normalised": False},
     "bert": {**SMALL, "kind": "encoder", "post_norm": True, "embedding_norm": True, "segments": 2,
              "head_transform": True, "head_bias": True},
     "t5": {**SMALL, "kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False,

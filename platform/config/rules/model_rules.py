@@ -30,6 +30,13 @@ def _attention(config: Config) -> Iterator[str]:
         yield refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
 
 
+def _query_key_norm(config: Config) -> Iterator[str]:
+    """Yield a refusal line if the span of a norm of queries and keys is configured for a model without one."""
+    m = config.model
+    if m.query_key_norm_over != "head" and not m.query_key_norm:
+        yield refused(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
+
+
 def _rotary(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of scaled rotary positions (model.rope_scaling)."""
     m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
@@ -103,4 +110,4 @@ def _experts(config: Config) -> Iterator[str]:
         yield refused(config, "model.experts_every", constraint, [m.layers])
 
 
-RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing, _experts)
+RULES = (_attention, _query_key_norm, _rotary, _seen, _head, _buckets, _smoothing, _experts)

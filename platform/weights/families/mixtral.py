@@ -1,4 +1,5 @@
-"""Mixtral (Jiang et al. 2024) and Qwen3-MoE (Yang et al. 2025): Llama's layers, with experts."""
+"""Mixtral (Jiang et al. 2024), Qwen3-MoE (Yang et al. 2025), OLMoE (Muennighoff et al. 2024): Llama's layers, with
+experts."""
 
 from __future__ import annotations
 
@@ -86,6 +87,23 @@ QWEN3_MOE = Family(
         Renamed("norm_topk_prob", "router_normalised", False),
         WindowsEverywhere(),
         Free("", {**_FREE, **special_tokens(None, None)}),
+    ],
+    **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
+)
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    ["OlmoeForCausalLM"],
+    {**_DROPLESS, "query_key_norm": True, "query_key_norm_over": "heads"},
+    [
+        *llama_rules(50304, 2048, 4096, None, d_model=2048, layers=16, heads=16, eps=1e-5, width="expert_d_ff"),
+        Biases("attention_bias"),
+        Renamed("num_experts num_local_experts", "experts", 64),
+        Renamed("num_experts_per_tok", "experts_per_token", 8),
+        Renamed("norm_topk_prob", "router_normalised", False),
+        Only("clip_qkv", (None,)),
+        Free("", {**_FREE, "router_aux_loss_coef": 0.01, **special_tokens(None, 50279, 1)}),
     ],
     **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
 )
