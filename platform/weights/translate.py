@@ -22,6 +22,7 @@ _OF_EXPERTS = (
     *("experts_per_token", "experts_every", "expert_d_ff", "shared_experts"),
     *("router", "router_normalised", "router_scale"),
 )
+_OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
 
 
@@ -96,6 +97,7 @@ def meaning(m: Model) -> dict[str, Any]:
     unused = [] if m.positions == "rope" else ["rope_theta", "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
     unused += [] if m.experts else _OF_EXPERTS
+    unused += [] if m.experts and m.router_groups_kept < m.router_groups else _OF_GROUPS
     unused += ["d_ff"] if m.experts and m.experts_every == 1 else []
     unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
     return {key: value for key, value in out.items() if key not in unused}

@@ -29,6 +29,9 @@ model.experts 0 65536
 model.experts_per_token 1 65536
 model.expert_d_ff 0 16777216
 model.shared_experts 0 1000
+model.router_groups 1 65536
+model.router_groups_kept 1 65536
+model.router_group_best 1 65536
 tensor.axes.t 1 1000000
 branch.axes.g 1 1000000
 pipeline.stages 1 1000
@@ -167,6 +170,11 @@ model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has 
 model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
 model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
+model.router_groups=2 | model.router_groups=2: model.experts=0: the model has no experts | 1
+model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model.experts=8 | 4, 2
+model.experts=8 model.router_groups_kept=3 | model.router_groups_kept=3: must be <= model.router_groups=1 | 1
+model.experts=8 model.experts_per_token=3 model.router_groups=4 | model.router_groups_kept=1: has 2 experts, | 2
+model.experts=8 model.router_groups=4 model.router_group_best=3 | model.router_group_best=3: must be <= 2 | 2
 parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
 model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1

@@ -201,6 +201,10 @@ def draw_experts(r: Random, m: Model, d_ff: int) -> None:
     m.experts_per_token, m.experts_every = r.randint(1, min(3, m.experts)), min(m.layers, r.choice((1, 1, 2)))
     m.expert_d_ff, m.capacity_factor = d_ff * r.choice((1, 2, 3)), r.choice((0.0, 0.5, 1.0, 1.25))
     m.router, m.router_normalised = r.choice(("softmax", "sigmoid")), r.random() < 0.7
+    m.router_groups = r.choice([n for n in divisors(m.experts) if m.experts % n == 0])
+    each = m.experts // m.router_groups
+    m.router_groups_kept = r.randint(-(-m.experts_per_token // each), m.router_groups)
+    m.router_group_best = r.randint(1, each)
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 

@@ -13,7 +13,7 @@ from platform.plan.language.numbers import divisors
 
 def _attention(config: Config) -> Iterator[str]:
     """Yield a refusal line for each configured number of heads that does not divide what it must (model width, query
-    heads), and for an odd width per head under rotary positions."""
+    heads), for an odd width per head under rotary positions, and for the span of a norm that there is not."""
     m = config.model
     rope = "model.positions=rope needs an even d_kv"
     if not m.d_kv and m.d_model % m.heads:
@@ -28,11 +28,6 @@ def _attention(config: Config) -> Iterator[str]:
     if m.kv_heads and m.heads % m.kv_heads:
         legal = closest(m.kv_heads, divisors(m.heads))
         yield refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
-
-
-def _query_key_norm(config: Config) -> Iterator[str]:
-    """Yield a refusal line if the span of a norm of queries and keys is configured for a model without one."""
-    m = config.model
     if m.query_key_norm_over != "head" and not m.query_key_norm:
         yield refused(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
 
@@ -97,7 +92,8 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        for key, nothing in (("expert_d_ff", 0), ("shared_experts", 0), ("experts_every", 1)):
+        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "router_groups": 1}
+        for key, nothing in nothings.items():
             if getattr(m, key) != nothing:
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
@@ -110,4 +106,27 @@ def _experts(config: Config) -> Iterator[str]:
         yield refused(config, "model.experts_every", constraint, [m.layers])
 
 
-RULES = (_attention, _query_key_norm, _rotary, _seen, _head, _buckets, _smoothing, _experts)
+def _groups(config: Config) -> Iterator[str]:
+    """Yield a refusal line for groups of experts that do not divide them, for more kept groups than there are, for too
+    few to hold the experts of a token, and for a score of more experts than a group has."""
+    m = config.model
+    if not m.experts:
+        return
+    if m.experts % m.router_groups:
+        constraint = f"must divide model.experts={m.experts}"
+        yield refused(config, "model.router_groups", constraint, closest(m.router_groups, divisors(m.experts)))
+        return
+    each = m.experts // m.router_groups
+    least = -(-m.experts_per_token // each)
+    if m.router_groups_kept > m.router_groups:
+        constraint = f"must be <= model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_groups_kept", constraint, [m.router_groups])
+    elif least > m.router_groups_kept and m.experts_per_token <= m.experts:
+        constraint = f"has {m.router_groups_kept * each} experts, model.experts_per_token={m.experts_per_token}"
+        yield refused(config, "model.router_groups_kept", constraint, [least])
+    if m.router_group_best > each:
+        constraint = f"must be <= {each}, the experts of each of model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_group_best", constraint, [each])
+
+
+RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing, _experts, _groups)
