@@ -85,7 +85,7 @@ def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored
 
 
 def _is_vector(name: str, p: Parameter) -> bool:
-    """Return True if transformers stores the tensor `name`, our parameter `p`, as a vector: a bias, a gain of a norm."""
+    """Return True if transformers stores the tensor `name`, our parameter `p`, as a vector: a bias, a norm's gain."""
     return name.endswith(".bias") or p.name.endswith(".gain") or len(p.dims) == 1
 
 
