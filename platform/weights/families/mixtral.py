@@ -28,8 +28,8 @@ def _separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
 
 @dataclass(frozen=True)
 class WindowsEverywhere(Rule):
-    """Rule that all layers have a window, or none (Qwen3-MoE). `max_window_layers`, which version 5 of transformers does
-    not read, left the layers before it without in version 4."""
+    """Rule that all layers have a window, or none (Qwen3-MoE). `max_window_layers`, which version 5 of transformers
+    does not read, left the layers before it without in version 4."""
 
     theirs: str = "use_sliding_window sliding_window max_window_layers"
 

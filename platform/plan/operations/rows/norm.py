@@ -10,8 +10,8 @@ from platform.plan.operations.storages import Value
 
 
 class NormOp(BlockOp):
-    """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`, its
-    last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
+    """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`,
+    its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
 
     def record(self, ops, x, spec, kind, gain, bias, eps=EPS):
         parameters = [gain] if bias is None else [gain, bias]
