@@ -100,8 +100,8 @@ class Norm(Layer):
 
     @classmethod
     def of_heads(cls, name: str, c: ModelConfig, heads: str) -> Norm:
-        """Construct the RMSNorm of attention queries or keys, with the weight NAME.gain: over d_kv of each head, or
-        over all `heads` (heads, kv_heads) together, as `query_key_norm_over` of the configuration `c` says."""
+        """Construct the RMSNorm of attention queries or keys, over each head or all `heads` (heads,
+        kv_heads) together, with the weight NAME.gain."""
         dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
         return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", dims, "in", "ones"), None)
 
