@@ -100,8 +100,7 @@ class Norm(Layer):
 
     @classmethod
     def of_heads(cls, name: str, c: ModelConfig, heads: str) -> Norm:
-        """Construct the RMSNorm of attention queries or keys, over each head or all `heads` (heads,
-        kv_heads) together, with the weight NAME.gain."""
+        """Construct the RMSNorm of attention queries or keys, over each head or all `heads`; its gain is NAME.gain."""
         dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
         return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", dims, "in", "ones"), None)
 
