@@ -103,7 +103,8 @@ EXPERT_BUGS = (
         mutants.gradient_of_experts_times_ranks),
     KnownBug(
         "Megatron-LM #5916 (ETP > TP)", "gradients of different experts are summed", "a sum over the axis of experts",
-        EXPERTS, SHARED, change=summed_over("*.experts.*", "expert"), line="is split along experts over expert, and summed"),
+        EXPERTS, SHARED, change=summed_over("*.experts.*", "expert"),
+        line="is split along experts over expert, and summed"),
     KnownBug(
         "fairseq #4220; Megatron-LM #5916 (TP > ETP)", "replicas of an expert are never summed", "no sum over data",
         EXPERTS, {"split": (4, 2), "zero": 0}, change=not_summed("*.experts.*", "data"),
