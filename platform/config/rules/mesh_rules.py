@@ -57,8 +57,7 @@ def _pipeline(config: Config) -> Iterator[str]:
 
 
 def _zero(config: Config) -> Iterator[str]:
-    """Yield a refusal line if ZeRO is combined with a branch that keeps common parameters on one sub-grid, or its
-    groups do not hold the replicas that share the experts."""
+    """Yield a refusal line for a branch beside which ZeRO is not built, and for groups of too few replicas."""
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
         yield refused(config, "parallel.zero", reason, [0])

@@ -215,8 +215,7 @@ class Plan:
         return (scatter, add) if bucket.zero >= 2 else ([], scatter + add)
 
     def adds_at_once(self, bucket: Bucket, device: str) -> bool:
-        """Return True if kernels on a kind of `device` add gradients of a bucket's parameters straight to their
-        sums."""
+        """Return True if kernels on a kind of `device` add gradients straight to the sums of a bucket."""
         return bucket.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
 
     def gathering(self, bucket: Bucket) -> list[Step]:

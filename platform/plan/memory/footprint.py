@@ -301,8 +301,8 @@ class _Walk:
     # once a step
 
     def _reduce(self, completed: int, incomplete: Collection[int]) -> None:
-        """Account for the shards that reduce-scatters leave at the end of a step (ZeRO-1), of the buckets that chunk
-        `completed` completes; all-reduces are in place. `incomplete`: chunks with backward passes to run."""
+        """Account for the shards that ZeRO-1 leaves of buckets whose gradients chunk `completed` completes, as no chunk
+        in `incomplete` uses them."""
         others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
         done = self.chunks[completed].parameters - others
         for n, b in enumerate(self.buckets):
