@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from platform.plan.check.forms import Form, Operand, forms, misread
@@ -51,7 +51,8 @@ class Walk:
         read = [
             (operand.renamed(s), title_of(operand.tensor)) for operand, s in zip(form.operands, entered, strict=True)
         ]
-        space, only = _space([*((spread, "what it makes") for spread in form.given), *read])
+        partial = [spread.partial if form.linear else frozenset[str]() for spread in entered]
+        space, only = _space([*((spread, "what it makes") for spread in form.given), *_completed(read, partial)])
         axes = {a for found in space.values() for a in found}
         _check_dims(planned, form, space)
         if planned.operation.reads and (wrong := misread(planned, space, only)):
@@ -59,11 +60,13 @@ class Walk:
         if form.out is not None:
             exchanged = {a for d in form.statistics for a in space[d]}
             result = Spread({d: space[d] for d in form.out.dims}, frozenset(), only)
-            self._leave(form.out, form.output, result, frozenset(axes - result.axes - exchanged))
-        for operand, spread in zip(form.operands, entered, strict=True):
+            summands = frozenset(axes - result.axes - exchanged).union(*partial)
+            axes |= self._leave(form.out, form.output, result, summands)
+        for number, (operand, spread) in enumerate(zip(form.operands, entered, strict=True)):
             if operand.constant:
                 continue
-            self._return(operand, spread._replace(partial=frozenset(axes - spread.axes)))
+            others = axes.union(*partial[:number], *partial[number + 1 :])
+            self._return(operand, spread._replace(partial=frozenset(others - spread.axes)))
 
     def _enter(self, operand: Operand) -> Spread:
         """Return the spread in which an operand is read, converted for the operation."""
@@ -78,15 +81,18 @@ class Walk:
                 self._launches[key] += operand.panels.count
         return self._follow_steps(tensor, spread, _steps("all_gather", operand, spread), (), title_of(tensor))
 
-    def _leave(self, out: Spec, output: Conversion, result: Spread, partial: frozenset[str]) -> None:
-        """Check that a result, complete but `partial`, comes to lie as its type says, and its gradient as it was."""
+    def _leave(self, out: Spec, output: Conversion, result: Spread, partial: frozenset[str]) -> frozenset[str]:
+        """Check that a result, complete but `partial`, comes to lie as its type says, and its gradient as it was;
+        return the axes over which the gradient is partial then."""
         lying, _ = self._lying_of(out)
         there = self._follow_steps(out, result._replace(partial=partial), output.forward, (FORWARD,), f"result {out}")
         if wrong := difference(there, lying):
             raise Unsound(f"result {out} {wrong}")
-        name = f"gradient of {out}"
-        if wrong := difference(self._follow_steps(out, lying, output.backward, (BACKWARD,), name), result):
+        name, left = f"gradient of {out}", frozenset(self._plan.layout(out).gradient)
+        gradient = self._follow_steps(out, lying._replace(partial=left), output.backward, (BACKWARD,), name)
+        if wrong := difference(gradient, result._replace(partial=gradient.partial & left)):
             raise Unsound(f"{name} {wrong}")
+        return gradient.partial
 
     def _return(self, operand: Operand, gradient: Spread) -> None:
         """Check that the gradient of an operand arrives complete or, of a parameter, partial over just the axes over
@@ -103,6 +109,8 @@ class Walk:
                 axis = min(twice)
                 raise Unsound(f"{name} is {gradient.said(axis)} over {axis}, and summed there at the end of the step")
             wanted = wanted._replace(partial=summed)
+        else:
+            wanted = wanted._replace(partial=frozenset(self._plan.layout(tensor).gradient))
         if wrong := difference(gradient, wanted):
             raise Unsound(f"{name} {wrong}")
 
@@ -130,6 +138,15 @@ class Walk:
                 for phase in phases:
                     self._launches[step.op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
         return spread
+
+
+def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:
+    """Yield the spreads and names of an operation's operands without the axes over which each may be partial. Raises
+    Unsound for two that are partial over one."""
+    for number, ((spread, name), axes) in enumerate(zip(read, partial, strict=True)):
+        if twice := axes & frozenset().union(*partial[:number]):
+            raise Unsound(f"{name} and another operand are partial over {plus(twice)}")
+        yield spread._replace(partial=spread.partial - axes), name
 
 
 def title_of(tensor: Tensor) -> str:
