@@ -141,8 +141,7 @@ class Walk:
 
 
 def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:
-    """Yield the spreads and names of an operation's operands without the axes over which each may be partial. Raises
-    Unsound for two that are partial over one."""
+    """Yield an operation's spreads and names of operands, each without what it may be `partial` over, not twice."""
     for number, ((spread, name), axes) in enumerate(zip(read, partial, strict=True)):
         if twice := axes & frozenset().union(*partial[:number]):
             raise Unsound(f"{name} and another operand are partial over {plus(twice)}")

@@ -67,14 +67,8 @@ def build_plan(
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
-    planned = plan_operations(planner, operations, microbatch)
-    reductions, reduced_at_use = _reductions(planner, operations)
-    open_sums = _open_sums(planner, planned)
+    planner, planned, reductions = _planned(planner, operations, microbatch)
     sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert")) if zero else ()
-    planner = replace(planner, reduced_at_use=reduced_at_use, open_sums=open_sums)
-    changed = {(kind, name) for name, kind, _ in reduced_at_use}
-    changed |= {(o.kind, o.name) for o in operations if not open_sums.keys().isdisjoint((*o.inputs, *o.outputs))}
-    planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in changed], microbatch)
     chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
         planner=planner,
@@ -116,6 +110,21 @@ def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> 
         return dict(sizes)
     large = sizes["vocab"] >= LARGE * ranks
     return {**sizes, "vocab": padded(sizes["vocab"], ranks * (ALIGNED if large else 1))}
+
+
+def _planned(
+    planner: Planner, operations: Sequence[Operation], microbatch: int
+) -> tuple[Planner, PlannedOperations, Reductions]:
+    """Plan the operations of a model; return them, the planner that knows which sums they leave to others, and the axes
+    over which each parameter's gradient is summed once a step. Raises IllegalPlan, with all violations."""
+    planned = plan_operations(planner, operations, microbatch)
+    reductions, reduced_at_use = _reductions(planner, operations)
+    open_sums = _open_sums(planner, planned)
+    planner = replace(planner, reduced_at_use=reduced_at_use, open_sums=open_sums)
+    again = {(kind, name) for name, kind, _ in reduced_at_use}
+    again |= {(o.kind, o.name) for o in operations if not open_sums.keys().isdisjoint((*o.inputs, *o.outputs))}
+    planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in again], microbatch)
+    return planner, planned, reductions
 
 
 def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Reductions, ReducedAtUse]:

@@ -63,8 +63,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
 
     def without(self, axes: Sequence[str]) -> Layout:
-        """Return the layout of a complete tensor on which the mesh axes `axes` have no part: each of their ranks has
-        what is split over them here, or lies at their index 0 alone."""
+        """Return the layout of a complete tensor that is whole along the mesh axes `axes`, and else lies as here."""
         rules = {d: [a for a in split if a not in axes] for d, split in self.items_}
         return Layout.of(rules, [a for a in self.only if a not in axes])
 
