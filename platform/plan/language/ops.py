@@ -42,8 +42,7 @@ class Spec:
         return replace(self, dims=tuple(new if d == old else d for d in self.dims), sizes=sizes)
 
     def __str__(self) -> str:
-        """Format this type of an activation as "region[dim dim ...]", its dtype unless that is the compute type, and
-        what of it may stay partial."""
+        """Format this type of an activation as "region[dim dim ...]", then its dtype and `open`, if not the usual."""
         dtype = f" {self.dtype}" if self.dtype != "compute" else ""
         return f"{self.region}[{' '.join(self.dims)}]{dtype}" + (f" of open {self.open}" if self.open else "")
 
