@@ -13,7 +13,7 @@ KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Extents of a worker's block of an attention, and what hides scores in it: `causal`, `masked` (padding); `biased`:
+    """Extents of a worker's block of an attention (`d_value`: the d_kv of values), and what hides scores in it: `causal`, `masked` (padding); `biased`:
     a learned bias is added to them."""
 
     batch: int
@@ -21,6 +21,7 @@ class AttentionBlock:
     length: int
     memory_length: int
     d_kv: int
+    d_value: int
     causal: bool
     masked: bool
     biased: bool
@@ -91,10 +92,10 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
         q, k, v = (step(x.elements, [x]) for x in operands)
     scaled = [step(q.elements, [q])]
     ahead = [ops.new(a.length * a.memory_length, ops.wide)] if a.causal and not added else []
-    whole = a.batch * a.heads * a.memory_length * a.d_kv
-    if k.elements < whole:  # every head's own copy of K and V
-        k, v = (step(whole, [x]) for x in (k, v))
-    scaled.append(step(whole, [k]))
+    whole = a.batch * a.heads * a.memory_length
+    if k.elements < whole * a.d_kv:  # every head's own copy of K and V
+        k, v = step(whole * a.d_kv, [k]), step(whole * a.d_value, [v])
+    scaled.append(step(whole * a.d_kv, [k]))
     scores = step(a.scores, scaled, tuple(x.storage for x in scaled))
     if a.causal or added:
         scores = ops.sum(ops.tensor(a.scores, ops.wide), [scores, added] if a.biased else [scores])
@@ -105,6 +106,6 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     sliced = not narrow and v.storage is not None and v.storage.counted > v.elements
     values = ops.new(v.elements) if sliced else v.storage
     probabilities = ops.new(a.scores) if narrow else None  # which torch returns beside the result
-    out = step(a.rows * a.d_kv, [scores, v], (scores.storage, values))
+    out = step(a.rows * a.d_value, [scores, v], (scores.storage, values))
     del ahead, probabilities
     return ops.plain(ops.tensor(out.elements), [out]) if narrow else out
