@@ -112,7 +112,7 @@ class Norm(Layer):
     @classmethod
     def of_latent(cls, name: str, dim: str) -> Norm:
         """Construct the RMSNorm of an attention's latent over its width `dim`, with the weight NAME.gain."""
-        return cls("rmsnorm", LATENT_EPS, Parameter(f"{name}.gain", (dim,), "vector", "ones"), None)
+        return cls("rmsnorm", LATENT_EPS, Parameter(f"{name}.gain", (dim,), "in", "ones"), None)
 
     @classmethod
     def of_heads(cls, name: str, c: ModelConfig) -> Norm:

@@ -102,8 +102,8 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     scores = step(a.scores, [scores], keeps=True)  # softmax
     if dropout:
         scores = step(a.scores, [scores], (ops.new(a.scores, ops.wide),))
-    # values that are a slice of a larger tensor do not lie as their matrix product wants them: it copies them
-    sliced = not narrow and v.storage is not None and v.storage.counted > v.elements
+    # values that are a slice of a larger tensor do not lie as the products of several heads and sequences want them
+    sliced = not narrow and min(a.batch, a.heads) > 1 and v.storage is not None and v.storage.counted > v.elements
     values = ops.new(v.elements) if sliced else v.storage
     probabilities = ops.new(a.scores) if narrow else None  # which torch returns beside the result
     out = step(a.rows * a.d_value, [scores, v], (scores.storage, values))
