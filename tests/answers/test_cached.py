@@ -48,6 +48,7 @@ OTHERS = {
     "gpt_untied": {"tied": False, "vocab": 64},
     "llama": MODELS["llama"],
     "modern": MODELS["modern"],
+    "latent": MODELS["latent"],
     "sinusoidal": {"positions": "sinusoidal", "window": 4, "tied": False},
     "t5": {**MODELS["t5"], "tied": False},
     "original": {**MODELS["original"], "tied": False},

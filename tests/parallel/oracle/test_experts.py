@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all tokens": {**MODELS["llama"], **EXPERTS, "router_normalised": False, "capacity_factor": 0.0},
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},
     "every second layer": {**EXPERTS, "experts_every": 2},
+    "first dense": {**MODELS["latent"], **MODELS["experts"], "dense_layers": [0], "router": "sigmoid"},
     "both ways": {**MODELS["bert"], **EXPERTS},
 }
 SCHEMES = {
