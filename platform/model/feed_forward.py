@@ -80,7 +80,8 @@ class Experts(Residual):
         shared = Products(f"{name}.shared", c, shapes.stream, every, bias=False) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
-        self.rules = Router(*weights, balance=c.balance_loss, z=c.z_loss)
+        groups = c.router_groups, c.router_groups_kept, c.router_group_best
+        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups)
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
         """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token

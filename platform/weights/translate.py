@@ -23,6 +23,7 @@ _OF_EXPERTS = (
     *("router", "router_normalised", "router_scale"),
 )
 _OF_LATENTS = ("q_latent", "d_rope", "d_value")
+_OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
 
 
@@ -97,6 +98,7 @@ def meaning(m: Model) -> dict[str, Any]:
     unused += [] if m.experts else _OF_EXPERTS
     unused += ["d_ff"] if m.experts and m.experts_every == 1 and not m.dense_layers else []
     unused += [] if m.kv_latent else _OF_LATENTS
+    unused += [] if m.experts and m.router_groups_kept < m.router_groups else _OF_GROUPS
     unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
     return {key: value for key, value in out.items() if key not in unused}
 

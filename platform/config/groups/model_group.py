@@ -38,6 +38,11 @@ class Model:
     router: str = key("softmax", "what makes probabilities of the experts' scores", ("softmax", "sigmoid"))
     router_normalised: bool = key(True, "the weights of a token's experts are divided by their sum")
     router_scale: float = key(1.0, "factor on the weights of a token's experts", "> 0", most=1e6)
+    router_groups: int = key(1, "groups of consecutive experts; a token's lie in few", ">= 1", most=2**16)
+    router_groups_kept: int = key(1, "groups in which a token's experts lie, at most", ">= 1", most=2**16)
+    router_group_best: int = key(
+        1, "largest probabilities of a group, the sum of which decides whether it is kept", ">= 1", most=2**16
+    )
     balance_loss: float = key(0.01, "factor of the loss of experts' uneven load, sequence by sequence", ">= 0")
     z_loss: float = key(0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0")
     length: int = key(64, "tokens per sequence", ">= 1", most=2**24)

@@ -50,8 +50,8 @@ def _latent(config: Config) -> Iterator[str]:
         yield refused(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
     if m.query_key_norm:
         yield refused(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
-    if (m.attention_bias or ("all" if m.bias else "none")) != "none":
-        yield refused(config, "model.attention_bias", f"{latent} has no biases", ["none"])
+    if (biases := m.attention_bias or ("all" if m.bias else "none")) != "none":
+        yield violation("model.attention_bias", biases, f"{latent} has no biases", ["none"])
     d_kv = m.d_kv or m.d_model // m.heads
     if not 0 < m.d_rope < d_kv or m.d_rope % 2:
         constraint = f"must be even, > 0 and < {d_kv}, the width of a head, with {latent}"
@@ -120,7 +120,8 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        for key, nothing in (("expert_d_ff", 0), ("shared_experts", 0), ("experts_every", 1), ("dense_layers", [])):
+        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "dense_layers": [], "router_groups": 1}
+        for key, nothing in nothings.items():
             if getattr(m, key) != nothing:
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
@@ -137,4 +138,27 @@ def _experts(config: Config) -> Iterator[str]:
         yield refused(config, "model.dense_layers", "leaves no layer with experts", [m.dense_layers[:-1]])
 
 
-RULES = (_attention, _latent, _rotary, _seen, _head, _buckets, _smoothing, _experts)
+def _groups(config: Config) -> Iterator[str]:
+    """Yield a refusal line for groups of experts that do not divide them, for more kept groups than there are, for too
+    few to hold the experts of a token, and for a score of more experts than a group has."""
+    m = config.model
+    if not m.experts:
+        return
+    if m.experts % m.router_groups:
+        constraint = f"must divide model.experts={m.experts}"
+        yield refused(config, "model.router_groups", constraint, closest(m.router_groups, divisors(m.experts)))
+        return
+    each = m.experts // m.router_groups
+    least = -(-m.experts_per_token // each)
+    if m.router_groups_kept > m.router_groups:
+        constraint = f"must be <= model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_groups_kept", constraint, [m.router_groups])
+    elif least > m.router_groups_kept and m.experts_per_token <= m.experts:
+        constraint = f"has {m.router_groups_kept * each} experts, model.experts_per_token={m.experts_per_token}"
+        yield refused(config, "model.router_groups_kept", constraint, [least])
+    if m.router_group_best > each:
+        constraint = f"must be <= {each}, the experts of each of model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_group_best", constraint, [each])
+
+
+RULES = (_attention, _latent, _rotary, _seen, _head, _buckets, _smoothing, _experts, _groups)

@@ -48,7 +48,7 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[T
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
     sigmoid = router.function == "sigmoid"
     probabilities = scores.sigmoid() if sigmoid else scores.softmax(-1)
-    _, best = probabilities.detach().topk(router.chosen, -1)
+    best = _best(probabilities.detach(), router)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & counted
     weights = probabilities * chosen
     if router.normalised:
@@ -62,6 +62,18 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[T
     square = scores.logsumexp(-1).square()
     counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
     return weights, (router.balance * even + router.z * square) * real, counts
+
+
+def _best(likely: Tensor, router: Router) -> Tensor:
+    """Return the indices [length, batch, chosen] of the experts that are the most `likely` [length, batch, experts], in
+    the groups that are."""
+    if router.groups_kept < router.groups:
+        by_group = likely.unflatten(-1, (router.groups, -1))
+        groups = by_group.topk(router.group_best, -1).values.sum(-1)
+        kept = groups.topk(router.groups_kept, -1).indices
+        left = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, kept, False)
+        likely = by_group.masked_fill(left.unsqueeze(-1), -torch.inf).flatten(-2)
+    return likely.topk(router.chosen, -1).indices
 
 
 def _places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:

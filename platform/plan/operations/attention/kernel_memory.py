@@ -13,8 +13,8 @@ KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Extents of a worker's block of an attention (`d_value`: the d_kv of values), and what hides scores in it: `causal`, `masked` (padding); `biased`:
-    a learned bias is added to them."""
+    """Extents of a worker's block of an attention (`d_value`: the d_kv of values), and what hides scores in it:
+    `causal`, `masked` (padding); `biased`: a learned bias is added to them."""
 
     batch: int
     heads: int
