@@ -235,8 +235,7 @@ def _sum(ops: Ops, one: Any, other: Any) -> Any:
 
 
 def has_experts(c: ModelConfig, layer: int) -> bool:
-    """Return True if Transformer layer number `layer` has experts: every model.experts_every-th has, unless it is one
-    of the model.dense_layers."""
+    """Return True if Transformer layer number `layer` has experts, by experts_every and dense_layers of its model."""
     return c.experts > 0 and (layer + 1) % c.experts_every == 0 and layer not in c.dense_layers
 
 

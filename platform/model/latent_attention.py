@@ -15,7 +15,7 @@ from platform.plan.operations.words import Ops
 class LatentAttention(Residual):
     """Self-attention of DeepSeek-V2 and V3 (arXiv 2405.04434, 2.1; 2412.19437, 2.1.1), a Residual layer: queries, keys
     and values are projections of latents, and these, after an RMSNorm, of the stream. The last d_rope elements of
-    queries and keys alone know positions; those of the keys come from the stream, one for all heads.
+    queries and keys alone know positions; in keys they are a projection of the stream, the same for all heads.
 
     Latents lie in the region of the stream: what splits its length moves them, which are narrower, in its place.
     """
@@ -35,12 +35,12 @@ class LatentAttention(Residual):
         self.key, self.value = (resized(shapes.query, "d_kv", n) for n in (d_kv - c.d_rope, self.width))
 
         def down(part: str, dim: str, sizes: tuple[tuple[str, int], ...] = ()) -> Parameter:
-            """Declare a projection of the stream to `dim`, laid out as the stream along d_model: its result is a sum
+            """Return a projection of the stream to `dim`, laid out as the stream along d_model: its result is a sum
             over ranks, where the stream would be gathered."""
             return Parameter(f"{name}.{part}", (dim, "d_model"), "vector", std=STD, decay=True, sizes=sizes)
 
         def up(part: str, dim: str, sizes: tuple[tuple[str, int], ...] = ()) -> Parameter:
-            """Declare a projection of `dim` to heads."""
+            """Return a projection of `dim` to heads."""
             dims = (*heads, dim)
             return Parameter(f"{name}.{part}", dims, "in", std=STD, decay=True, sizes=sizes, turned=True)
 

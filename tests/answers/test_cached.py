@@ -186,8 +186,8 @@ def test_negative_control_padding_is_seen(monkeypatch):
 def test_negative_control_a_pass_is_forgotten(monkeypatch):
     """If a pass leaves nothing in the cache, the next one must give other logits."""
 
-    def remember(self, ops, name, k, v, kv):
-        return whole(self, ops, name, k * (ops.offset != 16), v, kv)
+    def remember(self, ops, name, k, v, *types):
+        return whole(self, ops, name, k * (ops.offset != 16), v, *types)
 
     whole = RememberOp.run
     monkeypatch.setattr(RememberOp, "run", remember)

@@ -70,8 +70,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int, pairs: str) -> Tensor:
-    """Turn the pairs of x [..., d_kv] by the angles of rotary position embedding, forth (`way` 1) or back (-1): all, or
-    those of the last elements, as many as there are angles. `pairs`: see `angles`."""
+    """Turn the pairs of x [..., d_kv], or of its last elements if there are fewer angles, by the angles of rotary
+    position embedding, forth (`way` 1) or back (-1). `pairs`: see `angles`."""
     rest, half = x.shape[-1] - cos.shape[-1], cos.shape[-1] // 2
     halves = slice(None, half), slice(half, None)
     first, second = halves if pairs == "halves" else (slice(0, None, 2), slice(1, None, 2))

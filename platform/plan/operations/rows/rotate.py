@@ -8,8 +8,8 @@ from platform.plan.operations.storages import Value
 
 class RotateOp(BlockOp):
     """Rotary position embedding with base `theta` of queries or keys, over d_kv at global positions along length
-    (RoFormer), with angles scaled as `scaling` says. `width`: so many elements at the end of d_kv rotate, 0 for all;
-    `pairs`: the two elements of a pair are half of these apart (halves), or neighbours."""
+    (RoFormer), with angles scaled as `scaling` says. `width`: number of elements that rotate, at the end of d_kv, 0 for
+    all; `pairs`: `halves` if the two elements of a pair are half of these apart, or `neighbours`."""
 
     def record(self, ops, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
         more = {"theta": theta, "scaling": scaling, "width": width, "pairs": pairs}
