@@ -1,0 +1,48 @@
+"""Sums of rows at given indices, with weights, and what the weights' gradients are: a kernel of torch for all places of
+a token, one pass over the rows. No sum depends on the order in which threads add: a place comes after the other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.parallel.kernels.statistics import widened
+
+
+def sum_of_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum [.., d] over the last dim of `at` [.., places] of the rows [n, d] at these indices, times `weights`
+    [.., places], added in the type of the weights, in the order of the places. Index -1 is any row: its weight is 0."""
+    at = at.clamp_min(0)
+    if weights.dtype == rows.dtype:
+        found = F.embedding_bag(at.flatten(0, -2), rows, mode="sum", per_sample_weights=weights.flatten(0, -2))
+        return found.view(*at.shape[:-1], -1)
+    total = torch.zeros((*at.shape[:-1], rows.shape[-1]), dtype=weights.dtype, device=rows.device)
+    for index, weight in zip(at.unbind(-1), weights.unbind(-1), strict=True):
+        total.addcmul_(_rows(rows, index).to(total.dtype), weight.unsqueeze(-1))
+    return total.to(rows.dtype)
+
+
+def products_of_rows(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:
+    """Return the scalar products [.., places], in the type of statistics, of the rows [n, d] at the indices `at`, of that
+    shape, with `factors` [.., d]; for index -1 those of any row. They are the gradient of the weights of
+    `sum_of_rows`."""
+    at = at.clamp_min(0)
+    if widened(rows) is rows:
+        return _products(rows, at.flatten(0, -2), factors.reshape(-1, rows.shape[-1])).view(at.shape)
+    found = [(widened(_rows(rows, index)) * widened(factors)).sum(-1) for index in at.unbind(-1)]
+    return torch.stack(found, -1)
+
+
+def _products(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:
+    """Compute `products_of_rows` of indices [m, places] by the kernel with which torch differentiates its own sum."""
+    m, places = at.shape
+    begins = torch.arange(0, m * places, places, device=at.device)
+    token = torch.arange(m, device=at.device).repeat_interleave(places, output_size=m * places)
+    kernel = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return kernel(factors.contiguous(), rows, at.flatten(), begins, token, 0)
+
+
+def _rows(rows: Tensor, at: Tensor) -> Tensor:
+    """Return the rows [n, d] at the indices `at`, as a tensor [*at, d]."""
+    return rows.index_select(0, at.flatten()).view(*at.shape, -1)
