@@ -21,7 +21,8 @@ EXPERTS: dict[str, Any] = MODELS["experts"] | {"shared_experts": 0}
 KINDS: dict[str, dict[str, Any]] = {
     "shared": MODELS["experts"],
     "sigmoid": {**EXPERTS, "router": "sigmoid", "router_scale": 2.5, "capacity_factor": 1.25},
-    "all tokens": {**MODELS["llama"], **EXPERTS, "router_normalised": False, "capacity_factor": 0.0},
+    "all tokens": {**MODELS["llama"], **EXPERTS, "router_normalised": False, "capacity_factor": 0.0,
+                   "query_key_norm": True, "query_key_norm_over": "heads"},
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},
     "every second layer": {**EXPERTS, "experts_every": 2},
     "groups": {**EXPERTS, "experts": 8, "router": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
@@ -57,7 +58,7 @@ class Padded(Tokens):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "both ways"])
 def test_equals_plain_pytorch(kind, padded, monkeypatch):
     """Loss, auxiliary losses and every gradient, the router's too."""
-    positions = {"positions": "learned", "tied": True, "kv_heads": 0}
+    positions = {"positions": "learned", "tied": True, "kv_heads": 0, "query_key_norm": False}
     activation = "swiglu" if kind == "all tokens" else "gelu"
     c = configured(kind, **{**PLAIN, **positions, "activation": activation, "global_batch": 4})
     if padded:
@@ -211,6 +212,17 @@ def test_negative_control_gradients_of_other_experts():
     assert plan.reductions[up] == () and plan.reductions["layers.0.mlp.router"] == ("expert",)
     with pytest.raises(AssertionError, match=f"gradient of {up}"):
         compare(c, *run(c, replace(plan, reductions={**plan.reductions, up: ("expert",)})), serial(c))
+
+
+def test_negative_control_norms_of_a_rank_s_own_heads():
+    """Where a norm of all heads together takes those of one rank for all, the oracle must fail."""
+    c = configured("all tokens", tensor="1d", axes={"t": 2})
+    plan = make_plan(c)
+    key = "norm", "layers.0.attention.key_norm.gain"
+    assert plan.operations[key].over == ("t",)
+    alone = replace(plan.operations[key], over=(), collectives=())
+    with pytest.raises(AssertionError):
+        compare(c, *run(c, with_operations(plan, {**plan.operations, key: alone})), serial(c))
 
 
 def test_a_zero_that_shards_nothing_is_said():
