@@ -11,8 +11,8 @@ from platform.parallel.kernels.statistics import widened
 
 
 def sum_of_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum [.., d] over the last dim of `at` [.., places] of the rows [n, d] at these indices, times `weights`
-    [.., places], added in the type of the weights, in the order of the places. Index -1 is any row: its weight is 0."""
+    """Return the sum [.., d] of the `rows` [n, d] at the indices `at` [.., places], times `weights` [.., places], in
+    whose type they are added, one place after the other. Where an index is -1, the weight is 0."""
     at = at.clamp_min(0)
     if weights.dtype == rows.dtype:
         found = F.embedding_bag(at.flatten(0, -2), rows, mode="sum", per_sample_weights=weights.flatten(0, -2))
@@ -24,9 +24,8 @@ def sum_of_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
 
 
 def products_of_rows(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:
-    """Return the scalar products [.., places], in the type of statistics, of the rows [n, d] at the indices `at`, of that
-    shape, with `factors` [.., d]; for index -1 those of any row. They are the gradient of the weights of
-    `sum_of_rows`."""
+    """Return the gradient [.., places] of the weights of `sum_of_rows`, in the type of statistics: scalar products of
+    the rows at the indices `at` with `factors` [.., d], the sum's gradient; index -1 stands for any row."""
     at = at.clamp_min(0)
     if widened(rows) is rows:
         return _products(rows, at.flatten(0, -2), factors.reshape(-1, rows.shape[-1])).view(at.shape)

@@ -19,7 +19,6 @@ from platform.model.feed_forward import Experts
 from platform.model.layers import StackSpecs
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.parallel_ops import ParallelOps
-from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
 from platform.train.step.rank_parameters import Weights
 from tests.harness.oracle import configure
@@ -93,21 +92,19 @@ def given(size: Size, rank: int) -> Given:
     return Given(normal(1.0, *rows), normal(1.0, *rows), weights)
 
 
-def ours(size: Size, communicator: Communicator) -> Layer:
+def ours(size: Size, communicator: Communicator, g: Given) -> Layer:
     """Build our layer on a rank, with our weights in flat buffers as in training."""
     c = configured(size)
     plan = make_plan(c).at(0)
-    x, gradient, whole = given(size, communicator.rank)
+    x, gradient, whole = g.x.clone().requires_grad_(), g.gradient, g.weights
     weights = Weights(plan, communicator, None, overlap=False)
     here = {p.name: p for p in plan.parameters if p.name.removeprefix(f"{NAME}.") in whole}
     for name, p in here.items():
         where = tuple(slice(at, at + n) for at, n in plan.block(p, communicator.coordinates))
         with torch.no_grad():
             weights.compute[name].copy_(whole[name.removeprefix(f"{NAME}.")][where])
-    del whole
     ops, layer = ParallelOps(plan, communicator, weights.compute), Experts(NAME, c.model, StackSpecs())
     tokens: Any = {("route", NAME): torch.zeros(x.shape[:2], dtype=torch.long)}
-    x.requires_grad_()
 
     def step() -> Tensor:
         x.grad = ops.routed = None
@@ -150,15 +147,13 @@ def leaving(rank: int) -> Iterator[list[int]]:
         dist.all_to_all_single = started
 
 
-def floor(size: Size, rank: int) -> int:
-    """Return the bytes of the rows that must leave a rank in one step: of each token once for each of its experts that
-    lies elsewhere and has a slot for it, there and back, in both passes."""
-    x, _, weights = given(size, rank)
-    plan: Plan = make_plan(configured(size))
-    best = (x @ weights["router"].t()).topk(size.chosen, -1).indices
+def floor(size: Size, rank: int, g: Given) -> int:
+    """Return the bytes of this rank's rows that must be sent in one step: of each token once for each of its experts
+    that lies elsewhere and has a slot for it, there and back, in both passes."""
+    x, plan = g.x, make_plan(configured(size))
+    best = (x @ g.weights["router"].t()).topk(size.chosen, -1).indices
     chosen = torch.zeros(*x.shape[:2], size.experts, dtype=torch.bool).scatter_(-1, best, True)
     kept = chosen & (chosen.cumsum(0) <= (plan.sizes["slots"] if size.capacity else size.tokens))
     here = size.experts // RANKS
     away = int(kept.sum()) - int(kept[..., rank * here : (rank + 1) * here].sum())
-    back_and_forth = away * size.d_model * x.element_size() * 2
-    return 2 * back_and_forth
+    return 4 * away * size.d_model * x.element_size()

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from tests.benchmarks.peers import environment
-from tests.benchmarks.peers.experts.layer import BALANCE, RANKS, Layer, Size, given
+from tests.benchmarks.peers.experts.layer import BALANCE, RANKS, Given, Layer, Size
 
 environment.use()
 
-from tests.benchmarks.peers import megatron as _  # noqa: E402, F401  (turns to the CPU what asks for CUDA)
+from tests.benchmarks.peers import megatron  # noqa: E402, F401, I001  (turns to the CPU what asks for CUDA)
+
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
@@ -27,6 +28,7 @@ from megatron.core.transformer.moe import router as moe_router  # noqa: E402
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
 
 moe_utils.te_general_gemm = None  # 0.16.1 leaves it undefined without Transformer Engine
 MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
@@ -106,11 +108,9 @@ def _fill(mlp: Any, gate: Tensor, up: Tensor, down: Tensor) -> None:
     mlp.linear_fc2.weight.copy_(down)
 
 
-def _built(size: Size, communicator: Communicator, padded: bool) -> Layer:
-    x, gradient, weights = given(size, communicator.rank)
-    layer = made(size, weights, padded)
-    del weights
-    x.requires_grad_()
+def _built(size: Size, given: Given, padded: bool) -> Layer:
+    x, gradient = given.x.clone().requires_grad_(), given.gradient
+    layer = made(size, given.weights, padded)
 
     def step() -> Tensor:
         layer.zero_grad(set_to_none=True)
@@ -128,7 +128,9 @@ def _built(size: Size, communicator: Communicator, padded: bool) -> Layer:
                 parts.append(g)
         found |= {name: torch.stack(parts) for name, parts in each.items()}
         if size.shared:
-            found |= dict(zip(("shared.gate", "shared.up", "shared.down"), _gradients(layer.shared_experts), strict=True))
+            found |= dict(
+                zip(("shared.gate", "shared.up", "shared.down"), _gradients(layer.shared_experts), strict=True)
+            )
         return found
 
     return Layer(step, gradients)
@@ -138,11 +140,11 @@ def _gradients(mlp: Any) -> tuple[Tensor, ...]:
     return (*mlp.linear_fc1.weight.grad.chunk(2), mlp.linear_fc2.weight.grad)
 
 
-def dropping(size: Size, communicator: Communicator) -> Layer:
+def dropping(size: Size, communicator: Communicator, given: Given) -> Layer:
     """Build the layer that computes the tokens that are there."""
-    return _built(size, communicator, padded=False)
+    return _built(size, given, padded=False)
 
 
-def padding(size: Size, communicator: Communicator) -> Layer:
+def padding(size: Size, communicator: Communicator, given: Given) -> Layer:
     """Build the layer that computes all slots of a capacity."""
-    return _built(size, communicator, padded=True)
+    return _built(size, given, padded=True)

@@ -4,6 +4,7 @@ back with sizes exchanged before, and a loop over the experts."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import ceil
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from platform.parallel.communicator.base import Communicator
-from platform.planning.make_plan import make_plan
-from tests.benchmarks.peers.experts.layer import BALANCE, RANKS, Layer, Size, configured, given
+from tests.benchmarks.peers.experts.layer import BALANCE, RANKS, Given, Layer, Size
 
 
 class _Exchange(torch.autograd.Function):
@@ -50,10 +50,10 @@ class Expert(nn.Module):
 class PlainExperts(nn.Module):
     """A layer of experts, of which this rank has its share."""
 
-    def __init__(self, size: Size, rank: int, weights: dict[str, Tensor], slots: int):
+    def __init__(self, size: Size, rank: int, weights: Mapping[str, Tensor], slots: int):
         super().__init__()
         self.size, self.slots, self.here = size, slots, size.experts // RANKS
-        self.router = nn.Parameter(weights["router"])
+        self.router = nn.Parameter(weights["router"].clone())
         names = ("gate", "up", "down")
         own = range(rank * self.here, (rank + 1) * self.here)
         self.experts = nn.ModuleList(Expert(*(weights[f"experts.{n}"][e] for n in names)) for e in own)
@@ -90,12 +90,11 @@ class PlainExperts(nn.Module):
         return x + out.view_as(x), balance
 
 
-def plain(size: Size, communicator: Communicator) -> Layer:
+def plain(size: Size, communicator: Communicator, given: Given) -> Layer:
     """Build the plain layer on a rank."""
-    x, gradient, weights = given(size, communicator.rank)
-    layer = PlainExperts(size, communicator.rank, dict(weights), make_plan(configured(size)).sizes["slots"])
-    del weights
-    x.requires_grad_()
+    x, gradient = given.x.clone().requires_grad_(), given.gradient
+    slots = ceil(size.capacity * size.tokens * size.chosen / size.experts)
+    layer = PlainExperts(size, communicator.rank, given.weights, slots)
 
     def step() -> Tensor:
         layer.zero_grad(set_to_none=True)
