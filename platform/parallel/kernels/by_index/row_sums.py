@@ -27,19 +27,13 @@ def products_of_rows(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:
     """Return the gradient [.., places] of the weights of `sum_of_rows`, in the type of statistics: scalar products of
     the rows at the indices `at` with `factors` [.., d], the sum's gradient; index -1 stands for any row."""
     at = at.clamp_min(0)
-    if widened(rows) is rows:
-        return _products(rows, at.flatten(0, -2), factors.reshape(-1, rows.shape[-1])).view(at.shape)
-    found = [(widened(_rows(rows, index)) * widened(factors)).sum(-1) for index in at.unbind(-1)]
-    return torch.stack(found, -1)
-
-
-def _products(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:
-    """Compute `products_of_rows` of indices [m, places] by the kernel with which torch differentiates its own sum."""
-    m, places = at.shape
-    begins = torch.arange(0, m * places, places, device=at.device)
-    token = torch.arange(m, device=at.device).repeat_interleave(places, output_size=m * places)
-    kernel = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    return kernel(factors.contiguous(), rows, at.flatten(), begins, token, 0)
+    if widened(rows) is not rows:
+        found = [(widened(_rows(rows, index)) * widened(factors)).sum(-1) for index in at.unbind(-1)]
+        return torch.stack(found, -1)
+    begins = torch.arange(0, at.numel(), at.shape[-1], device=at.device)
+    owner = torch.arange(len(begins), device=at.device).repeat_interleave(at.shape[-1], output_size=at.numel())
+    kernel = torch.ops.aten._embedding_bag_per_sample_weights_backward  # torch differentiates its own sum by it
+    return kernel(factors.reshape(-1, rows.shape[-1]), rows, at.flatten(), begins, owner, 0).view(at.shape)
 
 
 def _rows(rows: Tensor, at: Tensor) -> Tensor:
