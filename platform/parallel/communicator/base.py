@@ -200,7 +200,7 @@ class Communicator(ABC):
         """
 
     def _deal(self, given: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]):
-        """Start `deal` in the transport, from the buffer `given` into the buffer `out`; return a function that waits."""
+        """Start `deal` in the transport, from buffer `given` into buffer `out`; return a function that waits."""
         raise AssertionError("no rows are exchanged here")
 
     def send(self, x: Tensor, stage: int) -> Handle:
@@ -358,7 +358,8 @@ def _buffers(
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
         given = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
         out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
-        return given, out, lambda: join(joined) if op == "all_to_all" else out
+        # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
+        return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out
     if op in ("broadcast", "scatter"):
         out = x.contiguous()
         return out, out, lambda: out

@@ -38,8 +38,9 @@ class Operand(NamedTuple):
 class Form(NamedTuple):
     """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
     conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
-    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `beside`: collectives
-    that the operation takes beside all conversions."""
+    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `linear`: the operation
+    is linear in each operand, of which one may be partial; `beside`: collectives that it takes beside all conversions.
+    """
 
     operands: Sequence[Operand]
     out: Spec | None
@@ -48,6 +49,7 @@ class Form(NamedTuple):
     statistics: Sequence[str] = ()
     whole: Sequence[str] = ()
     merged: Sequence[str] = ()
+    linear: bool = False
     beside: Sequence[Collective] = ()
 
 
@@ -212,7 +214,7 @@ def _dispatch(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
     assert isinstance(x, Spec)
-    slots = Spread({"slots": ()}, frozenset(), frozenset(plan.layout(x).only))
+    slots = Spread({"slots": ()}, frozenset(), frozenset(planned.only))
     yield Form((Operand(x, enter), Operand(weights, given, constant=True)), out, leave, [slots], whole=SLOTS)
 
 
@@ -220,7 +222,7 @@ def _combine(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a weighted sum over experts, where all slots of a sequence are."""
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
-    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS)
+    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS, linear=True)
 
 
 def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -246,7 +248,8 @@ def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     for step in given.forward:
         there = after(there, step)
     apart, back = _apart(_held(plan, y, enter)), _apart(_held(plan, y, enter), there.split["batch"])
-    yield Form((Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)), out, leave, whole=("length",))
+    operands = Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)
+    yield Form(operands, out, leave, whole=("length",), linear=True)
 
 
 def _held(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
@@ -306,7 +309,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "rotate": _rowwise(whole=lambda planned: ("d_kv",)),
     "recurrence": _rowwise(whole=lambda planned: ("length",)),
     "concatenate": _rowwise(whole=lambda planned: (planned.operation["dim"],)),
-    "norm": _rowwise(lambda planned: planned.operation.inputs[0].dims[-1:]),
+    "norm": _rowwise(lambda planned: planned.operation.parameters[0].dims),
     "softmax": _rowwise(lambda planned: (planned.operation["dim"],)),
     "route": _route,
     "dispatch": _dispatch,

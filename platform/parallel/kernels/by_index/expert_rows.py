@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
 from platform.parallel.kernels.statistics import widened
 
 
@@ -96,7 +97,7 @@ def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, T
 
 
 def _by_expert(got: Tensor, rows: int) -> Tensor:
-    """Return the index [rows] that orders received rows by expert; `got`: numbers of rows that came, [ranks, experts]."""
+    """Return the index [rows] that orders received rows by expert; `got`: numbers of these, [ranks, experts]."""
     ends = got.flatten().cumsum(0).view(got.shape).t().flatten()
     lengths = got.t().flatten()
     first = ends - lengths.cumsum(0)  # of a stretch: where it came, less where it goes
@@ -119,11 +120,9 @@ def _back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
     return rows
 
 
-def _at(rows: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [rows, d] at the indices `at` [tokens]; those at -1 are 0."""
-    if not rows.shape[0]:
-        return rows.new_zeros(at.shape[0], rows.shape[1])
-    return rows.index_select(0, at.clamp_min(0)).masked_fill_((at < 0).unsqueeze(-1), 0)
+def _some(rows: Tensor) -> Tensor:
+    """Return the rows, or one of zeros for a rank that has none, where no index means one."""
+    return rows if len(rows) else rows.new_zeros(1, rows.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):
@@ -139,11 +138,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, gradient):
         """Return the sum of a token's gradients from all its rows."""
         rows = _back(ctx.communicator, gradient.contiguous(), ctx.counts)
-        first, *others = ctx.counts.lies.unbind(-1)
-        total = _at(rows, first)
-        for at in others:
-            total += _at(rows, at)
-        return total.view(ctx.shape), None, None
+        lies = ctx.counts.lies
+        return sum_of_rows(_some(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
 
 
 def to_experts(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
@@ -160,21 +156,17 @@ class _Combine(torch.autograd.Function):
         rows = _back(communicator, y, counts)
         ctx.communicator, ctx.counts = communicator, counts
         ctx.save_for_backward(rows, weights)
-        by_place = widened(weights.flatten(0, 1).gather(-1, counts.which))
-        total = torch.zeros((by_place.shape[0], y.shape[1]), dtype=by_place.dtype, device=y.device)
-        for at, weight in zip(counts.lies.unbind(-1), by_place.unbind(-1), strict=True):
-            total.addcmul_(_at(rows, at).to(total.dtype), weight.unsqueeze(-1))
-        return total.to(y.dtype).view(*weights.shape[:2], -1)
+        by_place = widened(weights.flatten(0, 1).gather(-1, counts.which)).masked_fill_(counts.lies < 0, 0)
+        return sum_of_rows(_some(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradients of the rows and of the weights."""
         rows, weights = ctx.saved_tensors
         counts, gradient = ctx.counts, gradient.flatten(0, 1)
-        of_weights = torch.zeros(weights.shape, dtype=widened(weights).dtype, device=rows.device)
-        for at, expert in zip(counts.lies.unbind(-1), counts.which.unbind(-1), strict=True):
-            product = (widened(_at(rows, at)) * widened(gradient)).sum(-1, keepdim=True)
-            of_weights.flatten(0, 1).scatter_add_(-1, expert.unsqueeze(-1), product)
+        found = products_of_rows(_some(rows), counts.lies, gradient).masked_fill_(counts.lies < 0, 0)
+        of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=rows.device)
+        of_weights.flatten(0, 1).scatter_add_(-1, counts.which, found)
         by_place = weights.flatten(0, 1).gather(-1, counts.which).flatten()
         of_rows = gradient.index_select(0, counts.token)
         of_rows *= by_place.index_select(0, counts.pair).unsqueeze(-1)

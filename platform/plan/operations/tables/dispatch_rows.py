@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import Conversion, Step, leave
+from platform.plan.communication.rule import Conversion, Step
 from platform.plan.language.layout import Layout
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.ops import Spec, dtype_of
@@ -81,9 +81,10 @@ class DispatchRowsOp(Op):
     after expert and token after token; and the counts of the rows of each expert, which products and `combine_rows`
     take. A token has a row for each expert whose weight, of type `of_weights`, is not 0: at most `chosen`. Tokens whole
     in length are converted to the rows' other dims and copied; then rows are sent along axes that move from batch to
-    experts."""
+    experts. The rows' gradient may be partial: it is summed as the tokens' gradient, which is smaller."""
 
     wide = ("inputs",)
+    open = {"outputs": "gradient"}
 
     def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check(name, spec, out)
@@ -96,11 +97,12 @@ class DispatchRowsOp(Op):
         ends = Ends.of(planner, spec, out)
         given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
         rows = ends.conversion(planner, spec, out, operation["chosen"])
-        conversions = [planner.enter(spec, ends.tokens, ends.axes), replace(given, backward=()), rows]
+        enter = planner.enter(spec, ends.tokens, (*ends.axes, *planner.layout(out).gradient))
+        conversions = [enter, replace(given, backward=()), rows]
         return planned(planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes)
 
     def run(self, ops, name, x, spec, weights, of_weights, out, chosen):
-        """Copy this rank's tokens and send them to their experts; return the rows of this rank's experts, and counts."""
+        """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
         found = ops.planned(self.kind, name)
         enter, given, _ = found.conversions
         x, weights = ops.apply(x, enter), ops.apply(weights.detach(), given)
@@ -127,7 +129,6 @@ class DispatchRowsOp(Op):
             """Count the rows on their way back, and the sum of each token's."""
             back = _moved(ops, None, rows, sent)
             total = ops.new(n)
-            ops.new(n if chosen > 1 else 0)
             del back
             return [total]
 
@@ -137,9 +138,11 @@ class DispatchRowsOp(Op):
 
 class CombineRowsOp(Op):
     """Sum over its experts of what they made of each token, the rows `y` of type `spec` [rows d_model] with their
-    `counts`, times their weights: `out` [length batch d_model], 0 for tokens without an expert."""
+    `counts`, times their weights: `out` [length batch d_model], 0 for tokens without an expert. If `y` is
+    partial, so are these sums, which are smaller, and summed over ranks last."""
 
     wide = ("inputs",)
+    open = {"inputs": "value"}
 
     def record(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         _check(name, out, spec)
@@ -152,8 +155,10 @@ class CombineRowsOp(Op):
         ends = Ends.of(planner, out, spec)
         there = ends.conversion(planner, out, spec, operation["chosen"])
         rows = replace(there, forward=there.backward, backward=there.forward, before=there.after, after=there.before)
-        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
-        conversions = [rows, given, _settled(planner, out, ends)]
+        partial = planner.layout(spec).partial
+        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), (*ends.axes, *partial))
+        summands = replace(ends.tokens, partial=(*ends.held, *partial))
+        conversions = [rows, given, planner.enter(out, planner.layout(out), (), source=summands)]
         return planned(planner, operation, ends.tokens, conversions, compute_axes=ends.axes)
 
     def run(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
@@ -174,31 +179,18 @@ class CombineRowsOp(Op):
         back = _moved(ops, y, rows, sent)
         total = ops.tensor(prod(leave.before))
         n, itemsize = total.elements, ops.plan.itemsize[of_weights.dtype]
-        ops.new(3 * n, ops.wide)
+        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
+        ops.new(scratch, ops.wide)
 
         def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
             """Count the gradients of the weights, and of the rows on their way."""
             of_weights = ops.new(by_expert, itemsize)
-            ops.new(2 * n, ops.wide)
+            ops.new(scratch, ops.wide)
             made = ops.tensor(sent)
             return [_moved(ops, made, rows, there).storage, of_weights]
 
         ops.note([total], [y, weights], (back.storage, weights.storage), backward)
         return ops.apply(total, leave)
-
-
-def _settled(planner: Planner, out: Spec, ends: Ends) -> Conversion:
-    """Return the conversion of sums of rows, partial over the axes `held`, from the layout of tokens to the layout of `out`:
-    reduced where that only splits them further, then moved."""
-    goal, source = planner.layout(out), ends.tokens
-    finer = {d: goal[d] for d in out.dims if goal[d][: len(source[d])] == source[d]}
-    added = [a for d, axes in finer.items() for a in axes[len(source[d]) :]]
-    clear = not set(added) & set(source.axes) and len(finer) == len(out.dims) and {*source.only} <= {*goal.only}
-    between = goal if clear else source
-    first = leave(out.dims, source, between, ends.held)
-    then = planner.enter(out, goal, (), source=between)
-    found = Conversion((*first.forward, *then.forward), (*then.backward, *first.backward))
-    return planner.shaped(found, out, source, goal)
 
 
 def _moved(ops, rows, conversion: Conversion, elements: int):
