@@ -174,6 +174,12 @@ def test_experts_drop_no_token_of_an_answer(name):
     examine(configure(**sizes, **OF_EXPERTS[name]))
 
 
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_without_a_capacity_answer(name):
+    sizes = {"microbatch": 8, "global_batch": 16, **MODELS["experts"], **SMALL, "capacity_factor": 0.0, "tied": False}
+    examine(configure(**sizes, **OF_EXPERTS[name]))
+
+
 def test_negative_control_padding_is_seen(monkeypatch):
     """If attention sees the padding in front of short texts, the oracle must fail."""
     seen = lambda batch, tokens, offset: {**data(batch, tokens, offset), "begins": torch.zeros_like(tokens)}  # noqa: E731
