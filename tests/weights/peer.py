@@ -28,6 +28,13 @@ GPT2: dict[str, Any] = {
     "vocab_size": 61, "n_positions": 20, "n_embd": 24, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 10,
+    "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+YARN: dict[str, Any] = {**ROTARY, "rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9}
+
 # name -> (class without its ending Config, class of the model, keys)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", GPT2),
@@ -42,6 +49,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 8, "num_experts": 5,
                   "num_experts_per_tok": 3, "moe_intermediate_size": 12, "decoder_sparse_step": 2}),
     "olmoe": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "topk_method": "group_limited_greedy",
+                    "rope_parameters": YARN}),
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3ForCausalLM", DEEPSEEK),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "t5": ("T5", "T5ForConditionalGeneration", T5),
 }  # fmt: skip

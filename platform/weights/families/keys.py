@@ -40,7 +40,8 @@ class Rule:
 
 def sizes_of(m: Model) -> dict[str, int]:
     """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
-    return {**{key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}, "expert_d_ff": expert_width(m)}
+    sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
+    return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"]}
 
 
 def as_json(value: Any) -> str:

@@ -13,14 +13,14 @@ from platform.weights.families.llama import HEAD_DIM, LLAMA_FIXED, Biases, llama
 
 _LAYER = "model.layers.{i}"
 _GATE, _UP, _DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
-_FUSED = [  # the names of version 5, which it saves only with save_original_format=False
+FUSED = [  # the names of version 5, which it saves only with save_original_format=False
     *modules({f"{_LAYER}.mlp.gate": "layers.{i}.mlp.router"}),
     TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj", (_GATE, _UP)),
     TensorRow(f"{_LAYER}.mlp.experts.down_proj", (_DOWN,)),
 ]
 
 
-def _separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
+def separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
     """Return the rows of names of a family whose experts, at `place` in a layer, are a tensor for each matrix."""
     each = {f"{_LAYER}.{place}.experts.{{e}}.{name}": ours for name, ours in ((down, _DOWN), (gate, _GATE), (up, _UP))}
     return [*modules({**each, f"{_LAYER}.{place}.gate": "layers.{i}.mlp.router"})]
@@ -67,7 +67,7 @@ MIXTRAL = Family(
         Only("router_jitter_noise", (0.0, 0)),
         Free("", {**_FREE, **special_tokens(1, 2)}),
     ],
-    **llama_names(_separate("block_sparse_moe", "w1", "w3", "w2"), _FUSED),
+    **llama_names(separate("block_sparse_moe", "w1", "w3", "w2"), FUSED),
 )
 
 QWEN3_MOE = Family(
@@ -88,7 +88,7 @@ QWEN3_MOE = Family(
         WindowsEverywhere(),
         Free("", {**_FREE, **special_tokens(None, None)}),
     ],
-    **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
+    **llama_names(separate("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
 )
 
 OLMOE = Family(
@@ -105,5 +105,5 @@ OLMOE = Family(
         Only("clip_qkv", (None,)),
         Free("", {**_FREE, "router_aux_loss_coef": 0.01, **special_tokens(None, 50279, 1)}),
     ],
-    **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
+    **llama_names(separate("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
 )
