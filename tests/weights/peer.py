@@ -47,11 +47,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "head_dim": 10, "num_local_experts": 4,
                 "sliding_window": 7}),
     "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 8, "num_experts": 5,
-                  "num_experts_per_tok": 3, "moe_intermediate_size": 12, "decoder_sparse_step": 2}),
+                  "num_experts_per_tok": 3, "moe_intermediate_size": 12, "num_hidden_layers": 4,
+                  "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "olmoe": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}),
     "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "topk_method": "group_limited_greedy",
                     "rope_parameters": YARN}),
-    "deepseek_v3": ("DeepseekV3", "DeepseekV3ForCausalLM", DEEPSEEK),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "t5": ("T5", "T5ForConditionalGeneration", T5),
 }  # fmt: skip
@@ -131,7 +131,7 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
     with in_double() if double else contextlib.nullcontext():
         torch.manual_seed(0)
         model = getattr(library, kind)(getattr(library, f"{config}Config")(**{**keys, **more})).eval()
-        if getattr(model.config, "num_local_experts", 0):
+        if any(getattr(model.config, key, 0) for key in ("num_local_experts", "n_routed_experts")):
             model.set_experts_implementation("eager")  # whose products are there in fp64
         if name == "t5, 1.1":  # as the real ones are: with a head of its own
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -139,6 +139,8 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
             for weight in model.parameters():
                 noise = torch.randn(weight.shape, dtype=weight.dtype)
                 weight.copy_(0.2 * noise if weight.ndim > 1 else weight + 0.1 * noise)
+            for bias in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
+                bias.copy_(0.1 * torch.randn(bias.shape))
     return model
 
 

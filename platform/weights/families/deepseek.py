@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import log, sqrt
 from typing import Any
 
@@ -19,6 +18,7 @@ from platform.weights.families.keys import (
     Renamed,
     Rotary,
     Rule,
+    Translated,
     Words,
     sizes_of,
     value_of,
@@ -26,43 +26,31 @@ from platform.weights.families.keys import (
 from platform.weights.families.llama import LLAMA_FIXED, llama_rules
 from platform.weights.families.mixtral import FUSED, separate
 
-
-@dataclass(frozen=True)
-class Widths(Rule):
-    """Rule of the widths of queries, keys and values; what the class derives of these itself is not read."""
-
-    theirs: str = "qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim head_dim"
-
-    def read(self, found: Found) -> dict[str, Any]:
-        """Return our model keys for the widths of heads in a config.json of DeepSeek."""
-        given = dict(zip(self.names, (128, 64, 128), strict=False))
-        nope, rope, value = (value_of(found, name, default, (int,)) for name, default in given.items())
-        return {"d_kv": nope + rope, "d_rope": rope, "d_value": value}
-
-    def write(self, m: Model) -> dict[str, Any]:
-        """Return the widths of a model's heads for a config.json of DeepSeek."""
-        sizes = sizes_of(m)
-        widths = sizes["d_kv"] - m.d_rope, m.d_rope, sizes["d_value"], sizes["d_kv"], m.d_rope
-        return dict(zip(self.names, widths, strict=True))
+_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # with their defaults
 
 
-@dataclass(frozen=True)
-class FirstDense(Rule):
-    """Rule that the first layers, so many, have no experts."""
+def _read_widths(found: Found) -> dict[str, Any]:
+    """Return our model keys for the widths of heads in a config.json. Raises Inexpressible."""
+    nope, rope, value = (value_of(found, name, default, (int,)) for name, default in _WIDTHS.items())
+    for name, derived in (("qk_head_dim", nope + rope), ("head_dim", rope)):
+        if (said := found.get(name, derived)) != derived:
+            raise Inexpressible(name, said, f"transformers derives {derived} of the other widths")
+    return {"d_kv": nope + rope, "d_rope": rope, "d_value": value}
 
-    theirs: str = "first_k_dense_replace"
-    default: int = 0
 
-    def read(self, found: Found) -> dict[str, Any]:
-        """Return our model key for the layers without experts in a config.json. Raises Inexpressible."""
-        count = value_of(found, self.theirs, self.default, (int,))
-        if not 0 <= count <= MOST_LAYERS:
-            raise Inexpressible(self.theirs, count, f"is no number of layers up to {MOST_LAYERS}")
-        return {"dense_layers": list(range(count))}
+def _write_widths(m: Model) -> dict[str, Any]:
+    """Return the widths of a model's heads for a config.json."""
+    sizes = sizes_of(m)
+    own = dict(zip(_WIDTHS, (sizes["d_kv"] - m.d_rope, m.d_rope, sizes["d_value"]), strict=True))
+    return {**own, "qk_head_dim": sizes["d_kv"], "head_dim": m.d_rope}
 
-    def write(self, m: Model) -> dict[str, Any]:
-        """Return the number of a model's layers without experts for a config.json."""
-        return {self.theirs: len(m.dense_layers)}
+
+def _read_dense_layers(found: Found) -> dict[str, Any]:
+    """Return our model key for the layers without experts, the first ones of a config.json. Raises Inexpressible."""
+    count = value_of(found, "first_k_dense_replace", NEEDED, (int,))
+    if not 0 <= count <= MOST_LAYERS:
+        raise Inexpressible("first_k_dense_replace", count, f"is no number of layers up to {MOST_LAYERS}")
+    return {"dense_layers": list(range(count))}
 
 
 def _growth(factor: float, weight: float) -> float:
@@ -70,45 +58,44 @@ def _growth(factor: float, weight: float) -> float:
     return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
 
 
-@dataclass(frozen=True)
-class ScaledScores(Rotary):
-    """Rule of rotary positions with YaRN's two weights: `mscale_all_dim` scales all of the scores, and what remains of
-    `mscale` the part that rotates. Here these are model.attention_scale and model.rope_magnitude."""
-
-    def read(self, found: Found) -> dict[str, Any]:
-        """Return our model keys for rotary positions and the scale of scores in a config.json. Raises Inexpressible."""
-        place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-        given = found.get(place)
-        if not isinstance(given, Mapping):
-            return super().read(found)
-        rest = {name: value for name, value in given.items() if name not in _WEIGHTS}
-        out = super().read({**found, place: rest})
-        top, whole = (value_of(given, name, None, (int, float, type(None))) or 0 for name in _WEIGHTS)
-        if out["rope_scaling"] != "yarn":
-            if top or whole:
-                raise Inexpressible(f"{place}.mscale", top or whole, "our words express it with yarn alone")
-            return out
-        factor, width = out["rope_factor"], Widths().read(found)["d_kv"]
-        if whole:
-            out["attention_scale"] = width**-0.5 * _growth(factor, whole) ** 2 if width > 0 else 0.0
-        if top and whole and not out["rope_magnitude"]:
-            out["rope_magnitude"] = _growth(factor, top) / _growth(factor, whole)
-        return out
-
-    def write(self, m: Model) -> dict[str, Any]:
-        """Return `rope_parameters` of a model for a config.json, with YaRN's weights if its scores are scaled."""
-        out = super().write(m)
-        unit, grown = 0.1 * log(m.rope_factor), m.attention_scale * sqrt(sizes_of(m)["d_kv"])
-        if m.rope_scaling == "yarn" and unit and grown > 1:
-            given = dict(out["rope_parameters"])
-            whole = round((sqrt(grown) - 1) / unit, 6)
-            magnitude = given.pop("attention_factor", 0.0) or _growth(m.rope_factor, 1)
-            top = round((magnitude * _growth(m.rope_factor, whole) - 1) / unit, 6)
-            return {"rope_parameters": given | {"mscale": top, "mscale_all_dim": whole}}
-        return out
-
-
 _WEIGHTS = ("mscale", "mscale_all_dim")
+
+
+def _read_positions(found: Found) -> dict[str, Any]:
+    """Return our model keys for rotary positions in a config.json, and for YaRN's two weights: `mscale_all_dim` scales
+    all scores (model.attention_scale), what remains of `mscale` the part that rotates (model.rope_magnitude). Raises
+    Inexpressible."""
+    place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
+    given = found.get(place)
+    if not isinstance(given, Mapping):
+        return _POSITIONS.read(found)
+    rest = {name: value for name, value in given.items() if name not in _WEIGHTS}
+    top, whole = (value_of(given, name, None, (int, float, type(None))) or 0 for name in _WEIGHTS)
+    out = _POSITIONS.read({**found, place: rest})
+    if not top and not whole:
+        return out
+    if out["rope_scaling"] != "yarn":
+        raise Inexpressible(f"{place}.mscale", top or whole, "our words express it with yarn alone")
+    factor, width = out["rope_factor"], _read_widths(found)["d_kv"]
+    if whole:
+        out["attention_scale"] = max(width, 1) ** -0.5 * _growth(factor, whole) ** 2
+    if top and whole and not out["rope_magnitude"]:
+        out["rope_magnitude"] = _growth(factor, top) / _growth(factor, whole)
+    return out
+
+
+def _write_positions(m: Model) -> dict[str, Any]:
+    """Return `rope_parameters` of a model for a config.json, with YaRN's weights if its scores are scaled."""
+    given = dict(_POSITIONS.write(m)["rope_parameters"])
+    unit, grown = 0.1 * log(m.rope_factor), m.attention_scale * sqrt(sizes_of(m)["d_kv"])
+    if m.rope_scaling == "yarn" and unit and grown > 1:
+        whole = round((sqrt(grown) - 1) / unit, 6)
+        magnitude = given.pop("attention_factor", 0.0) or _growth(m.rope_factor, 1)
+        given |= {"mscale": round((magnitude * _growth(m.rope_factor, whole) - 1) / unit, 6), "mscale_all_dim": whole}
+    return {"rope_parameters": given}
+
+
+_POSITIONS = Rotary()
 _LAYER = "model.layers.{i}"
 _ATTENTION = {
     "q_proj": "query",
@@ -124,7 +111,7 @@ _KEYS_AND_VALUES = "layers.{i}.attention.key_up", "layers.{i}.attention.value_up
 
 
 def _rows(experts: list[TensorRow]) -> list[TensorRow]:
-    """Return the rows of DeepSeek's tensors; `experts`: those of a layer's experts and their router."""
+    """Return the rows of DeepSeek's tensors; `experts`: rows of a layer's experts and their router."""
     products = {f"{_LAYER}.mlp.{theirs}": f"layers.{{i}}.mlp.{ours}" for theirs, ours in _PRODUCTS.items()}
     shared = {f"{_LAYER}.mlp.shared_experts.{t}": f"layers.{{i}}.mlp.shared.{ours}" for t, ours in _PRODUCTS.items()}
     attention = {f"{_LAYER}.self_attn.{t}": f"layers.{{i}}.attention.{ours}" for t, ours in _ATTENTION.items()}
@@ -157,41 +144,40 @@ def _rules(of_llama: Sequence[Rule], experts: tuple[int, int, int], scale: float
     number, width, shared = experts
     return [
         *(rule for rule in of_llama if not isinstance(rule, Rotary)),
-        ScaledScores(),
-        Widths(),
+        Translated(_POSITIONS.theirs, _read_positions, _write_positions),
+        Translated(" ".join((*_WIDTHS, "qk_head_dim", "head_dim")), _read_widths, _write_widths),
         Renamed("kv_lora_rank", "kv_latent", 512),
         Renamed("q_lora_rank", "q_latent", 1536, null=0, written=lambda m: m.q_latent or None),
         Renamed("n_routed_experts num_local_experts", "experts", number),
         Renamed("moe_intermediate_size", "expert_d_ff", width),
         Renamed("n_shared_experts", "shared_experts", shared),
         Renamed("routed_scaling_factor", "router_scale", scale),
-        FirstDense(default=first),
+        Translated(
+            "first_k_dense_replace",
+            lambda found: _read_dense_layers({"first_k_dense_replace": first, **found}),
+            lambda m: {"first_k_dense_replace": len(m.dense_layers)},
+        ),
         Only("attention_bias", (False,)),
         Only("moe_layer_freq", (1,), written=False),
     ]
 
 
-@dataclass(frozen=True)
-class Groups(Rule):
-    """Rule of the method by which DeepSeek-V2 chooses experts: the largest probabilities, or those of few groups."""
+def _read_groups(found: Found) -> dict[str, Any]:
+    """Return our model keys for groups of experts in a DeepSeek-V2 config.json. Raises Inexpressible."""
+    method = value_of(found, "topk_method", "greedy", (str,))
+    if method == "greedy":
+        return {}
+    if method != "group_limited_greedy":
+        raise Inexpressible("topk_method", method, "our words express greedy, group_limited_greedy")
+    groups, kept = (value_of(found, name, NEEDED, (int,)) for name in ("n_group", "topk_group"))
+    return {"router_groups": groups, "router_groups_kept": kept}
 
-    theirs: str = "topk_method n_group topk_group"
 
-    def read(self, found: Found) -> dict[str, Any]:
-        """Return our model keys for groups of experts in a DeepSeek-V2 config.json. Raises Inexpressible."""
-        method = value_of(found, "topk_method", "greedy", (str,))
-        if method == "greedy":
-            return {}
-        if method != "group_limited_greedy":
-            raise Inexpressible("topk_method", method, "our words express greedy, group_limited_greedy")
-        groups, kept = (value_of(found, name, NEEDED, (int,)) for name in ("n_group", "topk_group"))
-        return {"router_groups": groups, "router_groups_kept": kept}
-
-    def write(self, m: Model) -> dict[str, Any]:
-        """Return the keys of a DeepSeek-V2 config.json that say how a model's experts are chosen."""
-        grouped = m.router_groups_kept < m.router_groups
-        groups = (m.router_groups, m.router_groups_kept) if grouped else (None, None)
-        return dict(zip(self.names, ("group_limited_greedy" if grouped else "greedy", *groups), strict=True))
+def _write_groups(m: Model) -> dict[str, Any]:
+    """Return the keys of a DeepSeek-V2 config.json that say among which groups of experts a model chooses."""
+    if m.router_groups_kept >= m.router_groups:
+        return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+    return {"topk_method": "group_limited_greedy", "n_group": m.router_groups, "topk_group": m.router_groups_kept}
 
 
 _FIXED = {**LLAMA_FIXED, "capacity_factor": 0.0}
@@ -206,7 +192,7 @@ DEEPSEEK_V2 = Family(
     [
         *_rules(llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
         Renamed("num_experts_per_tok", "experts_per_token"),
-        Groups(),
+        Translated("topk_method n_group topk_group", _read_groups, _write_groups),
         Only("scoring_func", ("softmax",), written=False),
         Only("norm_topk_prob", (False,)),
         Only("mlp_bias", (False,)),
@@ -219,7 +205,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     ["DeepseekV3ForCausalLM"],
-    {**_FIXED, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
+    {**_FIXED, "router": "sigmoid", "router_group_best": 2},
     [
         *_rules(llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128), (256, 2048, 1), 2.5, 3),
         Renamed("num_experts_per_tok", "experts_per_token", 8),

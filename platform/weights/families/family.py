@@ -18,10 +18,9 @@ from platform.weights.families.keys import Only, Rule
 
 
 class TensorRow(NamedTuple):
-    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another. `turned`: it is stored as
-    [what it contracts, what it adds]; `by_head`: it holds the rows of one head after those of another, of all of ours
-    in each; `gated`: it is there only where feed-forward layers have a gate (True), or none
-    (False)."""
+    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another, or one after another for
+    each head (`by_head`). `turned`: it is stored as [what it contracts, what it adds]; `gated`: it is there only where
+    feed-forward layers have a gate (True), or none (False)."""
 
     theirs: str
     ours: tuple[str, ...]

@@ -154,6 +154,22 @@ class Free(Rule):
 
 
 @dataclass(frozen=True)
+class Translated(Rule):
+    """Rule of two functions: `reading` gives our model keys for a config.json, `writing` theirs for a model."""
+
+    reading: Callable[[Found], dict[str, Any]]
+    writing: Callable[[Model], dict[str, Any]]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return the keys of our model that the rule's function reads in a config.json. Raises Inexpressible."""
+        return self.reading(found)
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a config.json that the rule's function writes for a model."""
+        return self.writing(m)
+
+
+@dataclass(frozen=True)
 class Dropouts(Rule):
     """Rule that several keys are all our one model.dropout; `default`: value where one is missing."""
 
