@@ -65,7 +65,7 @@ def build_plan(
     with as_model_mistakes(model):
         recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
-    check_used(parameters, (p.name for o in operations for p in o.parameters), model)
+    check_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planned = plan_operations(planner, operations, microbatch)
     reductions, reduced_at_use = _reductions(planner, operations)
@@ -80,10 +80,14 @@ def build_plan(
         microbatches=microbatches,
         sequences=microbatches * microbatch * data if sequences is None else sequences,
         sizes=sizes,
-        parameters=parameters,
+        parameters=tuple(p for p in parameters if not p.is_state),
         reductions=reductions,
-        stages_of={p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters)) for p in parameters},
+        stages_of={
+            p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters | c.states))
+            for p in parameters
+        },
         chunks=chunks,
+        states=tuple(p for p in parameters if p.is_state),
         sharded=sharded,
         zero=zero if sharded else 0,
         turns=turns,

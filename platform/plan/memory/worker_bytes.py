@@ -24,11 +24,12 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     whose second moments are factored, of which it keeps one per row and per column."""
     at = at or plan.mesh.coordinates(0)
     stored, masters = plan.parameters_at(at), plan.masters_at(at)
+    states = sum(prod(plan.global_shape(p)) for p in plan.at(at["stage"]).states)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     shared = compute == master and plan.sharded == plan.storage
     less = plan.masters_of(plan.frozen, at) * moments + plan.masters_of((*plan.matrices, *plan.factored), at)
     return {
-        "parameters": masters * master + (0 if shared else stored * compute),
+        "parameters": (masters + states) * master + (0 if shared else stored * compute),
         "gradients": (masters if plan.zero >= 2 else stored) * master,
         "optimizer": (masters * moments - less + factors_at(plan, at)) * master,
     }

@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
+from platform.train.protocol.replies import Differences
 from tests.harness import oracle
-from tests.harness.oracle import MODELS, Tokens, compare, configure, prove, run, serial, with_operations
+from tests.harness.oracle import MODELS, Tokens, compare, configure, prove, run, serial, trainer_of, with_operations
 from tests.harness.pairwise import cover, product
-from tests.harness.reference_experts import loss_of
+from tests.harness.reference_experts import loss_of, settled
 from tests.harness.suite import suite
 from tests.parallel.oracle import test_models
 
 EXPERTS: dict[str, Any] = MODELS["experts"] | {"shared_experts": 0}
+BIASED = {"router_bias": True, "balance_rate": 0.3}  # so that the second step chooses others
 KINDS: dict[str, dict[str, Any]] = {
     "shared": MODELS["experts"],
     "sigmoid": {**EXPERTS, "router": "sigmoid", "router_scale": 2.5, "capacity_factor": 1.25},
@@ -25,7 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},
     "every second layer": {**EXPERTS, "experts_every": 2},
     "groups": {**EXPERTS, "experts": 8, "router": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
-               "router_group_best": 2, "experts_per_token": 3},
+               "router_group_best": 2, "experts_per_token": 3, **BIASED},
+    "over a batch": {**EXPERTS, "balance_over": "batch"},
     "both ways": {**MODELS["bert"], **EXPERTS},
 }  # fmt: skip
 SCHEMES = {
@@ -66,7 +70,8 @@ def test_equals_plain_pytorch(kind, padded, monkeypatch):
     batch = (Padded if padded else Tokens)(c).batch("train", 0, 4)
     weights = {n: w.clone().requires_grad_() for n, w in ours.initial.items()}
     tokens, labels = (torch.from_numpy(batch[name]) for name in ("tokens", "labels"))
-    loss, more, dropped = loss_of(c.model, weights, tokens, labels)
+    states = {n: torch.tensor(1.0 if n.endswith(".load") else 0.0).expand(c.model.experts) for n in ours.states}
+    loss, more, dropped, loads = loss_of(c.model, weights | states, tokens, labels)
     loss.backward()
     assert ours.loss == pytest.approx(loss.item(), rel=1e-12)
     assert more.item() > 0.05 and (padded or bool(dropped) == (c.model.capacity_factor > 0))
@@ -75,6 +80,40 @@ def test_equals_plain_pytorch(kind, padded, monkeypatch):
     for name, w in weights.items():
         assert w.grad is not None and w.grad.abs().max() > 1e-6, f"{name} does not matter"
         assert torch.allclose(ours.gradients[name], w.grad, rtol=1e-9, atol=1e-13), name
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_states_equal_plain_pytorch(padded, monkeypatch):
+    """Step by step: what a step chose moves the bias, and is the load in the loss of the next."""
+    more = {"positions": "learned", "tied": True, "kv_heads": 0, "balance_over": "batch", "global_batch": 4}
+    c = configured("groups", **{**PLAIN, **more, "microbatch": 2})
+    corpus = (Padded if padded else Tokens)(c)
+    trainer = trainer_of(c, plan := make_plan(c), SingleRank(plan.mesh), corpus)
+    states = {n: s.clone() for n, s in trainer.weights.states.items()}
+    moved = 0
+    for step in range(1, 5):
+        weights = {n: w.detach().clone().requires_grad_() for n, w in trainer.weights.master.items()}
+        gradients: dict[str, torch.Tensor] = {}
+
+        def keep(found=gradients):
+            found.update((n, g.clone()) for n, g in trainer.weights.gradients.items())
+            return Differences()
+
+        report = trainer.step(step, verify=keep)
+        batch = corpus.batch("train", 4 * (step - 1), 4 * step)
+        tokens, labels = (torch.from_numpy(batch[name]) for name in ("tokens", "labels"))
+        found = loss_of(c.model, weights | states, tokens, labels)
+        found.loss.backward()
+        assert report.loss == pytest.approx(found.loss.item(), rel=1e-12)
+        for name, w in weights.items():
+            assert torch.allclose(gradients[name], w.grad, rtol=1e-9, atol=1e-13), name
+        free = {**states, **{n: torch.zeros_like(s) for n, s in states.items() if n.endswith("choice_bias")}}
+        moved += int(loss_of(c.model, weights | free, tokens, labels).loss != found.loss)
+        states |= settled(c.model, states, found.loads)
+        assert states.keys() == trainer.weights.states.keys()
+        for name, state in trainer.weights.states.items():
+            assert torch.allclose(state, states[name].double(), rtol=1e-15, atol=1e-15), name
+    assert moved == 3, "negative control: the bias chooses others"
 
 
 FACTORS = {
