@@ -169,6 +169,8 @@ model.experts=4 model.experts_every=9 | model.experts_every=9: must be <= model.
 model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has no experts | 0
 model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
+model.router_bias=true | model.router_bias=True: model.experts=0: the model has no experts | False
+model.balance_over=microbatch | model.balance_over=microbatch: unknown | batch
 model.router_groups=2 | model.router_groups=2: model.experts=0: the model has no experts | 1
 model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model.experts=8 | 4, 2
 model.experts=8 model.router_groups_kept=3 | model.router_groups_kept=3: must be <= model.router_groups=1 | 1

@@ -172,7 +172,7 @@ class Result:
     log: list[Launch]
     averages: dict[str, Tensor] = field(default_factory=dict)
     routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
-    states: dict[str, Tensor] = field(default_factory=dict)  # without gradient, after the last step
+    states: dict[str, Tensor] = field(default_factory=dict)  # parameters without gradient, in the end
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:

@@ -90,7 +90,8 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "router_groups": 1}
+        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "router_groups": 1, "router_bias": False}
+        nothings |= {"balance_over": "sequence"}
         for key, nothing in nothings.items():
             if getattr(m, key) != nothing:
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
