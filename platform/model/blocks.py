@@ -59,8 +59,8 @@ class Attention(Residual):
         self.inner_biases = [] if biases == "none" else inner
         bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")
         self.output_bias = [bias] if biases == "all" else []
-        self.query_norm = Norm.of_heads(f"{name}.query_norm", c) if c.query_key_norm else None
-        self.key_norm = Norm.of_heads(f"{name}.key_norm", c) if c.query_key_norm else None
+        self.query_norm = Norm.of_heads(f"{name}.query_norm", c, "heads") if c.query_key_norm else None
+        self.key_norm = Norm.of_heads(f"{name}.key_norm", c, "kv_heads") if c.query_key_norm else None
 
     def __call__(
         self,

@@ -84,8 +84,8 @@ def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
 
 @dataclass(frozen=True)
 class Norm(Layer):
-    """Normalisation over the one dim of its gain: `kind` is layernorm or rmsnorm; rmsnorm has no bias. `eps` is added
-    to the variance."""
+    """Normalisation over the dims of its gain: `kind` is layernorm or rmsnorm; rmsnorm has no bias. `eps` is added to
+    the variance."""
 
     kind: str
     eps: float
@@ -99,12 +99,13 @@ class Norm(Layer):
         return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
     @classmethod
-    def of_heads(cls, name: str, c: ModelConfig) -> Norm:
-        """Construct the RMSNorm of attention queries or keys, over d_kv of each head, with the weight NAME.gain."""
-        return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", ("d_kv",), "in", "ones"), None)
+    def of_heads(cls, name: str, c: ModelConfig, heads: str) -> Norm:
+        """Construct the RMSNorm of attention queries or keys, over each head or all `heads`; its gain is NAME.gain."""
+        dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
+        return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", dims, "in", "ones"), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
-        """Apply a model's LayerNorm or RMSNorm to the activation x over the dim of the gain; `spec`: dims of x."""
+        """Apply a model's LayerNorm or RMSNorm to the activation x over the dims of the gain; `spec`: dims of x."""
         return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
     def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:

@@ -88,6 +88,8 @@ def meaning(m: Model) -> dict[str, Any]:
     attention = m.attention_bias or ("all" if m.bias else "none")
     out["attention_bias"] = attention
     out["attention_scale"] = m.attention_scale or max(1, out["d_kv"]) ** -0.5
+    if not m.query_key_norm:
+        out["query_key_norm_over"] = "head"
     if not m.window:
         out["window_layers"] = []
     elif set(m.window_layers) >= set(range(m.layers)):

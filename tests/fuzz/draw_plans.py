@@ -231,6 +231,8 @@ def draw_parts(r: Random, m: Model) -> None:
     if m.kind == "decoder":
         m.window = r.choice((0, 1, 2, 3))
         m.window_layers = [] if not m.window else r.choice(([], [0], [m.layers - 1]))
+    if m.query_key_norm:
+        m.query_key_norm_over = Random(repr(m)).choice(("head", "heads"))
 
 
 def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:

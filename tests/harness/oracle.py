@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
                    "activation": "gelu_tanh", "head_transform": True, "head_bias": True, "layers": 1},
     "whole_t5": {"kind": "encoder_decoder", "norm": "rmsnorm", "norm_eps": 1e-2, "positions": "relative",
                  "activation": "reglu", "bias": False, "buckets": 8, "distance": 12, "attention_scale": 1.0,
-                 "logit_scale": 0.25, "query_key_norm": True, "layers": 1},
+                 "logit_scale": 0.25, "query_key_norm": True, "query_key_norm_over": "heads", "layers": 1},
 }  # fmt: skip
 
 

@@ -77,7 +77,8 @@ class Model:
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
     within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
-    query_key_norm: bool = key(False, "RMSNorm over each head's queries and keys")
+    query_key_norm: bool = key(False, "RMSNorm of queries and keys")
+    query_key_norm_over: str = key("head", "what one such norm spans: a head, or all heads", ("head", "heads"))
     segments: int = key(
         0, "encoder: rows of a second embedding, of each token's document; 0 = none", ">= 0", most=2**16
     )

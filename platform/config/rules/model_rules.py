@@ -13,7 +13,7 @@ from platform.plan.language.numbers import divisors
 
 def _attention(config: Config) -> Iterator[str]:
     """Yield a refusal line for each configured number of heads that does not divide what it must (model width, query
-    heads), and for an odd width per head under rotary positions."""
+    heads), for an odd width per head under rotary positions, and for the span of a norm that there is not."""
     m = config.model
     rope = "model.positions=rope needs an even d_kv"
     if not m.d_kv and m.d_model % m.heads:
@@ -28,6 +28,8 @@ def _attention(config: Config) -> Iterator[str]:
     if m.kv_heads and m.heads % m.kv_heads:
         legal = closest(m.kv_heads, divisors(m.heads))
         yield refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
+    if m.query_key_norm_over != "head" and not m.query_key_norm:
+        yield refused(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
 
 
 def _rotary(config: Config) -> Iterator[str]:

@@ -255,7 +255,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "rotate": _rowwise(whole=lambda planned: ("d_kv",)),
     "recurrence": _rowwise(whole=lambda planned: ("length",)),
     "concatenate": _rowwise(whole=lambda planned: (planned.operation["dim"],)),
-    "norm": _rowwise(lambda planned: planned.operation.inputs[0].dims[-1:]),
+    "norm": _rowwise(lambda planned: planned.operation.parameters[0].dims),
     "softmax": _rowwise(lambda planned: (planned.operation["dim"],)),
     "route": _route,
     "dispatch": _dispatch,

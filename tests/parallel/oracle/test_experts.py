@@ -29,11 +29,12 @@ BIASED = {"experts": 8, "experts_per_token": 3, "router": "sigmoid", "router_sca
 KINDS: dict[str, dict[str, Any]] = {
     "shared": MODELS["experts"],
     "biased": {**EXPERTS, **BIASED, "capacity_factor": 1.25},
-    "all tokens": {**MODELS["llama"], **EXPERTS, "router_normalised": False, "capacity_factor": 0.0},
+    "all tokens": {**MODELS["llama"], **EXPERTS, "router_normalised": False, "capacity_factor": 0.0,
+                   "query_key_norm": True, "query_key_norm_over": "heads"},
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},
     "every second layer": {**EXPERTS, "experts_every": 2, "router": "sigmoid", "balance_over": "batch"},
     "both ways": {**MODELS["bert"], **EXPERTS},
-}
+}  # fmt: skip
 SCHEMES = {
     **test_models.SCHEMES,
     "2p5d": ("2p5d", {"d": 2, "r": 1, "c": 2}),
@@ -63,7 +64,7 @@ class Padded(Tokens):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "both ways"])
 def test_equals_plain_pytorch(kind, padded, monkeypatch):
     """Loss, auxiliary losses and every gradient, the router's too."""
-    positions = {"positions": "learned", "tied": True, "kv_heads": 0}
+    positions = {"positions": "learned", "tied": True, "kv_heads": 0, "query_key_norm": False}
     activation = "swiglu" if kind == "all tokens" else "gelu"
     c = configured(kind, **{**PLAIN, **positions, "activation": activation, "global_batch": 4})
     if padded:
@@ -270,6 +271,17 @@ def test_states_are_in_the_plan_and_cost_their_sum():
     assert [c.elements for c in sums] == [2 + 2 * 8, 2]
     assert plan_summary(plan)["states"] == [{"name": f"layers.{i}.mlp.choice_bias", "shape": [8]} for i in (0, 1)]
     assert {p.name for p in plan.states} & plan.bucket_of.keys() == set()
+
+
+def test_negative_control_norms_of_a_rank_s_own_heads():
+    """Where a norm of all heads together takes those of one rank for all, the oracle must fail."""
+    c = configured("all tokens", tensor="1d", axes={"t": 2})
+    plan = make_plan(c)
+    key = "norm", "layers.0.attention.key_norm.gain"
+    assert plan.operations[key].over == ("t",)
+    alone = replace(plan.operations[key], over=(), collectives=())
+    with pytest.raises(AssertionError):
+        compare(c, *run(c, with_operations(plan, {**plan.operations, key: alone})), serial(c))
 
 
 def test_a_zero_that_shards_nothing_is_said():
