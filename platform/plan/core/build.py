@@ -10,7 +10,7 @@ from functools import partial
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import partial_axes
-from platform.plan.core.chunks import RecordableModel, record
+from platform.plan.core.chunks import Chunk, RecordableModel, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
@@ -82,10 +82,7 @@ def build_plan(
         sizes=sizes,
         parameters=tuple(p for p in parameters if not p.is_state),
         reductions=reductions,
-        stages_of={
-            p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters | c.states))
-            for p in parameters
-        },
+        stages_of=_stages_of(parameters, chunks),
         chunks=chunks,
         states=tuple(p for p in parameters if p.is_state),
         sharded=sharded,
@@ -107,6 +104,15 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
     sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
     check_parameters(parameters, model, sizes)
     return parameters, sizes
+
+
+def _stages_of(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
+    """Return, by parameter, states too, the stages of the chunks that use it, in order."""
+    uses = {p.name: dict[int, None]() for p in parameters}
+    for chunk in chunks:
+        for name in chunk.parameters | chunk.states:
+            uses[name][chunk.stage] = None
+    return {name: tuple(stages) for name, stages in uses.items()}
 
 
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:

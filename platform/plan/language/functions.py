@@ -41,11 +41,11 @@ class Router:
     `groups_kept` of the `groups` of consecutive experts (DeepSeek-AI 2024); the score of a group is the sum of its
     `group_best` largest probabilities.
 
-    `balance` times a balance loss, and `z` times the square of the log-sum-exp of its scores, are
-    what a token adds to the loss. The balance loss of its sequence is the sum over experts of the share of tokens that
-    chose it times its mean probability, times experts / chosen: 1 where both are even. That of a batch is the sum over
-    experts of their load in the step before times their probability, 1 as well. After a step the bias of each expert
-    rises by `rate` if its load was below the mean, and falls if above (Wang et al. 2024).
+    `balance` times a balance loss, and `z` times the square of the log-sum-exp of its scores, are what a token adds to
+    the loss. The balance loss of its sequence is the sum over experts of the share of tokens that chose it times its
+    mean probability, times experts / chosen: 1 where both are even. Where a layer remembers the load of the step
+    before, it is the sum over experts of that times their probability. After a step the bias of each expert rises by
+    `rate` if its load was below the mean, and falls if above (Wang et al. 2024).
     """
 
     function: str
