@@ -10,7 +10,7 @@ from functools import partial
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import partial_axes
-from platform.plan.core.chunks import Chunk, RecordableModel, record
+from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
@@ -56,21 +56,18 @@ def build_plan(
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO
-    (Rajbhandari et al. 2020), which shards over `data`: 0 nothing, 1 master copies and optimizer state, 2 gradients
+    (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients
     too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
     recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
-    with as_model_mistakes(model):
-        recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
+    recorded = _recorded(model, recorder, len(stage_of), parameters)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
-    check_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planned = plan_operations(planner, operations, microbatch)
     reductions, reduced_at_use = _reductions(planner, operations)
-    sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
-    assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
+    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert")) if zero else ()
     planner = replace(planner, reduced_at_use=reduced_at_use)
     planned |= plan_operations(planner, [planned[kind, name].operation for name, kind, _ in reduced_at_use], microbatch)
     chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
@@ -104,6 +101,18 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
     sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
     check_parameters(parameters, model, sizes)
     return parameters, sizes
+
+
+def _recorded(
+    model: RecordableModel, recorder: partial[Recorder], count: int, parameters: Sequence[Parameter]
+) -> list[Recorded]:
+    """Record a model's forward pass as `count` chunks, and check that it uses each of its declared `parameters`."""
+    declared = {p.name: p for p in parameters}
+    with as_model_mistakes(model):
+        found = record(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"])
+    operations = (o for chunk in found for o in chunk.ops.operations)
+    check_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
+    return found
 
 
 def _stages_of(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
