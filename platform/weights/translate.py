@@ -19,13 +19,8 @@ _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within
 _OF_OTHERS = ("io", "hidden")
 _OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing
 _OF_EXPERTS = (
-<<<<<<< HEAD
-    *("experts_per_token", "experts_every", "expert_d_ff", "shared_experts"),
-    *("router", "router_normalised", "router_scale", "router_bias"),
-=======
     *("experts_per_token", "experts_every", "dense_layers", "expert_d_ff", "shared_experts"),
-    *("router", "router_normalised", "router_scale"),
->>>>>>> main
+    *("router", "router_normalised", "router_scale", "router_bias"),
 )
 _OF_LATENTS = ("q_latent", "d_rope", "d_value")
 _OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")

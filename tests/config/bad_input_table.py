@@ -174,10 +174,8 @@ model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has 
 model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
 model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
-<<<<<<< HEAD
 model.router_bias=true | model.router_bias=True: model.experts=0: the model has no experts | False
 model.balance_over=microbatch | model.balance_over=microbatch: unknown | batch
-=======
 model.dense_layers=[0] | model.dense_layers=[0]: model.experts=0: the model has no experts | []
 model.experts=4 model.dense_layers=[1,4] | model.dense_layers=4: layers are 0 to 3 | 3
 model.experts=4 model.experts_every=2 model.dense_layers=[1,3] | model.dense_layers=[1, 3]: leaves no layer with | [1]
@@ -191,7 +189,6 @@ model.kv_latent=8 model.kv_heads=2 | model.kv_heads=2: model.kv_latent=8 makes k
 model.kv_latent=8 model.query_key_norm=true | model.query_key_norm=true: model.kv_latent=8 has norms of | false
 model.kv_latent=8 model=t5_tiny | model.kv_latent=8: model.kind=encoder_decoder has no latent attention | 0
 model.rope_pairs=neighbours | model.rope_pairs=neighbours: model.positions=learned has no rotations | halves
->>>>>>> main
 model.router_groups=2 | model.router_groups=2: model.experts=0: the model has no experts | 1
 model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model.experts=8 | 4, 2
 model.experts=8 model.router_groups_kept=3 | model.router_groups_kept=3: must be <= model.router_groups=1 | 1

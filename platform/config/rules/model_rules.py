@@ -122,14 +122,9 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-<<<<<<< HEAD
-        for key in ("expert_d_ff", "shared_experts", "experts_every", "router_groups", "router_bias", "balance_over"):
+        needing = "expert_d_ff shared_experts experts_every dense_layers router_groups router_bias balance_over"
+        for key in needing.split():
             if getattr(m, key) != (nothing := getattr(Model(), key)):
-=======
-        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "dense_layers": [], "router_groups": 1}
-        for key, nothing in nothings.items():
-            if getattr(m, key) != nothing:
->>>>>>> main
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
     if m.kind in ("encoder_decoder", "two_layer"):

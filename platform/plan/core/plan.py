@@ -32,25 +32,20 @@ ITEMSIZE = {
 @dataclass(frozen=True)
 class Plan:
     """Complete description of a run's parallel execution, or of one stage's part of it (`at`), which workers execute
-        and people read.
+    and people read.
 
-        `sizes`: global sizes in one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
-        the planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over
-        which its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it,
-        the others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
-    <<<<<<< HEAD
-        replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
-        parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without.
-        `states`: parameters without gradient, which are not among `parameters`: no bucket, optimizer or norm knows them.
-    =======
-        replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards:
-        each bucket divides its gradients over the axes among them that sum these. `zero`: 1 to 3, how much is sharded, see
-        `build_plan`; 0 without.
-    >>>>>>> main
-        `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
-        `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
-        `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
-        `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
+    `sizes`: global sizes in one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
+    the planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over
+    which its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it,
+    the others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
+    replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards:
+    each bucket divides its gradients over the axes among them that sum these. `zero`: 1 to 3, how much is sharded, see
+    `build_plan`; 0 without.
+    `states`: parameters without gradient, which are not among `parameters`: no bucket, optimizer or norm knows them.
+    `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
+    `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
+    `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
+    `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     """
 
     planner: Planner

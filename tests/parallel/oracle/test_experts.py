@@ -32,14 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "all tokens": {**MODELS["llama"], **EXPERTS, "router_normalised": False, "capacity_factor": 0.0,
                    "query_key_norm": True, "query_key_norm_over": "heads"},
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},
-<<<<<<< HEAD
     "every second layer": {**EXPERTS, "experts_every": 2, "router": "sigmoid", "balance_over": "batch"},
-=======
-    "every second layer": {**EXPERTS, "experts_every": 2},
     "first dense": {**MODELS["latent"], **MODELS["experts"], "dense_layers": [0], "router": "sigmoid"},
-    "groups": {**EXPERTS, "experts": 8, "router": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
-               "router_group_best": 2, "experts_per_token": 3},
->>>>>>> main
     "both ways": {**MODELS["bert"], **EXPERTS},
 }  # fmt: skip
 SCHEMES = {
@@ -261,7 +255,6 @@ def test_negative_control_gradients_of_other_experts():
         compare(c, *run(c, replace(plan, reductions={**plan.reductions, up: ("expert",)})), serial(c))
 
 
-<<<<<<< HEAD
 def test_negative_control_states_that_stay(monkeypatch):
     """Where a plan leaves the bias of experts as it was, the oracle must fail."""
     c = configured("biased", 2, data=2)
@@ -278,7 +271,8 @@ def test_states_are_in_the_plan_and_cost_their_sum():
     assert [c.elements for c in sums] == [2 + 2 * 8, 2]
     assert plan_summary(plan)["states"] == [{"name": f"layers.{i}.mlp.choice_bias", "shape": [8]} for i in (0, 1)]
     assert {p.name for p in plan.states} & plan.bucket_of.keys() == set()
-=======
+
+
 SHARDED = {  # replicas, how many share the experts, parallel.zero_group -> axes that shard most, and experts
     (4, 4, 0): (("expert",), ()),
     (4, 2, 0): (("data", "expert"), ("data",)),
@@ -299,7 +293,6 @@ def test_zero_shards_each_tensor_over_its_replicas(zero, split):
     for name, bucket in plan.bucket_of.items():
         assert bucket.sharded == SHARDED[split][".mlp.experts." in name], name
         assert bucket.shards == plan.mesh.extent(bucket.sharded) and bucket.zero == (zero if bucket.sharded else 0)
->>>>>>> main
 
 
 def test_negative_control_norms_of_a_rank_s_own_heads():

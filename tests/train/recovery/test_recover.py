@@ -3,7 +3,6 @@ in one go give."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,11 +22,7 @@ from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
 from tests.harness.seats import seated
 from tests.harness.threads import run_threads
-<<<<<<< HEAD
-from tests.train.recovery.test_resume import FACTORED, NAMES, ROUTED, config, moments
-=======
 from tests.train.recovery.test_resume import FACTORED, NAMES, ROUTED, ROUTES, config, moments
->>>>>>> main
 from tests.train.recovery.test_resume import copies as live_copies
 from tests.train.recovery.test_resume import whole as assemble
 
@@ -194,18 +189,9 @@ def test_statistics_of_rows_and_columns_survive(nodes):
     recovered({"old": old, "new": new, "nodes": nodes, "memory": "apart", "lost": "first"})
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("forget", ["", "state"])
-def test_states_of_routers_survive(forget):
-    """And, where they are forgotten, show."""
-    case = {"old": ROUTED[1], "new": ROUTED[2], "nodes": "two nodes", "memory": "apart", "lost": "first"}
-    with pytest.raises(AssertionError) if forget else nullcontext():
-        recovered(case, forget)
-=======
 @pytest.mark.parametrize(("old", "new"), ROUTES, ids=map(" -> ".join, ROUTES))
 def test_lost_experts_come_back(old, new):
     recovered({"old": old, "new": new, "nodes": "two nodes", "memory": "apart", "lost": "first"})
->>>>>>> main
 
 
 @pytest.mark.parametrize("case", SAME[::18], ids=lambda case: " ".join(case.values()))
