@@ -173,6 +173,9 @@ MUTANTS = {
     "scores that are summed in 16 bits": (
         "experts, 2d", operation("project", "*.mlp.router", in_16_bits),
         "lists 1 and takes 0 times all_reduce of 128 elements over c in its forward pass, in the compute type"),
+    "choices of experts that ranks with the same tokens both count": (
+        "experts", operation("route", "*", field("compute_axes", ("data", "expert", "t"))),
+        "computes on expert, and says on data+expert+t"),
     "an all-to-all the other way": (
         "slices", step("relayout", "*", "0", "forward", turned),
         "all_to_all"),
