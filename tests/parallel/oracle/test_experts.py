@@ -240,7 +240,7 @@ def test_sums_over_ranks_are_of_tokens(case):
     """Never of slots, which are more: dispatch and combine are linear, so that sums can wait for the smaller tensor."""
     scheme, axis, branch = case
     axes, more = ({}, {"branch": branch, "branch_axes": {"g": 2}}) if axis == "g" else ({axis: 2}, {})
-    c = configured("sigmoid", tensor=scheme, axes=axes, **more)
+    c = configured("biased", tensor=scheme, axes=axes, **more)
     plan = make_plan(c)
     summing = [(kind, name.removeprefix("layers.0.mlp"), c.op, c.phase, c.elements)
                for (kind, name), o in plan.operations.items() for c in o.collectives
@@ -253,7 +253,7 @@ def test_sums_over_ranks_are_of_tokens(case):
 
 def test_negative_control_a_sum_that_nobody_takes():
     """Where the tokens' gradient stays partial over the ranks that split d_ff, the oracle must fail."""
-    c = configured("sigmoid", tensor="1d", axes={"t": 2})
+    c = configured("biased", tensor="1d", axes={"t": 2})
     plan, key = make_plan(c), ("dispatch", "layers.0.mlp")
     enter, *rest = plan.operations[key].conversions
     assert [s.op for s in enter.backward] == ["all_reduce"]
