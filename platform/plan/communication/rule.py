@@ -183,8 +183,8 @@ _ADJOINT = {"scatter": "gather", "gather": "scatter", "drop": "broadcast", "redu
 
 
 def _summing(steps: Sequence[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Return the steps of a conversion between layouts with the sums of a tensor that is partial in `source`: where a
-    step takes a part of it, that is summed, and what `target` does not leave partial in the end."""
+    """Return the steps of a conversion with the sums of a tensor that is partial in layout `source`. Where a step takes
+    a part of it, that is summed, and what `target` does not leave partial in the end."""
     if not source.partial:
         return tuple(steps)
     out = list[Step]()
