@@ -182,6 +182,9 @@ MUTANTS = {
     "weights of a part of the sum": (
         "experts", step("combine", "*", "1", "backward", without("all_reduce")),
         "gradient of stream[length batch experts] accumulate is partial over t"),
+    "choices of experts that ranks with the same tokens both count": (
+        "experts", operation("route", "*", field("compute_axes", ("data", "expert", "t"))),
+        "computes on expert, and says on data+expert+t"),
     "an all-to-all the other way": (
         "slices", step("relayout", "*", "0", "forward", turned),
         "all_to_all"),
