@@ -48,7 +48,7 @@ OTHERS = {
     "gpt_untied": {"tied": False, "vocab": 64},
     "llama": MODELS["llama"],
     "modern": MODELS["modern"],
-    "sinusoidal": {"positions": "sinusoidal", "window": 4, "tied": False},
+    "sinusoidal": {"positions": "sinusoidal", "window": 4, "attention_sinks": True, "tied": False},
     "t5": {**MODELS["t5"], "tied": False},
     "original": {**MODELS["original"], "tied": False},
     "learned_pair": {"kind": "encoder_decoder", "tied": False},

@@ -66,7 +66,7 @@ def _seen(config: Config) -> Iterator[str]:
 
 def _head(config: Config) -> Iterator[str]:
     """Yield a refusal line if a gated activation is configured for the transform before the model's output."""
-    m, gated = config.model, ("swiglu", "geglu", "geglu_tanh", "reglu")
+    m, gated = config.model, ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu")
     if m.head_transform and m.activation in gated:
         yield refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
 
@@ -92,7 +92,7 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "router_groups": 1}
+        nothings = {"expert_d_ff": 0, "expert_bias": False, "shared_experts": 0, "experts_every": 1, "router_groups": 1}
         for key, nothing in nothings.items():
             if getattr(m, key) != nothing:
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])

@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "every second layer": {**EXPERTS, "experts_every": 2},
     "groups": {**EXPERTS, "experts": 8, "router": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
                "router_group_best": 2, "experts_per_token": 3},
+    "gpt_oss": MODELS["gpt_oss"],
     "both ways": {**MODELS["bert"], **EXPERTS},
 }  # fmt: skip
 SCHEMES = {
@@ -58,9 +59,10 @@ class Padded(Tokens):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "both ways"])
 def test_equals_plain_pytorch(kind, padded, monkeypatch):
     """Loss, auxiliary losses and every gradient, the router's too."""
-    positions = {"positions": "learned", "tied": True, "kv_heads": 0, "query_key_norm": False}
-    activation = "swiglu" if kind == "all tokens" else "gelu"
-    c = configured(kind, **{**PLAIN, **positions, "activation": activation, "global_batch": 4})
+    positions = {"positions": "learned", "tied": True, "kv_heads": 0, "query_key_norm": False, "window": 0}
+    activation = {"all tokens": "swiglu", "gpt_oss": "swiglu_clamped"}.get(kind, "gelu")
+    none = {"attention_bias": "none", "activation": activation, "global_batch": 4}
+    c = configured(kind, **{**PLAIN, **positions, **none})
     if padded:
         monkeypatch.setattr(oracle, "Tokens", Padded)
     _, (ours,) = run(c)
