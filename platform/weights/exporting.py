@@ -62,13 +62,11 @@ class Exportable:
     def read(self, stored: Stored) -> Tensor:
         """Read a tensor in transformers' form from the checkpoint: its parameters as one matrix, in the exported type.
         Raises Refused or OSError."""
-        parts = []
-        for part in stored.parts:
-            found = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
-            parts.append(found.reshape(part.rows, part.columns))
-        matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
-        matrix = matrix.t() if stored.turned else matrix
-        return matrix.reshape(stored.shape).to(DTYPES[self.type_of(stored)]).contiguous()
+        blocks = [
+            read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
+            for part in stored.parts
+        ]
+        return stored.joined(blocks).to(DTYPES[self.type_of(stored)]).contiguous()
 
 
 def exportable(

@@ -29,6 +29,8 @@ OURS: dict[str, dict[str, Any]] = {
                   "window": 4},
     "olmoe": {**LLAMA, "query_key_norm": True, "query_key_norm_over": "heads", "d_ff": 0, "expert_d_ff": 12,
               "experts": 4, "router_normalised": False},
+    "gpt_oss": {**LLAMA, "activation": "swiglu_clamped", "d_ff": 0, "expert_d_ff": 12, "experts": 4, "expert_bias": True,
+                "attention_sinks": True, "attention_bias": "all", "window": 4, "window_layers": [1]},
     "bert": {**SMALL, "kind": "encoder", "post_norm": True, "embedding_norm": True, "segments": 2,
              "head_transform": True, "head_bias": True},
     "t5": {**SMALL, "kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False,

@@ -174,17 +174,20 @@ class Dropouts(Rule):
 
 @dataclass(frozen=True)
 class Rotary(Rule):
-    """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them."""
+    """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them.
+    `theta`, `scaling`: what the family takes where a config.json says nothing of the base or of the scaling."""
 
     theirs: str = "rope_parameters rope_theta rope_scaling"
+    theta: float = 10000.0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our model keys rope_* for the rotary positions in a config.json. Raises Inexpressible for other kinds
         of scaling, or numbers of them."""
         maps = (dict, type(None))
         place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-        given = dict(value_of(found, place, None, maps) or {})
-        theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", 10000.0, (int, float))
+        given = dict(value_of(found, place, None, maps) or self.scaling)
+        theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", self.theta, (int, float))
         kinds = [given.pop(name, None) for name in ("rope_type", "type")]
         kind = next((k for k in kinds if k is not None), "default")
         if not isinstance(kind, str) or kind not in _SCALINGS:
@@ -193,9 +196,12 @@ class Rotary(Rule):
         out["rope_scaling"] = "none" if kind == "default" else kind
         defaults = {"original_max_position_embeddings": found.get("max_position_embeddings"), **_DEFAULTS}
         for name, ours in _SCALINGS[kind].items():
-            value = given.pop(name, None)
-            number = _positive(f"{place}.{name}", defaults.get(name) if value is None else value)
-            out[ours] = type(getattr(Model(), ours))(number)
+            value, kind_of = given.pop(name, None), type(getattr(Model(), ours))
+            value = defaults.get(name) if value is None else value
+            if kind_of is bool:
+                out[ours] = value_of({f"{place}.{name}": value}, f"{place}.{name}", NEEDED, (bool,))
+            else:
+                out[ours] = kind_of(_positive(f"{place}.{name}", value))
         for name, value in given.items():
             if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
                 raise Inexpressible(f"{place}.{name}", value, f"our rope_scaling={kind} has no such number")
@@ -215,9 +221,10 @@ _SCALINGS: dict[str, dict[str, str]] = {  # kind of scaling -> its numbers, by t
     "default": {},
     "linear": _LINEAR,
     "llama3": {**_LONGER, "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
-    "yarn": {**_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude"},
-}
-_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}  # where one is missing
+    "yarn": {**_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude",
+             "truncate": "rope_truncate"},
+}  # fmt: skip
+_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0, "truncate": True}  # where one is missing
 _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
@@ -247,30 +254,61 @@ class LayerWindows(Rule):
         kinds = value_of(found, "layer_types", None, (list, type(None)))
         if kinds is None:
             kinds = list(_kinds(layers, lambda i: bool(width) and i >= first))
-        if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
-            raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
-        windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
-        if windowed and not width:
-            raise Inexpressible("layer_types", kinds, "use_sliding_window and sliding_window say that there is none")
-        return {
-            "window": width if width and windowed else 0,
-            "window_layers": windowed if len(windowed) < layers else [],
-        }
+        return windows_of(layers, width, kinds, "use_sliding_window and sliding_window say that there is none")
 
     def write(self, m: Model) -> dict[str, Any]:
         """Return the four keys of a config.json on attention windows; `max_window_layers` where the windowed layers are
         the last."""
-        windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
+        windowed = windowed_layers(m)
         last = windowed and windowed == list(range(windowed[0], m.layers))
         return {
             "use_sliding_window": bool(m.window),
             "sliding_window": m.window or None,
             "max_window_layers": windowed[0] if last else 28,
-            "layer_types": list(_kinds(m.layers, lambda i: i in windowed)),
+            "layer_types": layer_types(m),
         }
 
 
+@dataclass(frozen=True)
+class Refused(Rule):
+    """Rule that a key may not be there; `why` not, and what to do instead."""
+
+    why: str = ""
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return {}, no key of our model. Raises Inexpressible if the config.json has a value for the key."""
+        if (value := found.get(self.theirs)) is not None:
+            raise Inexpressible(self.theirs, value, self.why)
+        return {}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return {}: the key is not written into transformers' config.json."""
+        return {}
+
+
 _KINDS = ("full_attention", "sliding_attention")
+
+
+def windows_of(layers: int, width: int | None, kinds: Sequence[Any], why: str) -> dict[str, Any]:
+    """Return our model keys window and window_layers for the `layer_types` in a config.json. Raises Inexpressible for
+    unknown ones, and `why` windows cannot be of a `width` that is missing."""
+    if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+        raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
+    windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+    if windowed and not width:
+        raise Inexpressible("layer_types", kinds, why)
+    return {"window": width if width and windowed else 0, "window_layers": windowed if len(windowed) < layers else []}
+
+
+def windowed_layers(m: Model) -> list[int]:
+    """Return the layers of a model that have a window, for its config.json."""
+    return [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
+
+
+def layer_types(m: Model) -> list[str]:
+    """Return each layer's attention of a model as `layer_types` of config.json has it."""
+    windowed = windowed_layers(m)
+    return list(_kinds(m.layers, lambda i: i in windowed))
 
 
 def _kinds(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
