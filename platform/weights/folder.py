@@ -216,8 +216,7 @@ def _turned(
 
 
 def _first_column(part: MatrixPart) -> int:
-    """Return the first dim of our parameter whose indices are columns of its matrix in a saved model; all before are
-    rows."""
+    """Return the first dim of our parameter whose indices are columns, not rows, of its matrix in a saved model."""
     extent = part.box.extent
     return max(i for i in range(len(extent) + 1) if prod(extent[:i]) == part.rows)
 

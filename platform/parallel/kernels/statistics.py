@@ -103,8 +103,8 @@ def norm(
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax over the dim at `position`, split over the axes `over`, with one score more, `sink`, or None; the
-    gradient of that is the part of it that comes from this rank's block of x."""
+    """Softmax over the dim at `position`, split over the axes `over`, with one score more in each sum, `sink`, which
+    broadcasts against x, or None; its gradient is the part that comes from this rank's block of x."""
 
     @staticmethod
     def forward(ctx, x, sink, position, communicator, over):
@@ -139,8 +139,7 @@ class _Softmax(torch.autograd.Function):
 def softmax(
     x: Tensor, position: int, communicator: Communicator, over: Sequence[str], sink: Tensor | None = None
 ) -> Tensor:
-    """Compute softmax of the local block x over the dim at `position`, split over the axes `over` (none: whole). A
-    `sink`, which broadcasts against x, is one score more in each sum."""
+    """Compute softmax of the local block x over the dim at `position`, split over the axes `over`, beside a `sink`."""
     if over or sink is not None:
         return _Softmax.apply(x, sink, position, communicator, over)
     return torch.softmax(x, position)

@@ -290,8 +290,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def windows_of(layers: int, width: int | None, kinds: Sequence[Any], why: str) -> dict[str, Any]:
-    """Return our model keys window and window_layers for the `layer_types` in a config.json. Raises Inexpressible for
-    unknown ones, and `why` windows cannot be of a `width` that is missing."""
+    """Return our model keys of windows for the `layer_types`, `kinds`, of a config.json. Raises Inexpressible."""
     if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
         raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
     windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]

@@ -227,6 +227,17 @@ def test_negative_control_norms_of_a_rank_s_own_heads():
         compare(c, *run(c, with_operations(plan, {**plan.operations, key: alone})), serial(c))
 
 
+def test_negative_control_a_sink_on_every_rank():
+    """Where each rank that has some of the keys adds a sink of its own, the oracle must fail."""
+    c = configured("gpt_oss", rules={"memory_length": ["m"]}, tensor="layout", axes={"m": 2})
+    plan = make_plan(c)
+    key = "softmax", "layers.0.attention"
+    assert plan.operations[key].over == ("m",) and plan.reductions["layers.0.attention.sink"] == ("m",)
+    alone = {**plan.reductions, "layers.0.attention.sink": ()}
+    with pytest.raises(AssertionError, match=r"attention\.sink"):
+        compare(c, *run(c, replace(plan, reductions=alone)), serial(c))
+
+
 def test_a_zero_that_shards_nothing_is_said():
     """Where each replica has other experts; a plan with replicas of these is silent, as is one without ZeRO."""
     (warning,) = make_plan(configured("shared", 4, data=4, zero=1)).warnings

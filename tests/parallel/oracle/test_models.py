@@ -18,7 +18,7 @@ SCHEMES = {
     "3d_literal": ("3d_literal", {"x": 1, "y": 2, "z": 2}),
 }
 FACTORS = {
-    "model": ["gpt", "bert", "original", "t5", "modern", "packed_gpt", "whole_bert", "whole_t5", "gpt_oss"],
+    "model": ["gpt", "bert", "original", "t5", "modern", "packed_gpt", "whole_bert", "whole_t5"],
     "scheme": list(SCHEMES),
     "branch": ["none", "dsp", "dsp_slice"],
     "data": [1, 2],
@@ -33,7 +33,7 @@ def legal(case) -> bool:
 
 CASES = product(FACTORS, legal)
 PLAIN = {  # whose words are those of the others, too; and the schemes whose attention they may split
-    "model": ["original", "modern", "packed_gpt", "whole_bert", "whole_t5", "gpt_oss"],
+    "model": ["original", "modern", "packed_gpt", "whole_bert", "whole_t5"],
     "scheme": ["1d_sp", "2d_gather", "3d"],
 }
 
