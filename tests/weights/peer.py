@@ -80,8 +80,9 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
                    "rms_norm_eps": 1e-2}),
     "gpt_oss, odd": ("GptOss", "GptOssForCausalLM", {**LLAMA, "head_dim": 6, "num_local_experts": 4,
                      "num_experts_per_tok": 4, "attention_bias": False, "num_key_value_heads": 6,
-                     "num_hidden_layers": 3, "sliding_window": 3, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 2
-                     + ["sliding_attention"], "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+                     "num_hidden_layers": 3, "sliding_window": 3, "tie_word_embeddings": True,
+                     "layer_types": ["full_attention"] * 2 + ["sliding_attention"],
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "bert, odd": ("Bert", "BertForMaskedLM", {**BERT, "hidden_act": "gelu_new", "type_vocab_size": 3, "hidden_size": 21,
                   "num_attention_heads": 3, "layer_norm_eps": 1e-2}),
     "t5, 1.1": ("T5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu",

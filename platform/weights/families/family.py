@@ -3,9 +3,9 @@ several families have in common.
 
 A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of ours
 one after another, or a row of each in turn (`alternate`); GPT-2's are stored the other way round (`turned`). `{i}` is
-the number of a layer, `{e}` the number of an expert. A parameter of experts is a matrix for each: a tensor with `{e}` in its name holds the matrix of one, a
-tensor without stacks the matrices of all. Rows are in the order in which transformers writes them; a row of parameters
-that a model lacks counts for nothing in it.
+the number of a layer, `{e}` the number of an expert. A parameter of experts is a matrix for each: a tensor with `{e}`
+in its name holds the matrix of one, a tensor without stacks the matrices of all. Rows are in the order in which
+transformers writes them; a row of parameters that a model lacks counts for nothing in it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _QUANTISED = (
 
 @dataclass(frozen=True)
 class _Windows(Rule):
-    """Rule that some layers have a window: those that `layer_types` says, else every second one, from the first."""
+    """Rule that some layers have a window: as `layer_types` says, by default every second one, from the first."""
 
     theirs: str = "sliding_window layer_types"
 
