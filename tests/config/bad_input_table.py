@@ -178,6 +178,7 @@ model.experts=8 model.router_groups=4 model.router_group_best=3 | model.router_g
 parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
 model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1
+model.experts=8 parallel.experts=8 parallel.data=8 parallel.zero=1 parallel.zero_group=2 | least parallel.experts=8 | 8
 model.positions=rope model.d_kv=17 | model.d_kv=17: | 16, 18
 model.positions=rope model.heads=128 | model.heads=128: | 64, 32, 16
 model.positions=relative model.distance=8 | model.distance=8: must be more than half | 17

@@ -56,7 +56,7 @@ def build_plan(
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO
-    (Rajbhandari et al. 2020), which shards over `data`: 0 nothing, 1 master copies and optimizer state, 2 gradients
+    (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients
     too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
@@ -69,8 +69,7 @@ def build_plan(
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planned = plan_operations(planner, operations, microbatch)
     reductions, reduced_at_use = _reductions(planner, operations)
-    sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
-    assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
+    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert")) if zero else ()
     planner = replace(planner, reduced_at_use=reduced_at_use)
     planned |= plan_operations(planner, [planned[kind, name].operation for name, kind, _ in reduced_at_use], microbatch)
     chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))

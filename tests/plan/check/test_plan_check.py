@@ -93,6 +93,17 @@ def chunk(number, **fields):
     return changed
 
 
+def buckets(**fields):
+    """Return the change of fields of all buckets of a plan."""
+
+    def changed(plan: Plan) -> Plan:
+        other = replace(plan)
+        other.__dict__["buckets"] = [replace(bucket, **fields) for bucket in plan.buckets]
+        return other
+
+    return changed
+
+
 def step(kind, name, part, way, change):
     return lambda plan: with_operations(plan, kind, name, with_steps(part, way, change))
 
@@ -169,7 +180,9 @@ MUTANTS = {
         "sub_grids", step("lookup", "*", "1", "forward", lambda steps: [replace(s, only=()) for s in steps]),
         "is taken at index 0 of no axis, not of g"),
     "shards of another axis than gradients are summed over": (
-        "zero", lambda plan: replace(plan, sharded=("t",)), "the gradient is whole over t, and has to be split"),
+        "zero", buckets(sharded=("t",)), "reduce_scatter takes what is partial, and it is whole over t"),
+    "shards of experts over the ranks that have others": (
+        "experts, 2d", buckets(sharded=("expert",), shards=2), "takes what is partial, and it is whole over expert"),
     "a tied table whose copies go apart": (
         "stages", lambda plan: replace(plan, stages_of={**plan.stages_of, "embedding": (0,)}),
         "embedding: used in stages [0, 1], its gradient is summed over [0]"),
