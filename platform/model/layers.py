@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
+from platform.plan.language.functions import RotaryScaling
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.words import Ops
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 
+LATENT_EPS = 1e-6  # of norms of latents, whatever norm_eps is: DeepSeek's code has it
 STD = 0.02  # standard deviation of normal initialisations; residual projections: / sqrt(2 layers) (GPT-2)
 
 
@@ -45,9 +47,19 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "vocab": c.vocab,
         "buckets": c.buckets,
         **({"experts": c.experts, "slots": slots_of(c)} if c.experts else {}),
+        **{dim: n for dim, n in (("q_latent", c.q_latent), ("kv_latent", c.kv_latent)) if n},
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.length} if c.within_documents else {}),
     }
+
+
+def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
+    """Return how a model scales the angles of its rotary positions, by its configuration; None if it does not."""
+    if c.rope_scaling == "none":
+        return None
+    magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
+    bounds = c.rope_low, c.rope_high, magnitude, c.rope_truncate
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds)
 
 
 def expert_width(c: ModelConfig) -> int:
@@ -97,6 +109,11 @@ class Norm(Layer):
         """Construct a model's norm over d_model, by its configuration `c`, with the weights NAME.gain and NAME.bias."""
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if c.norm == "layernorm" else None
         return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
+
+    @classmethod
+    def of_latent(cls, name: str, dim: str) -> Norm:
+        """Construct the RMSNorm of an attention's latent over its width `dim`, with the weight NAME.gain."""
+        return cls("rmsnorm", LATENT_EPS, Parameter(f"{name}.gain", (dim,), "in", "ones"), None)
 
     @classmethod
     def of_heads(cls, name: str, c: ModelConfig, heads: str) -> Norm:

@@ -50,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
                "window": 5, "window_layers": [1], "within_documents": True},
     "experts": {"experts": 4, "experts_per_token": 2, "expert_d_ff": 24, "shared_experts": 1, "capacity_factor": 1.0,
                 "balance_loss": 0.3, "z_loss": 0.05},
+    "latent": {"kv_latent": 12, "q_latent": 20, "d_kv": 10, "d_rope": 4, "d_value": 6, "positions": "rope",
+               "rope_pairs": "neighbours", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
     "gpt_oss": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu_clamped", "positions": "rope", "bias": False,
                 "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 8, "rope_truncate": False,
                 "attention_bias": "all", "attention_sinks": True, "window": 5, "window_layers": [0], "tied": False,

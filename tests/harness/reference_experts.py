@@ -97,7 +97,7 @@ def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -
         a = scores.softmax(-1)[..., : q.shape[2]] @ v
         x = x + torch.einsum("bhlk,dhk->bld", a, w[f"{name}.attention.output"])
         h = norm(x, f"{name}.mlp.norm")
-        if (i + 1) % c.experts_every:
+        if (i + 1) % c.experts_every or i in c.dense_layers:
             x = x + torch.stack([torch.stack([feed_forward(c, w, f"{name}.mlp", t) for t in row]) for row in h])
             continue
         found = [experts(c, w, f"{name}.mlp", row, ids >= 0) for row, ids in zip(h, tokens, strict=True)]

@@ -74,7 +74,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
                      "head_dim": 4, "hidden_act": "gelu", "tie_word_embeddings": True, "router_jitter_noise": 0.0}),
     "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
                        "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True,
-                       "use_sliding_window": True, "sliding_window": 5}),
+                       "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5}),
     "olmoe, odd": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 4, "num_experts_per_tok": 3,
                    "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None, "hidden_act": "gelu",
                    "rms_norm_eps": 1e-2}),

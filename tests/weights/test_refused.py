@@ -75,7 +75,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our words express 0.0 alone"),
     "some windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
                      "max_window_layers=1: use_sliding_window=true means all layers in transformers 5"),
-    "layers without experts": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]: our words express [] "),
+    "a layer without experts": ("qwen3_moe", {"mlp_only_layers": [2]}, "model.dense_layers=2: "),
     "a gate of shared experts": ("qwen3_moe", {"shared_expert_intermediate_size": 8},
                                  "shared_expert_intermediate_size=8: our words do not express this key"),
     "more than there are": ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token=5: must be <= model.exp"),

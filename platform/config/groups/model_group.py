@@ -19,10 +19,17 @@ class Model:
     heads: int = key(4, "attention heads", ">= 1", most=2**16)
     kv_heads: int = key(0, "key and value heads of grouped-query attention; 0 = model.heads", ">= 0", most=2**16)
     d_kv: int = key(0, "width of one head; 0 = d_model / heads", ">= 0", most=2**16)
+    kv_latent: int = key(
+        0, "multi-head latent attention: width of what keys and values are made from; 0 = none", ">= 0", most=2**16
+    )
+    q_latent: int = key(0, "kv_latent: width of what queries are made from; 0 = d_model itself", ">= 0", most=2**16)
+    d_rope: int = key(0, "kv_latent: elements of d_kv that rotate, in a key alike for all heads", ">= 0", most=2**16)
+    d_value: int = key(0, "kv_latent: width of one head's values; 0 = d_kv", ">= 0", most=2**16)
     d_ff: int = key(0, "width of the feed-forward layer; 0 = 4 * d_model", ">= 0", most=2**24)
     experts: int = key(0, "experts of a layer, in place of one feed-forward layer; 0 = none", ">= 0", most=2**16)
     experts_per_token: int = key(2, "experts that compute each token", ">= 1", most=2**16)
     experts_every: int = key(1, "1 = experts in all layers, 2 = in every second one, ...", ">= 1")
+    dense_layers: list[int] = key([], "layers, from 0, that have no experts all the same", ">= 0", most=1000)
     expert_d_ff: int = key(0, "width of an expert; 0 = as model.d_ff", ">= 0", most=2**24)
     expert_bias: bool = key(False, "experts, and the scores of experts, have biases")
     shared_experts: int = key(0, "further experts that compute every token", ">= 0", most=1000)
@@ -58,6 +65,10 @@ class Model:
     )
     positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
     rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
+    rope_pairs: str = key(
+        "halves", "positions=rope: what rotates with an element: the one half a head away, or its neighbour",
+        ("halves", "neighbours"),
+    )  # fmt: skip
     rope_scaling: str = key(
         "none", "positions=rope: how angles are scaled to longer sequences", ("none", "linear", "llama3", "yarn")
     )

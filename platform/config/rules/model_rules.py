@@ -19,6 +19,8 @@ def _attention(config: Config) -> Iterator[str]:
     if not m.d_kv and m.d_model % m.heads:
         constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
         yield refused(config, "model.heads", constraint, closest(m.heads, divisors(m.d_model)))
+    elif m.kv_latent:
+        pass  # what rotates is d_rope
     elif m.positions == "rope" and m.d_kv % 2:
         yield refused(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
     elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
@@ -32,9 +34,39 @@ def _attention(config: Config) -> Iterator[str]:
         yield refused(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
 
 
+def _latent(config: Config) -> Iterator[str]:
+    """Yield a refusal line for keys of multi-head latent attention without it, for a part of a model that it does not
+    go with, and for a width that rotates which is none, odd or all of d_kv."""
+    m = config.model
+    if not m.kv_latent:
+        for key in ("q_latent", "d_rope", "d_value"):
+            if getattr(m, key):
+                yield refused(config, f"model.{key}", "model.kv_latent=0 is no latent attention", [0])
+        return
+    latent = f"model.kv_latent={m.kv_latent}"
+    if m.kind in ("encoder_decoder", "two_layer"):
+        yield refused(config, "model.kv_latent", f"model.kind={m.kind} has no latent attention", [0])
+    if m.positions != "rope":
+        yield refused(config, "model.positions", f"{latent} rotates a part of queries and keys", ["rope"])
+    if m.kv_heads not in (0, m.heads):
+        yield refused(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
+    if m.query_key_norm:
+        yield refused(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
+    if m.attention_sinks:
+        yield refused(config, "model.attention_sinks", f"{latent} has no sinks", [False])
+    if (biases := m.attention_bias or ("all" if m.bias else "none")) != "none":
+        yield violation("model.attention_bias", biases, f"{latent} has no biases", ["none"])
+    d_kv = m.d_kv or m.d_model // m.heads
+    if not 0 < m.d_rope < d_kv or m.d_rope % 2:
+        constraint = f"must be even, > 0 and < {d_kv}, the width of a head, with {latent}"
+        yield refused(config, "model.d_rope", constraint, closest(m.d_rope, range(2, d_kv, 2)))
+
+
 def _rotary(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in the configuration of scaled rotary positions (model.rope_scaling)."""
+    """Yield a refusal line for each mistake in the configuration of rotary positions, perhaps scaled."""
     m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
+    if m.rope_pairs != "halves" and m.positions != "rope":
+        yield refused(config, "model.rope_pairs", f"model.positions={m.positions} has no rotations", ["halves"])
     if m.rope_scaling == "none":
         return
     if m.positions != "rope":
@@ -92,7 +124,8 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        nothings = {"expert_d_ff": 0, "expert_bias": False, "shared_experts": 0, "experts_every": 1, "router_groups": 1}
+        nothings = {"expert_d_ff": 0, "expert_bias": False, "shared_experts": 0, "experts_every": 1}
+        nothings |= {"dense_layers": [], "router_groups": 1}
         for key, nothing in nothings.items():
             if getattr(m, key) != nothing:
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
@@ -104,6 +137,10 @@ def _experts(config: Config) -> Iterator[str]:
     if m.experts_every > m.layers:
         constraint = f"must be <= model.layers={m.layers}, so that a layer has experts"
         yield refused(config, "model.experts_every", constraint, [m.layers])
+    elif beyond := [n for n in m.dense_layers if n >= m.layers]:
+        yield violation("model.dense_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+    elif {*m.dense_layers} >= {*range(m.experts_every - 1, m.layers, m.experts_every)}:
+        yield refused(config, "model.dense_layers", "leaves no layer with experts", [m.dense_layers[:-1]])
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -129,4 +166,4 @@ def _groups(config: Config) -> Iterator[str]:
         yield refused(config, "model.router_group_best", constraint, [each])
 
 
-RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing, _experts, _groups)
+RULES = (_attention, _latent, _rotary, _seen, _head, _buckets, _smoothing, _experts, _groups)

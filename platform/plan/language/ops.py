@@ -119,6 +119,6 @@ def scores_of(query: Spec, key: Spec) -> Spec:
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
 
 
-def lengthened(spec: Spec, length: int) -> Spec:
-    """Return the type of an activation with another size of dim length, such as of all keys in a cache."""
-    return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != "length"), ("length", length)))
+def resized(spec: Spec, dim: str, size: int) -> Spec:
+    """Return the type of an activation with another size of a dim, such as the length of all keys in a cache."""
+    return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != dim), (dim, size)))

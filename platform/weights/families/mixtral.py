@@ -83,7 +83,7 @@ QWEN3_MOE = Family(
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("moe_intermediate_size", "expert_d_ff", 768),
         Renamed("decoder_sparse_step", "experts_every", 1),
-        Only("mlp_only_layers", ([], None)),
+        Renamed("mlp_only_layers", "dense_layers", [], null=[]),
         Renamed("norm_topk_prob", "router_normalised", False),
         WindowsEverywhere(),
         Free("", {**_FREE, **special_tokens(None, None)}),

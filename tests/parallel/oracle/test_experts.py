@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
                    "query_key_norm": True, "query_key_norm_over": "heads"},
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},
     "every second layer": {**EXPERTS, "experts_every": 2},
+    "first dense": {**MODELS["latent"], **MODELS["experts"], "dense_layers": [0], "router": "sigmoid"},
     "groups": {**EXPERTS, "experts": 8, "router": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
                "router_group_best": 2, "experts_per_token": 3},
     "gpt_oss": MODELS["gpt_oss"],
