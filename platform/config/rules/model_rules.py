@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from platform.boundary.refusals import closest, violation
 from platform.config.fields import Config, loss_of
@@ -124,7 +125,7 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        nothings = {"expert_d_ff": 0, "expert_bias": False, "shared_experts": 0, "experts_every": 1}
+        nothings: dict[str, Any] = {"expert_d_ff": 0, "expert_bias": False, "shared_experts": 0, "experts_every": 1}
         nothings |= {"dense_layers": [], "router_groups": 1}
         for key, nothing in nothings.items():
             if getattr(m, key) != nothing:

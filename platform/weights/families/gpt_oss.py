@@ -9,10 +9,10 @@ from platform.config.fields import Model
 from platform.weights.families.family import Family, TensorRow, modules, special_tokens
 from platform.weights.families.keys import (
     MOST_LAYERS,
+    Absent,
     Found,
     Free,
     Only,
-    Refused,
     Renamed,
     Rotary,
     Rule,
@@ -85,7 +85,7 @@ GPT_OSS = Family(
         Renamed("num_experts_per_tok experts_per_token", "experts_per_token", 4),
         Only("swiglu_alpha", (1.702,)),
         Only("swiglu_limit", (7.0, 7)),
-        Refused("quantization_config", _QUANTISED),
+        Absent("quantization_config", _QUANTISED),
         Free("initial_context_length", {**_FREE, **special_tokens(None, None)}),
     ],
     **llama_names(_ROWS),

@@ -175,7 +175,7 @@ class Dropouts(Rule):
 @dataclass(frozen=True)
 class Rotary(Rule):
     """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them.
-    `theta`, `scaling`: what the family takes where a config.json says nothing of the base or of the scaling."""
+    `theta`, `scaling`: defaults of the family, where a config.json says nothing of them."""
 
     theirs: str = "rope_parameters rope_theta rope_scaling"
     theta: float = 10000.0
@@ -270,7 +270,7 @@ class LayerWindows(Rule):
 
 
 @dataclass(frozen=True)
-class Refused(Rule):
+class Absent(Rule):
     """Rule that a key may not be there; `why` not, and what to do instead."""
 
     why: str = ""
