@@ -64,7 +64,7 @@ class Exportable:
             read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
             for part in stored.parts
         ]
-        return stored.joined(blocks).to(DTYPES[self.type_of(stored)]).contiguous()
+        return stored.join_blocks(blocks).to(DTYPES[self.type_of(stored)]).contiguous()
 
 
 def exportable(

@@ -51,7 +51,7 @@ class Stored:
         each = len(self.parts) // max(1, self.stacked)
         return [self.parts[i : i + each] for i in range(0, len(self.parts), each)]
 
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+    def join_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
         """Return this tensor of transformers, made of the `blocks` of our parameters that are its parts."""
         found, rest = [], iter(blocks)
         for parts in self.matrices:

@@ -159,7 +159,7 @@ def test_gradients_are_equal(tmp_path, name):
     largest = max(p.grad.abs().max() for p in theirs.values())
     for t in tensors:
         blocks = [ours[part.name][part.box.within(Box.whole(part.shape))] for part in t.parts]
-        error = (t.joined(blocks) - theirs[t.name].grad).abs().max()
+        error = (t.join_blocks(blocks) - theirs[t.name].grad).abs().max()
         assert error <= 1e-10 * largest, t.name
 
 
