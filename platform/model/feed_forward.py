@@ -30,10 +30,11 @@ class Products(Layer):
     """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
     have these Parameters one after the other, along a first dim experts."""
 
-    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool):
+    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, made: Spec | None = None):
         """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
-        of type `spec`; `hidden`: the type of what lies between up and down."""
-        self.spec, self.hidden = spec, hidden
+        of type `spec`, as which they make others of type `made` (None: the same type); `hidden`: the type of what lies
+        between up and down."""
+        self.spec, self.hidden, self.made = spec, hidden, made or spec
         self.function, gated = ACTIVATIONS[c.activation]
         names, of_experts = ["up", "gate"] if gated else ["up"], tuple(d for d in spec.dims if d == "experts")
         more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
@@ -50,7 +51,7 @@ class Products(Layer):
         """Return the feed-forward products of the activation x."""
         h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases)
         hidden = ops.pointwise(self.function, *reversed(h))
-        return ops.project(hidden, self.hidden, (self.down,), (self.spec,), self.down_bias)[0]
+        return ops.project(hidden, self.hidden, (self.down,), (self.made,), self.down_bias)[0]
 
 
 class FeedForward(Residual):
@@ -81,7 +82,7 @@ class Experts(Residual):
         biased = c.expert_bias
         bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
         self.router_bias = [bias] if biased else []
-        self.experts = Products(f"{name}.experts", c, shapes.places, of_experts, biased)
+        self.experts = Products(f"{name}.experts", c, shapes.given, of_experts, biased, made=shapes.made)
         shared = Products(f"{name}.shared", c, shapes.stream, every, biased) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
@@ -96,7 +97,7 @@ class Experts(Residual):
         entered = self.enter(ops, x) if entered is None else entered
         (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.router_bias)
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
-        given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.places, chosen)
-        y = ops.combine(name, self.experts(ops, given), s.places, weights, s.scores, s.stream, chosen)
+        given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.given, chosen)
+        y = ops.combine(name, self.experts(ops, given), s.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
         return self.leave(ops, x, y), auxiliary

@@ -31,7 +31,8 @@ class StackSpecs:
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
         self.scores = Spec.of("stream", "length batch experts", sizes, "accumulate")
-        self.places = Spec.of("experts", "experts batch slots d_model")
+        places = Spec.of("experts", "experts batch slots d_model")
+        self.given, self.made = replace(places, open="gradient"), replace(places, open="value")
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:

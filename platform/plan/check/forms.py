@@ -38,7 +38,8 @@ class Operand(NamedTuple):
 class Form(NamedTuple):
     """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
     conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
-    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks."""
+    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `linear`: the operation
+    is linear in each operand, of which one may be partial."""
 
     operands: Sequence[Operand]
     out: Spec | None
@@ -47,6 +48,7 @@ class Form(NamedTuple):
     statistics: Sequence[str] = ()
     whole: Sequence[str] = ()
     merged: Sequence[str] = ()
+    linear: bool = False
 
 
 def forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -209,7 +211,7 @@ def _dispatch(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
     assert isinstance(x, Spec)
-    slots = Spread({"slots": ()}, frozenset(), frozenset(plan.layout(x).only))
+    slots = Spread({"slots": ()}, frozenset(), frozenset(planned.only))
     yield Form((Operand(x, enter), Operand(weights, given, constant=True)), out, leave, [slots], whole=SLOTS)
 
 
@@ -217,7 +219,7 @@ def _combine(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a weighted sum over experts, where all slots of a sequence are."""
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
-    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS)
+    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS, linear=True)
 
 
 def _loss(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:

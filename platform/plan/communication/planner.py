@@ -29,13 +29,15 @@ class Planner:
     of the model's dims in one microbatch of all replicas, vocab padded.
 
     `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
-    backward, because the parameter's uses differ in their partial axes.
+    backward, because the parameter's uses differ in their partial axes. `open_sums`: axes over which an activation, or
+    its gradient, stays partial between operations, as its type says (`Spec.open`).
     """
 
     mesh: Mesh
     scheme: Scheme
     sizes: Mapping[str, int]
     reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
+    open_sums: Mapping[Spec, tuple[str, ...]] = field(default_factory=dict)
     _layouts: dict[Spec | Parameter, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
@@ -58,6 +60,8 @@ class Planner:
             heads = rules.pop("heads", ())
             rules.setdefault("kv_heads", self._kv_axes(heads))
             layout = Layout.of(rules, layout.only)
+        if isinstance(tensor, Spec) and (axes := self.open_sums.get(tensor)):
+            layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)
         return layout
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
@@ -102,9 +106,9 @@ class Planner:
         return self.shaped(found, tensor, source, target)
 
     def split(self, out: Spec, source: Layout) -> Conversion:
-        """Return the conversion of an operation's result `out`, already complete (not partial) on every rank in layout
-        `source`, to its own layout: it is only split further, by the communication rule's `leave`."""
-        return self.shaped(leave(out.dims, source, self.layout(out), ()), out, source, self.layout(out))
+        """Return the conversion of an operation's result `out`, in layout `source`, to its own layout, by the
+        communication rule's `leave`: it is only split further, and summed where it is partial."""
+        return self.shaped(leave(out.dims, source, self.layout(out), source.partial), out, source, self.layout(out))
 
     def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
         """Fill in the local shapes and the dtype of a conversion of `tensor` from layout `source` to `target`, and

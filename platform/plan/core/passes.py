@@ -114,7 +114,7 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
         from the activations `flow`, which their results replace."""
         own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
         own |= {"slots": tokens} if "slots" in own else {}  # whatever tokens it has, a pass drops none
-        planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying)
+        planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
         chunks = tuple(_chunk(planner, model, shape, flow, *part) for part in parts)
         return replace(
             plan,

@@ -32,6 +32,7 @@ class _Products(Op):
     computed in it, of operands in the compute type."""
 
     wide = ("outputs",)
+    open = {"inputs": "gradient", "outputs": "value"}
 
     def plan(self, planner, operation):
         """Plan compute layouts, conversions and collectives of the einsums; einsums that convert x to the same compute

@@ -187,6 +187,42 @@ def test_only_the_way_there_and_back_is_an_all_to_all():
     assert set(found) == {(kind, phase) for kind in ("dispatch", "combine") for phase in ("forward", "backward")}
 
 
+SUMS = {  # scheme, sizes of axes, branch -> the sums over ranks of what experts make, and of their tokens' gradient
+    ("1d", "t", "none"): "all_reduce",
+    ("1d_sp", "t", "none"): "reduce_scatter",
+    ("3d", "y", "none"): "reduce_scatter",
+    ("serial", "g", "dsp"): "reduce_scatter",
+    ("serial", "g", "dsp_csub"): "reduce",
+}
+
+
+@pytest.mark.parametrize("case", SUMS, ids=" ".join)
+def test_sums_over_ranks_are_of_tokens(case):
+    """Never of slots, which are more: dispatch and combine are linear, so that sums can wait for the smaller tensor."""
+    scheme, axis, branch = case
+    axes, more = ({}, {"branch": branch, "branch_axes": {"g": 2}}) if axis == "g" else ({axis: 2}, {})
+    c = configured("sigmoid", tensor=scheme, axes=axes, **more)
+    plan = make_plan(c)
+    summing = [(kind, name.removeprefix("layers.0.mlp"), c.op, c.phase, c.elements)
+               for (kind, name), o in plan.operations.items() for c in o.collectives
+               if name.startswith("layers.0.mlp") and c.op in ("all_reduce", "reduce_scatter", "reduce")]  # fmt: skip
+    tokens = plan.sizes["length"] * plan.sizes["batch"] * plan.sizes["d_model"]
+    ways = {("combine", "forward"), ("dispatch", "backward")}
+    assert {(k, "", SUMS[case], phase, tokens) for k, phase in ways} <= {*summing}
+    assert not [found for found in summing if ".experts." in found[1]]
+
+
+def test_negative_control_a_sum_that_nobody_takes():
+    """Where the tokens' gradient stays partial over the ranks that split d_ff, the oracle must fail."""
+    c = configured("sigmoid", tensor="1d", axes={"t": 2})
+    plan, key = make_plan(c), ("dispatch", "layers.0.mlp")
+    enter, *rest = plan.operations[key].conversions
+    assert [s.op for s in enter.backward] == ["all_reduce"]
+    broken = replace(plan.operations[key], conversions=(replace(enter, backward=()), *rest))
+    with pytest.raises(AssertionError, match="gradient of|replicas of"):
+        compare(c, *run(c, with_operations(plan, {**plan.operations, key: broken})), serial(c))
+
+
 def test_the_same_tokens_are_dropped_under_every_plan():
     """A capacity counts in one sequence, never in what a rank happens to have."""
     sizes = [make_plan(configured("shared", e, data=d)).sizes["slots"] for d, e in ((1, 1), (2, 1), (4, 4))]

@@ -173,6 +173,18 @@ MUTANTS = {
     "scores that are summed in 16 bits": (
         "experts, 2d", operation("project", "*.mlp.router", in_16_bits),
         "lists 1 and takes 0 times all_reduce of 128 elements over c in its forward pass, in the compute type"),
+    "a sum of tokens that nobody takes": (
+        "experts", step("combine", "*", "2", "forward", without("all_reduce")),
+        "result stream[length batch d_model] is partial over t, and has to be whole"),
+    "a gradient of tokens that nobody sums": (
+        "experts", step("dispatch", "*", "0", "backward", without("all_reduce")),
+        "gradient of stream[length batch d_model] is partial over t, and has to be whole"),
+    "weights of a part of the sum": (
+        "experts", step("combine", "*", "1", "backward", without("all_reduce")),
+        "gradient of stream[length batch experts] accumulate is partial over t"),
+    "choices of experts that ranks with the same tokens both count": (
+        "experts", operation("route", "*", field("compute_axes", ("data", "expert", "t"))),
+        "computes on expert, and says on data+expert+t"),
     "an all-to-all the other way": (
         "slices", step("relayout", "*", "0", "forward", turned),
         "all_to_all"),
