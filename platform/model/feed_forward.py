@@ -80,9 +80,10 @@ class Experts(Residual):
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
         biased = c.expert_bias
+        made = replace(shapes.made, open="") if biased else shapes.made  # a bias is added to what is complete
         bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
         self.router_bias = [bias] if biased else []
-        self.experts = Products(f"{name}.experts", c, shapes.given, of_experts, biased, made=shapes.made)
+        self.experts = Products(f"{name}.experts", c, shapes.given, of_experts, biased, made)
         shared = Products(f"{name}.shared", c, shapes.stream, every, biased) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
@@ -98,6 +99,6 @@ class Experts(Residual):
         (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.router_bias)
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
         given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.given, chosen)
-        y = ops.combine(name, self.experts(ops, given), s.made, weights, s.scores, s.stream, chosen)
+        y = ops.combine(name, self.experts(ops, given), self.experts.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
         return self.leave(ops, x, y), auxiliary

@@ -85,7 +85,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
                   "are not read; load them with transformers' Mxfp4Config(dequantize=True), and save_pretrained"),
     "another limit": ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit=9.0: our words express 7.0 alone"),
     "a window of none": ("gpt_oss", {"sliding_window": None}, 'layer_types=["full_attention", "sliding_attention"]: '
-                         "sliding_window says that there is none"),
+                         "sliding_window: there is none"),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: our words express null alone"),
     "stacks": ("t5", {"num_decoder_layers": 3}, "num_decoder_layers=3: num_layers is 2, and our model.layers is one"),
     "contradiction": ("t5", {"is_gated_act": True}, "is_gated_act=true: feed_forward_proj=relu says False"),

@@ -118,16 +118,18 @@ class Words(Rule):
 @dataclass(frozen=True)
 class Only(Rule):
     """Rule that a key has one accepted value, the first of `accepted`, or others that mean the same. The first stands
-    for a missing key too. It is not `written` where only older versions write it."""
+    for a missing key too. It is not `written` where only older versions write it; `why`: the reason in a refusal."""
 
     accepted: Sequence[Any]
     written: bool = True
+    why: str = ""
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return {}, no key of our model. Raises Inexpressible for a value of the config.json's key not accepted."""
         value = found.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
-            raise Inexpressible(self.theirs, value, f"our words express {as_json(self.accepted[0])} alone")
+            why = self.why or f"our words express {as_json(self.accepted[0])} alone"
+            raise Inexpressible(self.theirs, value, why)
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:
@@ -238,9 +240,11 @@ def _positive(name: str, value: Any) -> float:
 @dataclass(frozen=True)
 class LayerWindows(Rule):
     """Rule that some layers have a window: `layer_types`, else those from `max_window_layers` on, if
-    `use_sliding_window` (Qwen)."""
+    `use_sliding_window` (Qwen), or, where a family has no such keys, every second layer from the first (GPT-OSS).
+    `width`: default of sliding_window."""
 
     theirs: str = "use_sliding_window sliding_window max_window_layers layer_types"
+    width: int = 4096
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our model keys window and window_layers for a config.json. Raises Inexpressible if its keys contradict
@@ -248,66 +252,39 @@ class LayerWindows(Rule):
         layers = value_of(found, "num_hidden_layers", NEEDED, (int,))
         if not 0 < layers <= MOST_LAYERS:
             return {}  # refused by the bounds of model.layers
-        used = value_of(found, "use_sliding_window", False, (bool,))
-        width = value_of(found, "sliding_window", 4096, (int, type(None))) if used else None
+        alternate = "use_sliding_window" not in self.names
+        used = alternate or value_of(found, "use_sliding_window", False, (bool,))
+        width = value_of(found, "sliding_window", self.width, (int, type(None))) if used else None
         first = value_of(found, "max_window_layers", 28, (int,))
         kinds = value_of(found, "layer_types", None, (list, type(None)))
         if kinds is None:
-            kinds = list(_kinds(layers, lambda i: bool(width) and i >= first))
-        return windows_of(layers, width, kinds, "use_sliding_window and sliding_window say that there is none")
+            kinds = list(_kinds(layers, lambda i: i % 2 == 0 if alternate else bool(width) and i >= first))
+        if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+            raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
+        windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+        if windowed and not width:
+            said = " and ".join(name for name in self.names if name in ("use_sliding_window", "sliding_window"))
+            raise Inexpressible("layer_types", kinds, f"{said}: there is none")
+        return {
+            "window": width if width and windowed else 0,
+            "window_layers": windowed if len(windowed) < layers else [],
+        }
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the four keys of a config.json on attention windows; `max_window_layers` where the windowed layers are
-        the last."""
-        windowed = windowed_layers(m)
+        """Return the keys of a config.json on attention windows; `max_window_layers` where the windowed layers are the
+        last."""
+        windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
         last = windowed and windowed == list(range(windowed[0], m.layers))
-        return {
+        values = {
             "use_sliding_window": bool(m.window),
             "sliding_window": m.window or None,
             "max_window_layers": windowed[0] if last else 28,
-            "layer_types": layer_types(m),
+            "layer_types": list(_kinds(m.layers, lambda i: i in windowed)),
         }
-
-
-@dataclass(frozen=True)
-class Absent(Rule):
-    """Rule that a key may not be there; `why` not, and what to do instead."""
-
-    why: str = ""
-
-    def read(self, found: Found) -> dict[str, Any]:
-        """Return {}, no key of our model. Raises Inexpressible if the config.json has a value for the key."""
-        if (value := found.get(self.theirs)) is not None:
-            raise Inexpressible(self.theirs, value, self.why)
-        return {}
-
-    def write(self, m: Model) -> dict[str, Any]:
-        """Return {}: the key is not written into transformers' config.json."""
-        return {}
+        return {name: values[name] for name in self.names}
 
 
 _KINDS = ("full_attention", "sliding_attention")
-
-
-def windows_of(layers: int, width: int | None, kinds: Sequence[Any], why: str) -> dict[str, Any]:
-    """Return our model keys of windows for the `layer_types`, `kinds`, of a config.json. Raises Inexpressible."""
-    if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
-        raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
-    windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
-    if windowed and not width:
-        raise Inexpressible("layer_types", kinds, why)
-    return {"window": width if width and windowed else 0, "window_layers": windowed if len(windowed) < layers else []}
-
-
-def windowed_layers(m: Model) -> list[int]:
-    """Return the layers of a model that have a window, for its config.json."""
-    return [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
-
-
-def layer_types(m: Model) -> list[str]:
-    """Return each layer's attention of a model as `layer_types` of config.json has it."""
-    windowed = windowed_layers(m)
-    return list(_kinds(m.layers, lambda i: i in windowed))
 
 
 def _kinds(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
