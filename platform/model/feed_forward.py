@@ -82,13 +82,19 @@ class Experts(Residual):
         biased = c.expert_bias
         made = replace(shapes.made, open="") if biased else shapes.made  # a bias is added to what is complete
         bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
-        self.router_bias = [bias] if biased else []
+        self.score_bias = [bias] if biased else []
         self.experts = Products(f"{name}.experts", c, shapes.given, of_experts, biased, made)
         shared = Products(f"{name}.shared", c, shapes.stream, every, biased) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
         groups = c.router_groups, c.router_groups_kept, c.router_group_best
-        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups)
+        rate = c.balance_rate if c.router_bias else 0.0
+        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups, rate)
+        self.states = []
+        if c.router_bias:
+            self.states.append(Parameter(f"{name}.choice_bias", ("experts",), "choice", "zeros"))
+        if c.balance_over == "batch":
+            self.states.append(Parameter(f"{name}.load", ("experts",), "load", "ones"))
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
         """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token
@@ -96,8 +102,8 @@ class Experts(Residual):
         `Attention`."""
         s, name, chosen = self.shapes, self.name, self.rules.chosen
         entered = self.enter(ops, x) if entered is None else entered
-        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.router_bias)
-        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
+        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.score_bias)
+        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
         given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.given, chosen)
         y = ops.combine(name, self.experts(ops, given), self.experts.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
