@@ -108,8 +108,8 @@ class Found(NamedTuple):
 
 
 def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -> Found:
-    """The loss of labels (at least 0) in batches [batch, length]. Norms are RMSNorm, positions learned, nothing but experts
-    has a bias, and the embedding is tied. `w`: weights and states."""
+    """The loss of labels (at least 0) in batches [batch, length]. Norms are RMSNorm, positions learned, nothing but
+    experts has a bias, and the embedding is tied. `w`: weights and states."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], w[f"{name}.gain"], 1e-5)
