@@ -86,6 +86,8 @@ def _rowwise(
     def found(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         """Yield the form of an operation element by element, or row by row."""
         operands, output = _converted(planned)
+        if "rows" in planned.operation.outputs[0].dims:
+            operands = [operand._replace(renamed=unordered) for operand in operands]
         over = statistics(planned)
         yield Form(operands, planned.operation.outputs[0], output, (), over, whole(planned), over)
 

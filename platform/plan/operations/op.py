@@ -139,8 +139,9 @@ def with_vectors(planner: Planner, operation: Operation, statistics: Sequence[Co
     """Plan an operation in the layout of its activation, to which its parameters, vectors of some of the dims, are
     converted. `statistics` and `more` as in `planned`."""
     have = planner.layout(operation.inputs[0])
+    there = Layout.of({**have, **planner.picked(operation.inputs[0])}, have.only)
     conversions = [
-        planner.parameter_conversion(operation, p, planner.enter(p, have.restrict(p.dims), have.axes))
+        planner.parameter_conversion(operation, p, planner.enter(p, there.restrict(p.dims), have.axes))
         for p in operation.parameters
     ]
     return planned(planner, operation, have, conversions, statistics, **more)

@@ -122,10 +122,12 @@ def test_so_it_is_of_rows_in_the_worst_routing(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2}], ids=str
-)
+    "more",
+    [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2},
+     {**ROUTED, "data": 2, "experts_of": 2, "zero": 1, "microbatch": 2}], ids=str
+)  # fmt: skip
 def test_of_adafactor(more):
-    c = configured(layers=2, **more)
+    c = configured(**{"layers": 2, **more})
     c.optimizer.kind = "adafactor"
     holds(c)
 
