@@ -75,7 +75,19 @@ def draw_scheme(r: Random, family: str, ranks: int) -> tuple[Tensor, Branch]:
     """Draw a tensor scheme and a branch splitting over so many ranks together."""
     tensor, branch = FAMILIES[family](r, ranks)
     tensor.gathered = r.choice(("keep", "keep", "again", "panels"))
+    split_latents(Random(repr(tensor)), tensor)
     return tensor, branch
+
+
+def split_latents(r: Random, tensor: Tensor) -> None:
+    """Let axes that split nothing in a table split latents there, in some schemes."""
+    if r.random() < 0.5:
+        return
+    for rules in (tensor.regions.get("stream", {}), *tensor.parameters.values()):
+        used = {axis for axes in rules.values() for axis in axes}
+        for axis in tensor.axes:
+            if axis not in used and r.random() < 0.5:
+                rules.setdefault(r.choice(("q_latent", "kv_latent")), []).append(axis)
 
 
 def _shipped(r: Random, ranks: int, names: Sequence[str] = (*SHIPPED, *SHIPPED, *MESH_TF)) -> tuple[Tensor, Branch]:
@@ -198,6 +210,8 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
     m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
     if m.kind != "two_layer" and r.random() < 0.4:
         draw_parts(r, m)
+    if m.kind in ("decoder", "encoder"):
+        draw_latents(Random(repr(m)), m, need)
     if has_experts:
         m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
         m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
@@ -205,10 +219,23 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
     return m
 
 
+def draw_latents(r: Random, m: Model, need: Mapping[str, int]) -> None:
+    """Draw latent attention for some models; `need`: what its sizes must be multiples of."""
+    if r.random() < 0.75:
+        return
+    unit = need.get("d_kv", 1)
+    m.kv_latent, m.q_latent = (need.get(dim, 1) * r.choice((n, 1, 2)) for dim, n in (("kv_latent", 3), ("q_latent", 0)))
+    m.d_rope, m.d_value = lcm(unit, 2) * r.choice((1, 2)), unit * r.choice((0, 1, 2, 4))
+    m.d_kv, m.rope_pairs = m.d_rope + unit * r.choice((1, 2, 3)), r.choice(("halves", "neighbours"))
+    m.positions, m.kv_heads, m.attention_bias = "rope", 0, "none"
+    m.query_key_norm, m.query_key_norm_over = False, "head"
+
+
 def draw_experts(r: Random, m: Model) -> None:
     """Draw how a model's experts are chosen, and what they add to the loss."""
     m.shared_experts = r.choice((0, 0, 1, 2))
     m.experts_per_token, m.experts_every = r.randint(1, min(3, m.experts)), min(m.layers, r.choice((1, 1, 2)))
+    m.dense_layers = [0] if m.experts_every == 1 < m.layers and Random(repr(m)).random() < 0.3 else []
     m.capacity_factor = r.choice((0.0, 0.5, 1.0, 1.25))
     m.router, m.router_normalised = r.choice(("softmax", "sigmoid")), r.random() < 0.7
     m.router_groups = r.choice([n for n in divisors(m.experts) if m.experts % n == 0])
