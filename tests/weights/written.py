@@ -33,6 +33,7 @@ OURS: dict[str, dict[str, Any]] = {
     "olmoe": {**LLAMA, "query_key_norm": True, "query_key_norm_over": "heads", "d_ff": 0, "expert_d_ff": 12,
               "experts": 4, "router_normalised": False},
     "deepseek_v2": {**LATENT, "router_normalised": False, "router_groups": 2},
+    "deepseek_v3": {**LATENT, "router": "sigmoid", "router_bias": True, "router_groups": 2, "router_group_best": 2},
     "bert": {**SMALL, "kind": "encoder", "post_norm": True, "embedding_norm": True, "segments": 2,
              "head_transform": True, "head_bias": True},
     "t5": {**SMALL, "kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False,
