@@ -213,7 +213,7 @@ def sums_of_groups(groups: Groups, rows: Tensor, dtype: torch.dtype | None = Non
 
 
 class _OfRows(torch.autograd.Function):
-    """Autograd function of `of_rows`, none of whose sums depend on the order in which threads add."""
+    """Autograd function of `vectors_of_rows`, none of whose sums depend on the order in which threads add."""
 
     @staticmethod
     def forward(ctx, vectors, groups):
@@ -227,6 +227,6 @@ class _OfRows(torch.autograd.Function):
         return sums_of_groups(ctx.groups, gradient), None
 
 
-def of_rows(groups: Groups, vectors: Tensor) -> Tensor:
+def vectors_of_rows(groups: Groups, vectors: Tensor) -> Tensor:
     """Compute `of_groups` differentiably: for each row of experts, the one of `vectors` that is its expert's."""
     return _OfRows.apply(vectors, groups)

@@ -21,7 +21,7 @@ class ShiftOp(BlockOp):
     def run(self, ops, found, x, spec, parameter, counts=None):
         """Add the parameter, a bias or a table of positions, to this rank's block of x."""
         if counts is not None:
-            return x + ops.kernels.products.of_rows(counts, parameter)
+            return x + ops.kernels.products.vectors_of_rows(counts, parameter)
         (dims,) = (p.dims for p in found.operation.parameters)
         assert tuple(d for d in spec.dims if d in dims) == dims
         for i, d in enumerate(spec.dims):
