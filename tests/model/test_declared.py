@@ -66,7 +66,7 @@ def test_roles_decay_and_initial_values(model):
         else:
             assert p.init == ("ones" if p.name.endswith("gain") else "zeros"), p
         if p.role == "vector":
-            assert p.dims[-1] == "d_model"
+            assert p.dims[-1] == "d_model" or p.name.endswith("router_bias")
         elif matrix and not {"vocab", "positions", "segments"} & {*p.dims} and not added:
             dims = [d for d in p.dims if d != "experts"]
             read = ("d_model", "q_latent", "kv_latent")
