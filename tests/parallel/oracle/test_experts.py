@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from platform.parallel.kernels.by_index import slots
 from platform.planning.make_plan import make_plan
 from tests.harness import oracle
 from tests.harness.oracle import MODELS, Tokens, compare, configure, prove, run, serial, with_operations
@@ -29,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "groups": {**EXPERTS, "experts": 8, "router": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
                "router_group_best": 2, "experts_per_token": 3},
     "both ways": {**MODELS["bert"], **EXPERTS},
+    "both stacks": {**MODELS["t5"], **EXPERTS},
 }  # fmt: skip
 SCHEMES = {
     **test_models.SCHEMES,
@@ -127,7 +129,7 @@ STAGES = {
 }
 PIPED = {
     "schedule": list(STAGES),
-    "kind": ["shared", "sigmoid", "every second layer"],
+    "kind": ["shared", "sigmoid", "every second layer", "both stacks"],
     "scheme": ["serial", "1d_sp"],
     "split": [(1, 1), (2, 2)],
     "zero": [0, 3],
@@ -248,6 +250,31 @@ def test_negative_control_gradients_of_other_experts():
     assert plan.reductions[up] == () and plan.reductions["layers.0.mlp.router"] == ("expert",)
     with pytest.raises(AssertionError, match=f"gradient of {up}"):
         compare(c, *run(c, replace(plan, reductions={**plan.reductions, up: ("expert",)})), serial(c))
+
+
+def test_losses_of_a_source_count_as_the_labels_of_its_target(monkeypatch):
+    """The mean over a source's tokens is a loss of each token of its target: what is added to the loss is computed here
+    from what each router says of its own tokens."""
+    c, found, route = configured("both stacks", global_batch=4, microbatch=4), [], slots.route
+
+    def noted(scores, real, router, places):
+        weights, auxiliary, counts = route(scores, real, router, places)
+        found.append((auxiliary.detach(), real))
+        return weights, auxiliary, counts
+
+    monkeypatch.setattr(slots, "route", noted)
+    _, (ours,) = run(c)
+    monkeypatch.setattr(slots, "route", route)
+    c.model.balance_loss = c.model.z_loss = 0.0
+    _, (without,) = run(c)
+    labels = torch.from_numpy(Tokens(c).batch("train", 0, 4)["labels"]).t() >= 0  # [length, batch]
+    of_first_step = found[: 2 * c.model.layers]  # of the encoder's layers, then of the decoder's
+    sources = sum(losses.sum(0) / real.sum(0) for losses, real in of_first_step[: c.model.layers])
+    targets = sum((losses * labels).sum() for losses, _ in of_first_step[c.model.layers :])
+    assert {len(losses) for losses, _ in of_first_step} == {c.model.source_length, c.model.length} == {8, 16}
+    assert not all(real.all() for _, real in of_first_step) and not labels.all()
+    added = ((sources * labels.sum(0)).sum() + targets) / labels.sum()
+    assert ours.loss - without.loss == pytest.approx(added.item(), rel=1e-9) and added > 0.05
 
 
 SHARDED = {  # replicas, how many share the experts, parallel.zero_group -> axes that shard most, and experts

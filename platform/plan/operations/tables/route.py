@@ -22,7 +22,8 @@ class RouteOp(Op):
     def record(self, ops, name, scores, spec, tokens, router):
         if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
             raise ModelMistake(name, f"a router's scores are [length batch experts] accumulate, unlike {spec}")
-        outs = [spec] if ops.cache else [spec, Spec(spec.region, TOKENS, spec.sizes)]
+        of_tokens = Spec(spec.region, TOKENS, tuple(pair for pair in spec.sizes if pair[0] in TOKENS))
+        outs = [spec] if ops.cache else [spec, of_tokens]
         found = ops.record(self.kind, name, [scores], [spec], outs, [tokens], router=router)
         return (found, None) if ops.cache else found
 
@@ -41,7 +42,9 @@ class RouteOp(Op):
         if ops.absent(scores):
             return scores, scores.to(ops.narrow) if len(leave) > 1 else None
         real = tokens[self.kind, name] >= 0
-        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"])
+        weights, auxiliary, counts = ops.kernels.slots.route(
+            scores, real, router, ops.plan.planner.sizes_of(spec)["slots"]
+        )
         ops.count_routed(counts, ops.planned(self.kind, name).compute_axes)
         found = weights, auxiliary.to(ops.narrow)
         results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
