@@ -19,8 +19,8 @@ MOST_MATRICES = 1 << 20  # of experts: as many as an index of files names
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Parameter of ours, or the block `box` of it that belongs to one expert, and the matrix that transformers sees in
-    it: `rows` are what its product adds, `columns` what it contracts. A vector has one column."""
+    """Parameter of ours, or the block `box` of it that belongs to one expert or head, and the matrix that transformers
+    sees in it: `rows` are what its product adds, `columns` what it contracts. A vector has one column."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,11 +70,15 @@ def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored
         if row.gated not in (None, gated) or not all(part in left for part in ours):
             continue
         found = [left.pop(part) for part in ours]
+        if row.by_head:
+            each = [tuple(_part_of_one(*one, head) for one in found) for head in range(m.heads)]
+            out.append(Stored(name, tuple(chain.from_iterable(each)), row.turned))
+            continue
         if not _of_experts(found[0][0]):
             vector = _is_vector(name, found[0][0])
             out.append(Stored(name, tuple(_part(*one, vector) for one in found), row.turned, vector))
             continue
-        each = [tuple(_part_of_expert(*one, e) for one in found) for e in range(m.experts)]
+        each = [tuple(_part_of_one(*one, e) for one in found) for e in range(m.experts)]
         if "{e}" in name:
             out += [Stored(name.replace("{e}", str(e)), parts, row.turned) for e, parts in enumerate(each)]
         else:
@@ -111,10 +115,10 @@ def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
     return MatrixPart(p.name, shape, rows, prod(shape) // rows, Box.whole(shape))
 
 
-def _part_of_expert(p: Parameter, shape: tuple[int, ...], expert: int) -> MatrixPart:
-    """Describe the matrix of one expert in our parameter `p`, with the expert's number, as transformers stores it."""
+def _part_of_one(p: Parameter, shape: tuple[int, ...], number: int) -> MatrixPart:
+    """Describe the matrix of one expert, or head, in our parameter `p`, by its number, as transformers stores it."""
     _, rows, columns = shape
-    return MatrixPart(p.name, shape, rows, columns, Box((expert, 0, 0), (1, rows, columns)))
+    return MatrixPart(p.name, shape, rows, columns, Box((number, 0, 0), (1, rows, columns)))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,13 @@ GPT2: dict[str, Any] = {
     "vocab_size": 61, "n_positions": 20, "n_embd": 24, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 10,
+    "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+YARN: dict[str, Any] = {**ROTARY, "rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9}
+
 # name -> (class without its ending Config, class of the model, keys)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", GPT2),
@@ -40,8 +47,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "head_dim": 10, "num_local_experts": 4,
                 "sliding_window": 7}),
     "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 8, "num_experts": 5,
-                  "num_experts_per_tok": 3, "moe_intermediate_size": 12, "decoder_sparse_step": 2}),
+                  "num_experts_per_tok": 3, "moe_intermediate_size": 12, "num_hidden_layers": 4,
+                  "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "olmoe": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "topk_method": "group_limited_greedy",
+                    "rope_parameters": YARN}),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "t5": ("T5", "T5ForConditionalGeneration", T5),
 }  # fmt: skip
@@ -121,7 +131,7 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
     with in_double() if double else contextlib.nullcontext():
         torch.manual_seed(0)
         model = getattr(library, kind)(getattr(library, f"{config}Config")(**{**keys, **more})).eval()
-        if getattr(model.config, "num_local_experts", 0):
+        if any(getattr(model.config, key, 0) for key in ("num_local_experts", "n_routed_experts")):
             model.set_experts_implementation("eager")  # whose products are there in fp64
         if name == "t5, 1.1":  # as the real ones are: with a head of its own
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -129,6 +139,8 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
             for weight in model.parameters():
                 noise = torch.randn(weight.shape, dtype=weight.dtype)
                 weight.copy_(0.2 * noise if weight.ndim > 1 else weight + 0.1 * noise)
+            for bias in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
+                bias.copy_(0.1 * torch.randn(bias.shape))
     return model
 
 

@@ -328,7 +328,8 @@ def _buffers(
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
         given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
         out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
-        return given, out, lambda: join(joined) if op == "all_to_all" else out
+        # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
+        return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out
     if op in ("broadcast", "scatter"):
         out = x.contiguous()
         return out, out, lambda: out

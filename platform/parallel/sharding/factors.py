@@ -54,9 +54,11 @@ class Factors:
         block, shape, cut = plan.block(p, at), plan.global_shape(p), p.row_dims
         rows, columns = (_places(block[side], shape[side], device) for side in (slice(0, cut), slice(cut, None)))
         first, last = start // len(columns), -(-stop // len(columns))
-        rows = rows[first:last]
-        of, counts = (rows // p.matrices(shape)[1]).unique_consecutive(return_counts=True)
-        return _Part(rows, counts.tolist(), of, columns, start - first * len(columns))
+        each = prod(extent for _, extent in block[p.stacked : cut])  # rows of the block in one matrix
+        within = range(first // each, -(-last // each))
+        counts = [min(last, (n + 1) * each) - max(first, n * each) for n in within]
+        of = torch.tensor(within, device=device) + sum(offset for offset, _ in block[: p.stacked])
+        return _Part(rows[first:last], counts, of, columns, start - first * len(columns))
 
     def shape(self, name: str) -> tuple[int, int, int] | None:
         """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""

@@ -18,14 +18,15 @@ from platform.weights.families.keys import Only, Rule
 
 
 class TensorRow(NamedTuple):
-    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another. `turned`: it is stored as
-    [what it contracts, what it adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none
-    (False)."""
+    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another, or one after another for
+    each head (`by_head`). `turned`: it is stored as [what it contracts, what it adds]; `gated`: it is there only where
+    feed-forward layers have a gate (True), or none (False)."""
 
     theirs: str
     ours: tuple[str, ...]
     turned: bool = False
     gated: bool | None = None
+    by_head: bool = False
 
 
 @dataclass(frozen=True)

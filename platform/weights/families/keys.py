@@ -40,7 +40,8 @@ class Rule:
 
 def sizes_of(m: Model) -> dict[str, int]:
     """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
-    return {**{key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}, "expert_d_ff": expert_width(m)}
+    sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
+    return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"]}
 
 
 def as_json(value: Any) -> str:
@@ -150,6 +151,22 @@ class Free(Rule):
     def write(self, m: Model) -> dict[str, Any]:
         """Return the keys of transformers' config.json that do not matter and have a default, with the default."""
         return dict(self.defaults)
+
+
+@dataclass(frozen=True)
+class Translated(Rule):
+    """Rule of two functions: `reading` gives our model keys for a config.json, `writing` theirs for a model."""
+
+    reading: Callable[[Found], dict[str, Any]]
+    writing: Callable[[Model], dict[str, Any]]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return the keys of our model that the rule's function reads in a config.json. Raises Inexpressible."""
+        return self.reading(found)
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a config.json that the rule's function writes for a model."""
+        return self.writing(m)
 
 
 @dataclass(frozen=True)

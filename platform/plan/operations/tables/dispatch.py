@@ -54,7 +54,7 @@ class DispatchOp(BlockOp):
         """Count the memory of the slots; of the tokens' places integers are kept."""
         slots, n = ops.inner(found, found.conversions[-1]), x.elements
         places = _places(ops, found.conversions[-1].before, weights.elements, chosen)
-        ops.note([slots], [x], (places,), lambda gs, _: [_with_scratch(ops, n, n)])
+        ops.note([slots], [x], (places,), lambda gs, _: [ops.new(n)])
         return slots
 
 
@@ -89,14 +89,15 @@ class CombineOp(BlockOp):
         total = ops.inner(found, found.conversions[-1])
         places = _places(ops, found.conversions[0].after, weights.elements, chosen)
         n, slots, by_expert = total.elements, y.elements, weights.elements
-        ops.new(2 * n, ops.wide)
+        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
+        ops.new(scratch, ops.wide)
         saved = y.storage, weights.storage, places
         of_weights = ops.plan.itemsize[of_weights.dtype]
         ops.note(
             [total],
             [y, weights],
             saved,
-            lambda gs, _: [ops.new(slots), _with_scratch(ops, by_expert, 2 * n, of_weights)],
+            lambda gs, _: [ops.new(slots), _with_scratch(ops, by_expert, scratch, of_weights)],
         )
         return total
 
