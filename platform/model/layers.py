@@ -20,7 +20,7 @@ STD = 0.02  # standard deviation of normal initialisations; residual projections
 
 class StackSpecs:
     """Holds the Specs (region, dims) of the activations in one stack of blocks. `length`: tokens per sequence in this
-    stack, None for the model's length; `slots`: those of an expert for a sequence of this `length`."""
+    stack, None for the model's length; `slots`: tokens of such a sequence that an expert takes."""
 
     def __init__(self, length: int | None = None, slots: int = 0):
         """Construct the Specs of a Transformer stack's activations: regions, dims. `length`: its tokens a sequence."""
@@ -60,7 +60,8 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
     if c.rope_scaling == "none":
         return None
     magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
-    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, c.rope_low, c.rope_high, magnitude)
+    bounds = c.rope_low, c.rope_high, magnitude, c.rope_truncate
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds)
 
 
 def expert_width(c: ModelConfig) -> int:

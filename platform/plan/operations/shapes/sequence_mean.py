@@ -1,4 +1,4 @@
-"""Numbers of the tokens of one sequence, handed to those of another, such as from a source to its target."""
+"""Means over the tokens of a sequence, for the tokens of another: of a source, for its target."""
 
 from __future__ import annotations
 
