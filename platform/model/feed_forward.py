@@ -76,8 +76,8 @@ class Experts(Residual):
         """Construct the router, the experts and the shared experts of a layer called `name`."""
         super().__init__(name, c, shapes)
         width = expert_width(c)
-        places = Spec.of("experts", "experts batch slots d_model" if c.capacity_factor else "rows d_model")
-        of_experts = replace(places, dims=(*places.dims[:-1], "d_ff"), sizes=(("d_ff", width),))
+        places = shapes.places if c.capacity_factor else shapes.rows
+        of_experts = replace(places, dims=(*places.dims[:-1], "d_ff"), sizes=(*places.sizes, ("d_ff", width)))
         # sums over ranks are left to tokens, which are fewer; but a bias is added to what is complete
         self.given, self.made = replace(places, open="gradient"), replace(places, open="" if c.expert_bias else "value")
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))

@@ -320,6 +320,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "combine_rows": _combine_rows,
     "cross_entropy": _loss(("vocab",)),
     "token_loss": _loss(()),
+    "sequence_mean": _rowwise(whole=lambda planned: ("length",)),
     "squared_error": _loss(()),
 }
 

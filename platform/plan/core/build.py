@@ -95,14 +95,9 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
         parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
     if "length" not in own_sizes:
         raise ModelMistake("length", "the model's sizes lack it", place=defined_at(model))
-    sizes = all_rows({"memory_length": own_sizes["length"], **own_sizes, "batch": batch})
+    sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
     check_parameters(parameters, model, sizes)
     return parameters, sizes
-
-
-def all_rows(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a model's `sizes` with dim rows, which it gives for one token, as all tokens have."""
-    return {**sizes, **({"rows": sizes["rows"] * sizes["length"] * sizes["batch"]} if "rows" in sizes else {})}
 
 
 def _recorded(

@@ -156,5 +156,6 @@ def reading(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: st
 
 
 def extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the global size of each dim of a tensor. `sizes`: sizes of the model's dims."""
-    return {d: dict(tensor.sizes).get(d, sizes[d]) for d in tensor.dims}
+    """Return the global size of each dim of a tensor, of rows all tokens'. `sizes`: sizes of the model's dims."""
+    own = {**sizes, **dict(tensor.sizes)}
+    return {d: own[d] * (own["length"] * own["batch"] if d == "rows" else 1) for d in tensor.dims}
