@@ -127,6 +127,9 @@ def test_mesh_tensorflows_table_2(row):
         ("gpt3_13b", 12.85),
         ("gpt_175b", 174.6),
         ("llama_8b", 8.030),
+        ("olmoe_7b", 6.919),
+        ("gpt_oss_20b", 20.91),
+        ("gpt_oss_120b", 116.8),
     ],
 )
 def test_the_sizes_of_models(model, billions):
