@@ -59,8 +59,7 @@ class Exportable:
         return {name for name, (p, _) in parameters_of(self.model).items() if p.is_state}
 
     def type_of(self, stored: Stored) -> str:
-        """Return the element type in which a tensor is exported for transformers, such as "bfloat16". The bias of
-        a router stays in the checkpoint's."""
+        """Return the element type of an exported tensor, such as "bfloat16"; a router's bias keeps the checkpoint's."""
         kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
         kept = self._states.issuperset(part.name for part in stored.parts)
         return ("" if kept else self.dtype) or max(kinds, key=TYPES[::-1].index)
