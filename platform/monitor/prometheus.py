@@ -19,7 +19,7 @@ class RayGauges:
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
 
     def step(self, values: Mapping[str, Any]) -> None:
-        """Set a run's Prometheus gauges to a step's numbers, by name, without histograms; do nothing once Ray is gone."""
+        """Set a run's Prometheus gauges to a step's numbers by name, no histograms; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
 
