@@ -15,6 +15,7 @@ EXPERTS = "parallel/oracle/test_experts.py::test_equals_one_process"
 PLAIN = "parallel/oracle/test_experts.py::test_equals_plain_pytorch"
 UNEQUAL = "parallel/oracle/test_experts.py::test_replicas_with_unequal_numbers_of_sequences"
 PRECISION = "parallel/oracle/test_router_precision.py::test_scores_and_weights_are_those_of_fp32"
+LATENT = "parallel/oracle/test_latent_attention.py::test_equals_one_process"
 LOGITS = "weights/test_families.py::test_logits_are_equal"
 STACKS = "weights/test_start.py::test_stacks_and_separate_experts_are_the_same_weights"
 SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
@@ -129,6 +130,11 @@ EXPERT_BUGS = (
         {"kind": "shared", "scheme": "1d"},
         change=steps("project", "*.shared.down", "0 0 output", "forward", without("all_reduce")),
         line="is partial over t, and has to be whole"),
+    KnownBug(
+        "Megatron-LM #6839", "the part of latent attention's keys that all heads share gets the gradient of one rank's"
+        " heads", "no sum of it", LATENT, {"scheme": "1d"},
+        change=steps("concatenate", "*.attention.key", "1", "backward", without("all_reduce")),
+        line="is partial over t"),
     KnownBug(
         "Megatron-LM #5844", "a conversion leaves experts as they were drawn, and says nothing", "they are drawn after"
         " they were read", LOGITS, {"name": "mixtral"}, mutants.experts_stay_as_they_were_drawn),
