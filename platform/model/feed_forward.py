@@ -82,7 +82,13 @@ class Experts(Residual):
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
         groups = c.router_groups, c.router_groups_kept, c.router_group_best
-        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups)
+        rate = c.balance_rate if c.router_bias else 0.0
+        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups, rate)
+        self.states = []
+        if c.router_bias:
+            self.states.append(Parameter(f"{name}.choice_bias", ("experts",), "choice", "zeros"))
+        if c.balance_over == "batch":
+            self.states.append(Parameter(f"{name}.load", ("experts",), "load", "ones"))
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
         """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token
@@ -91,7 +97,7 @@ class Experts(Residual):
         s, name, chosen = self.shapes, self.name, self.rules.chosen
         entered = self.enter(ops, x) if entered is None else entered
         (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,))
-        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
+        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
         given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.given, chosen)
         y = ops.combine(name, self.experts(ops, given), s.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y

@@ -11,7 +11,7 @@ from platform.boundary.refusals import ConfigError
 from platform.checkpoint.blocks.box import Box
 from platform.config.fields import Model
 from platform.model import build_model
-from platform.plan.language.ops import Parameter
+from platform.plan.language.ops import STATES, Parameter
 from platform.weights.families.family import Family, TensorRow
 
 MOST_MATRICES = 1 << 20  # of experts: as many as an index of files names
@@ -53,9 +53,11 @@ class Stored:
 
 
 def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
-    """Return name -> (parameter, global shape) of every parameter of a model, to match with names of saved weights."""
+    """Return name -> (parameter, global shape) of every parameter of a model, to match with names of saved weights; of
+    states, those on which what a trained model says depends."""
     model = build_model(m)
-    return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model.parameters()}
+    kept = [p for p in model.parameters() if STATES.get(p.role, "model") == "model"]
+    return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in kept}
 
 
 def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored]:

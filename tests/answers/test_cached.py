@@ -164,6 +164,7 @@ OF_EXPERTS = {
     "shared": {"data": 2, "experts_of": 2},
     "shared, 1d_sp": {"tensor": "1d_sp", "axes": {"t": 2}, "data": 2, "experts_of": 2},
     "shared, stages, zero": {"pipeline": "1f1b", "stages": 2, "data": 4, "experts_of": 2, "zero": 3},
+    "shared, biased": {"data": 2, "experts_of": 2, "router_bias": True, "router": "sigmoid", "balance_over": "batch"},
 }
 
 

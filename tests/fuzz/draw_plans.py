@@ -234,6 +234,8 @@ def draw_experts(r: Random, m: Model) -> None:
     each = m.experts // m.router_groups
     m.router_groups_kept = r.randint(-(-m.experts_per_token // each), m.router_groups)
     m.router_group_best = r.randint(1, each)
+    m.router_bias, m.balance_rate = r.random() < 0.3, r.choice((0.0, 0.05, 0.3))
+    m.balance_over = r.choice(("sequence", "batch"))
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 

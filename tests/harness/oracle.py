@@ -174,6 +174,7 @@ class Result:
     log: list[Launch]
     averages: dict[str, Tensor] = field(default_factory=dict)
     routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
+    states: dict[str, Tensor] = field(default_factory=dict)  # parameters without gradient, in the end
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
@@ -214,8 +215,8 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-    numbers = first.loss, first.grad_norm
-    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, routed=first.routed)
+    numbers, routed, states = (first.loss, first.grad_norm), first.routed, trainer.weights.states
+    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, {}, routed, states)
 
 
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
@@ -278,6 +279,9 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
             assert error <= bound, f"{what} of {name}: {error:.1e} > {bound:.1e}"
     routed = [sum(counts) for counts in zip(*(r.routed for r in results if r.routed), strict=True)]
     assert routed == expected.routed, f"tokens of experts: {routed} != {expected.routed}"
+    for name, state in ((name, state) for r in results for name, state in r.states.items()):
+        assert torch.equal(state, expected.states[name]), f"{name}: {state} != {expected.states[name]}"
+    assert {name for r in results for name in r.states} == expected.states.keys()
     for r in results:
         numbers = zip(
             (r.loss, r.grad_norm, *r.losses), (expected.loss, expected.grad_norm, *expected.losses), strict=True

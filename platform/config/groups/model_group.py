@@ -43,7 +43,14 @@ class Model:
     router_group_best: int = key(
         1, "largest probabilities of a group, the sum of which decides whether it is kept", ">= 1", most=2**16
     )
-    balance_loss: float = key(0.01, "factor of the loss of experts' uneven load, sequence by sequence", ">= 0")
+    router_bias: bool = key(False, "the choice of experts, not their weights, adds a bias to each probability")
+    balance_rate: float = key(
+        0.001, "router_bias: what a step adds to the bias of experts below the mean load, and takes from others", ">= 0"
+    )
+    balance_loss: float = key(0.01, "factor of the loss of experts' uneven load", ">= 0")
+    balance_over: str = key(
+        "sequence", "load in the balance loss: of the sequence, or of the step before", ("sequence", "batch")
+    )
     z_loss: float = key(0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0")
     length: int = key(64, "tokens per sequence", ">= 1", most=2**24)
     source_length: int = key(0, "encoder_decoder: tokens per encoder sequence; 0 = model.length", ">= 0", most=2**24)

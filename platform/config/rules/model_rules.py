@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from platform.boundary.refusals import closest, violation
-from platform.config.fields import Config, loss_of
+from platform.config.fields import Config, Model, loss_of
 from platform.config.key import refused
 from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.numbers import divisors
@@ -122,9 +122,9 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "dense_layers": [], "router_groups": 1}
-        for key, nothing in nothings.items():
-            if getattr(m, key) != nothing:
+        needing = "expert_d_ff shared_experts experts_every dense_layers router_groups router_bias balance_over"
+        for key in needing.split():
+            if getattr(m, key) != (nothing := getattr(Model(), key)):
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
     if m.kind in ("encoder_decoder", "two_layer"):

@@ -200,7 +200,7 @@ def _reshape(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
 
 def _route(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the forms of a router's weights and of its auxiliary loss, from whole sequences of all experts' scores."""
-    (scores,), (enter, *leave) = planned.operation.inputs, planned.conversions
+    (scores, *_), (enter, *leave) = planned.operation.inputs, planned.conversions
     for number, (out, conversion) in enumerate(zip(planned.operation.outputs, leave, strict=True)):
         operand = Operand(scores, enter, shared=number > 0)
         yield Form((operand,), out, conversion, whole=("length", "experts"))

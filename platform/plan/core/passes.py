@@ -104,8 +104,8 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
 def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
     """Plan a pass of generation as `plan_pass` does, for all pipeline stages together."""
     scheme, last = of_rows(plan.scheme), plan.chunks[-1]
-    lying = {p.name: plan.layout(p) for p in plan.parameters}
-    parameters = tuple(model.parameters())
+    lying = {p.name: plan.layout(p) for p in (*plan.parameters, *plan.states)}
+    parameters = tuple(p for p in model.parameters() if not p.is_state)
     if HEAD not in last.units:
         raise ModelMistake(type(model).__name__, f"its last unit is not called {HEAD}, and gives no logits")
 

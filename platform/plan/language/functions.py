@@ -36,13 +36,16 @@ class RotaryScaling:
 @dataclass(frozen=True)
 class Router:
     """Choice of experts for a token by their scores. `function`, softmax or sigmoid, makes probabilities of them. The
-    `chosen` experts with the largest ones compute the token; their weights are their probabilities, divided by the sum
-    of these if `normalised`, times `scale`. They are chosen within `groups_kept` of the `groups` of consecutive experts
-    (DeepSeek-AI 2024); the score of a group is the sum of its `group_best` largest probabilities.
+    `chosen` experts with the largest ones, each plus a bias if there is one, compute the token; their weights are
+    their probabilities, divided by the sum of these if `normalised`, times `scale`. They are chosen within
+    `groups_kept` of the `groups` of consecutive experts (DeepSeek-AI 2024); the score of a group is the sum of its
+    `group_best` largest probabilities.
 
-    `balance` times the balance loss of its sequence, and `z` times the square of the log-sum-exp of its scores, are
-    what a token adds to the loss. A balance loss is the sum over experts of the share of tokens that chose it times its
-    mean probability, times experts / chosen: 1 where both are even.
+    `balance` times a balance loss, and `z` times the square of the log-sum-exp of its scores, are what a token adds to
+    the loss. The balance loss of its sequence is the sum over experts of the share of tokens that chose it times its
+    mean probability, times experts / chosen: 1 where both are even. Where a layer remembers the load of the step
+    before, it is the sum over experts of that times their probability. After a step the bias of each expert rises by
+    `rate` if its load was below the mean, and falls if above (Wang et al. 2024).
     """
 
     function: str
@@ -54,6 +57,7 @@ class Router:
     groups: int = 1
     groups_kept: int = 1
     group_best: int = 1
+    rate: float = 0.0
 
 
 CROSS_ENTROPY = "cross_entropy"

@@ -24,11 +24,13 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     whose second moments are factored, of which it keeps one per row and per column."""
     at = at or plan.mesh.coordinates(0)
     masters, buckets = plan.masters_at(at), plan.buckets_at(at)
+    states = sum(prod(plan.global_shape(p)) for p in plan.at(at["stage"]).states)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     apart = [b for b in buckets if compute != master or (b.sharded and not b.stored)]  # copies to compute with
     less = plan.masters_of(plan.frozen, at) * moments + plan.masters_of((*plan.matrices, *plan.factored), at)
     return {
-        "parameters": masters * master + sum(b.shard_elements if b.stored else b.elements for b in apart) * compute,
+        "parameters": (masters + states) * master
+        + sum(b.shard_elements if b.stored else b.elements for b in apart) * compute,
         "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in buckets) * master,
         "optimizer": (masters * moments - less + factors_at(plan, at)) * master,
     }
