@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "relu": ("relu", False),
     "silu": ("silu", False),
     "swiglu": ("gated_silu", True),
+    "swiglu_clamped": ("gated_clamped", True),
     "geglu": ("gated_gelu", True),
     "geglu_tanh": ("gated_gelu_tanh", True),
     "reglu": ("gated_relu", True),
@@ -27,7 +28,7 @@ ACTIVATIONS = {
 
 class Products(Layer):
     """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
-    have these Parameters one after the other, along a first dim experts, and no biases."""
+    have these Parameters one after the other, along a first dim experts."""
 
     def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, made: Spec | None = None):
         """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
@@ -41,9 +42,10 @@ class Products(Layer):
         self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, turned=True, **more) for n in names]
         out = STD / sqrt(2 * c.layers)
         self.down = Parameter(f"{name}.down", (*of_experts, "d_model", "d_ff"), "out", std=out, **more)
-        biases = [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros", sizes=p.sizes) for p in self.inner]
+        biases = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros", sizes=p.sizes) for p in self.inner]
         self.inner_biases = biases if bias else []
-        self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if bias else []
+        last = Parameter(f"{name}.down_bias", self.down.dims[:-1], "out" if of_experts else "vector", "zeros")
+        self.down_bias = [last] if bias else []
 
     def __call__(self, ops: Ops, x: Any) -> Any:
         """Return the feed-forward products of the activation x."""
@@ -77,8 +79,12 @@ class Experts(Residual):
         of_experts = Spec.of("experts", "experts batch slots d_ff", (("d_ff", width),))
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
-        self.experts = Products(f"{name}.experts", c, shapes.given, of_experts, bias=False, made=shapes.made)
-        shared = Products(f"{name}.shared", c, shapes.stream, every, bias=False) if c.shared_experts else None
+        biased = c.expert_bias
+        made = replace(shapes.made, open="") if biased else shapes.made  # a bias is added to what is complete
+        bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
+        self.score_bias = [bias] if biased else []
+        self.experts = Products(f"{name}.experts", c, shapes.given, of_experts, biased, made)
+        shared = Products(f"{name}.shared", c, shapes.stream, every, biased) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
         groups = c.router_groups, c.router_groups_kept, c.router_group_best
@@ -96,9 +102,9 @@ class Experts(Residual):
         `Attention`."""
         s, name, chosen = self.shapes, self.name, self.rules.chosen
         entered = self.enter(ops, x) if entered is None else entered
-        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,))
+        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.score_bias)
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
         given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.given, chosen)
-        y = ops.combine(name, self.experts(ops, given), s.made, weights, s.scores, s.stream, chosen)
+        y = ops.combine(name, self.experts(ops, given), self.experts.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
         return self.leave(ops, x, y), auxiliary

@@ -59,7 +59,8 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
     if c.rope_scaling == "none":
         return None
     magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
-    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, c.rope_low, c.rope_high, magnitude)
+    bounds = c.rope_low, c.rope_high, magnitude, c.rope_truncate
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds)
 
 
 def expert_width(c: ModelConfig) -> int:

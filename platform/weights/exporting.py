@@ -10,7 +10,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from platform.boundary.files.file_storage import Storage, all_or_nothing
@@ -60,15 +59,12 @@ class Exportable:
         return self.dtype or max(kinds, key=TYPES[::-1].index)
 
     def read(self, stored: Stored) -> Tensor:
-        """Read a tensor in transformers' form from the checkpoint: its parameters as one matrix, in the exported type.
-        Raises Refused or OSError."""
-        parts = []
-        for part in stored.parts:
-            found = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
-            parts.append(found.reshape(part.rows, part.columns))
-        matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
-        matrix = matrix.t() if stored.turned else matrix
-        return matrix.reshape(stored.shape).to(DTYPES[self.type_of(stored)]).contiguous()
+        """Read a tensor in transformers' form and the exported type from the checkpoint. Raises Refused or OSError."""
+        blocks = [
+            read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
+            for part in stored.parts
+        ]
+        return stored.join_blocks(blocks).to(DTYPES[self.type_of(stored)]).contiguous()
 
 
 def exportable(
@@ -92,7 +88,7 @@ def exportable(
     config = _config(model, family, source, token_ids(vocabulary, model))
     chosen = family_of(config)
     if fused and not chosen.fused:
-        raise ConfigError(f"--fused: {chosen.architecture} has no experts; leave it out")
+        raise ConfigError(f"--fused: {chosen.architecture} has one form of names; leave it out")
     found = Exportable(storage, directory, manifest, model, chosen, config, dtype, fused)
     refuse_all(_lacking(found))
     config["dtype"] = found.type_of(found.tensors[0])

@@ -49,7 +49,7 @@ OTHERS = {
     "llama": MODELS["llama"],
     "modern": MODELS["modern"],
     "latent": MODELS["latent"],
-    "sinusoidal": {"positions": "sinusoidal", "window": 4, "tied": False},
+    "sinusoidal": {"positions": "sinusoidal", "window": 4, "attention_sinks": True, "tied": False},
     "t5": {**MODELS["t5"], "tied": False},
     "original": {**MODELS["original"], "tied": False},
     "learned_pair": {"kind": "encoder_decoder", "tied": False},

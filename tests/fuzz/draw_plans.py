@@ -196,7 +196,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
     m.io, m.hidden, m.vocab = size("io", 1, 3), size("hidden", 1, 2, 3), r.randint(5, 23)
     m.buckets, m.distance = r.choice(((4, 3), (8, 12)))
     m.norm, m.post_norm = r.choice(("layernorm", "rmsnorm")), r.random() < 0.25
-    m.activation = r.choice(("gelu", "relu", "swiglu", "geglu"))
+    m.activation = r.choice(("gelu", "relu", "swiglu", "swiglu_clamped", "geglu"))
     m.bias, m.tied = r.random() < 0.75, r.random() < 0.6
     m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
     if m.kind != "two_layer" and r.random() < 0.4:
@@ -234,6 +234,7 @@ def draw_experts(r: Random, m: Model) -> None:
     each = m.experts // m.router_groups
     m.router_groups_kept = r.randint(-(-m.experts_per_token // each), m.router_groups)
     m.router_group_best = r.randint(1, each)
+    m.expert_bias = r.random() < 0.5
     m.router_bias, m.balance_rate = r.random() < 0.3, r.choice((0.0, 0.05, 0.3))
     m.balance_over = r.choice(("sequence", "batch"))
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
@@ -250,6 +251,7 @@ def draw_parts(r: Random, m: Model) -> None:
     if m.kind == "decoder":
         m.window = r.choice((0, 1, 2, 3))
         m.window_layers = [] if not m.window else r.choice(([], [0], [m.layers - 1]))
+    m.attention_sinks = Random(repr(m)).random() < 0.5
     if m.query_key_norm:
         m.query_key_norm_over = Random(repr(m)).choice(("head", "heads"))
 

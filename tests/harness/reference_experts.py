@@ -20,11 +20,18 @@ from platform.config.fields import Model
 
 def feed_forward(c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, expert: int | None = None) -> Tensor:
     """One vector x through up, gate and down of the given name."""
-    up, down, gate = (
-        w[f"{name}.{part}"] if expert is None else w[f"{name}.{part}"][expert]
-        for part in ("up", "down", *(["gate"] if c.activation == "swiglu" else ["up"]))
-    )
-    return down @ (F.silu(gate @ x) * (up @ x) if c.activation == "swiglu" else F.gelu(up @ x))
+
+    def product(part: str, x: Tensor) -> Tensor:
+        weight, *bias = (w[key] for key in (f"{name}.{part}", f"{name}.{part}_bias") if key in w)
+        y = (weight if expert is None else weight[expert]) @ x
+        return y + (bias[0] if expert is None else bias[0][expert]) if bias else y
+
+    if c.activation == "swiglu":
+        return product("down", F.silu(product("gate", x)) * product("up", x))
+    if c.activation == "swiglu_clamped":
+        gate = product("gate", x).clamp(max=7)
+        return product("down", gate * torch.sigmoid(1.702 * gate) * (product("up", x).clamp(-7, 7) + 1))
+    return product("down", F.gelu(product("up", x)))
 
 
 def best_of(c: Model, likely: list[float]) -> list[int]:
@@ -45,7 +52,8 @@ def experts(
     k = c.experts_per_token
     slots = min(c.length, ceil(c.capacity_factor * c.length * k / c.experts)) if c.capacity_factor else c.length
     taken, choices, dropped = [0] * c.experts, [0] * c.experts, 0
-    shares, out, scores = [], [], [w[f"{name}.router"] @ token for token in x]
+    more = w.get(f"{name}.router_bias", 0)
+    shares, out, scores = [], [], [w[f"{name}.router"] @ token + more for token in x]
     for token, score, counts in zip(x, scores, real.tolist(), strict=True):
         y = torch.zeros_like(token)
         if c.shared_experts:
@@ -100,8 +108,8 @@ class Found(NamedTuple):
 
 
 def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -> Found:
-    """The loss of labels (at least 0) in batches [batch, length]. Norms are RMSNorm, positions learned, nothing has a
-    bias, and the embedding is tied. `w`: weights and states."""
+    """The loss of labels (at least 0) in batches [batch, length]. Norms are RMSNorm, positions learned, nothing but
+    experts has a bias, and the embedding is tied. `w`: weights and states."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], w[f"{name}.gain"], 1e-5)
@@ -114,7 +122,12 @@ def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -
         q, k, v = (
             torch.einsum("bld,hkd->bhlk", h, w[f"{name}.attention.{part}"]) for part in ("query", "key", "value")
         )
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
+        scores = (q @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(hidden, -torch.inf)
+        if c.attention_sinks:
+            sink = w[f"{name}.attention.sink"].view(-1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sink], -1)
+        a = scores.softmax(-1)[..., : q.shape[2]] @ v
         x = x + torch.einsum("bhlk,dhk->bld", a, w[f"{name}.attention.output"])
         h = norm(x, f"{name}.mlp.norm")
         if (i + 1) % c.experts_every or i in c.dense_layers:

@@ -50,6 +50,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                   "num_experts_per_tok": 3, "moe_intermediate_size": 12, "num_hidden_layers": 4,
                   "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "olmoe": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOss", "GptOssForCausalLM", {**LLAMA, "head_dim": 8, "num_local_experts": 5, "sliding_window": 7,
+                "num_experts_per_tok": 3, "rope_parameters": {**ROTARY, "rope_type": "yarn", "truncate": False}}),
     "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "topk_method": "group_limited_greedy",
                     "rope_parameters": YARN}),
     "bert": ("Bert", "BertForMaskedLM", BERT),
@@ -82,10 +84,15 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
                      "head_dim": 4, "hidden_act": "gelu", "tie_word_embeddings": True, "router_jitter_noise": 0.0}),
     "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
                        "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True,
-                       "use_sliding_window": True, "sliding_window": 5}),
+                       "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5}),
     "olmoe, odd": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 4, "num_experts_per_tok": 3,
                    "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None, "hidden_act": "gelu",
                    "rms_norm_eps": 1e-2}),
+    "gpt_oss, odd": ("GptOss", "GptOssForCausalLM", {**LLAMA, "head_dim": 6, "num_local_experts": 4,
+                     "num_experts_per_tok": 4, "attention_bias": False, "num_key_value_heads": 6,
+                     "num_hidden_layers": 3, "sliding_window": 3, "tie_word_embeddings": True,
+                     "layer_types": ["full_attention"] * 2 + ["sliding_attention"],
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "bert, odd": ("Bert", "BertForMaskedLM", {**BERT, "hidden_act": "gelu_new", "type_vocab_size": 3, "hidden_size": 21,
                   "num_attention_heads": 3, "layer_norm_eps": 1e-2}),
     "t5, 1.1": ("T5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu",
@@ -139,6 +146,11 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
             for weight in model.parameters():
                 noise = torch.randn(weight.shape, dtype=weight.dtype)
                 weight.copy_(0.2 * noise if weight.ndim > 1 else weight + 0.1 * noise)
+            for label, weight in model.named_parameters():
+                if label.endswith("gate_up_proj_bias"):
+                    weight.mul_(25)  # beyond the bounds of its activation
+                if label.endswith("sinks"):
+                    weight.copy_(torch.linspace(-1, 2, len(weight)))  # which was empty
             for bias in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
                 bias.copy_(0.1 * torch.randn(bias.shape))
     return model

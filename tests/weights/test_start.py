@@ -85,7 +85,7 @@ def test_stacks_and_separate_experts_are_the_same_weights(tmp_path, name):
 def test_stacks_are_of_experts(tmp_path, capsys):
     import_model(importable(str(written(tmp_path / "hf", "gpt2")), "source"), Local(tmp_path / "storage"))
     assert main(["export", str(tmp_path / "storage"), str(tmp_path / "out"), "--fused"]) == 2
-    assert capsys.readouterr().err == "weights: --fused: GPT2LMHeadModel has no experts; leave it out\n"
+    assert capsys.readouterr().err == "weights: --fused: GPT2LMHeadModel has one form of names; leave it out\n"
 
 
 RUN = [QUICK, "cluster=inline", "tensor=serial", "pipeline=none", "parallel.data=1", "data=synthetic", "eval.every=0",

@@ -112,11 +112,13 @@ def _batched(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
 
     def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
         """Return the product as one batch of matrix products of x and y."""
-        assert bias is None
         left, right = matrices(x, a, rows), matrices(y, b, contracted)
         shape = [dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))[d] for d in out]
         if not straight:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
+        if bias is not None:  # of the columns
+            added = bias.reshape(bias.shape[0], 1, -1) if straight else bias.reshape(bias.shape[0], -1, 1)
+            return torch.baddbmm(added, left, right).view(shape)
         if into is None:
             return torch.bmm(left, right).view(shape)
         there = into.view(left.shape[0], left.shape[1], right.shape[2])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 POINTWISE = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "sigmoid": 1}
 POINTWISE |= {"add": 2, "multiply": 2}
 POINTWISE |= {"gated_silu": 2, "gated_gelu": 2, "gated_gelu_tanh": 2, "gated_relu": 2}  # function(gate) * x
+POINTWISE |= {"gated_clamped": 2}  # GPT-OSS's (OpenAI 2025): gate * sigmoid(1.702 gate) * (x + 1), both within 7
 
 EPS = 1e-5  # what norms add to the variance, unless a model says otherwise
 
@@ -21,8 +22,8 @@ class RotaryScaling:
     - linear: positions are divided by `factor` (Chen et al. 2023);
     - llama3 (Grattafiori et al. 2024, section 3.4), yarn (Peng et al. 2023): pairs that turn fewer than `low` times in
       `original_length` tokens are divided by `factor`, pairs that turn more than `high` times are not, and between
-      these the share falls evenly: with the turns (llama3), or with the number of the pair (yarn). yarn multiplies all
-      queries and keys by `magnitude`.
+      these the share falls evenly: with the turns (llama3), or with the number of the pair (yarn), from and to whole
+      numbers if `truncate`. yarn multiplies all queries and keys by `magnitude`.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class RotaryScaling:
     low: float = 1.0
     high: float = 1.0
     magnitude: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)

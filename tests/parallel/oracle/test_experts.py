@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one of four": {**EXPERTS, "experts_per_token": 1, "router_normalised": False, "capacity_factor": 0.75},
     "every second layer": {**EXPERTS, "experts_every": 2, "router": "sigmoid", "balance_over": "batch"},
     "first dense": {**MODELS["latent"], **MODELS["experts"], "dense_layers": [0], "router": "sigmoid"},
+    "gpt_oss": MODELS["gpt_oss"],
     "both ways": {**MODELS["bert"], **EXPERTS},
 }  # fmt: skip
 SCHEMES = {
@@ -65,9 +66,10 @@ class Padded(Tokens):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("both ways", "first dense")])
 def test_equals_plain_pytorch(kind, padded, monkeypatch):
     """Loss, auxiliary losses and every gradient, the router's too."""
-    positions = {"positions": "learned", "tied": True, "kv_heads": 0, "query_key_norm": False}
-    activation = "swiglu" if kind == "all tokens" else "gelu"
-    c = configured(kind, **{**PLAIN, **positions, "activation": activation, "global_batch": 4})
+    positions = {"positions": "learned", "tied": True, "kv_heads": 0, "query_key_norm": False, "window": 0}
+    activation = {"all tokens": "swiglu", "gpt_oss": "swiglu_clamped"}.get(kind, "gelu")
+    none = {"attention_bias": "none", "activation": activation, "global_batch": 4}
+    c = configured(kind, **{**PLAIN, **positions, **none})
     if padded:
         monkeypatch.setattr(oracle, "Tokens", Padded)
     _, (ours,) = run(c)
@@ -340,6 +342,17 @@ def test_negative_control_norms_of_a_rank_s_own_heads():
     alone = replace(plan.operations[key], over=(), collectives=())
     with pytest.raises(AssertionError):
         compare(c, *run(c, with_operations(plan, {**plan.operations, key: alone})), serial(c))
+
+
+def test_negative_control_a_sink_on_every_rank():
+    """Where each rank that has some of the keys adds a sink of its own, the oracle must fail."""
+    c = configured("gpt_oss", rules={"memory_length": ["m"]}, tensor="layout", axes={"m": 2})
+    plan = make_plan(c)
+    key = "softmax", "layers.0.attention"
+    assert plan.operations[key].over == ("m",) and plan.reductions["layers.0.attention.sink"] == ("m",)
+    alone = {**plan.reductions, "layers.0.attention.sink": ()}
+    with pytest.raises(AssertionError, match=r"attention\.sink"):
+        compare(c, *run(c, replace(plan, reductions=alone)), serial(c))
 
 
 def test_one_rank_needs_no_collective():

@@ -6,7 +6,10 @@ from platform.plan.operations.op import BlockOp, with_vectors
 
 
 class ShiftOp(BlockOp):
-    """Activation plus a parameter (a bias, a position table), broadcast over the dims that the parameter lacks."""
+    """Activation plus a parameter (a bias, a position table), broadcast over the dims that the parameter lacks; the sum
+    is in the activation's type."""
+
+    wide = "inputs", "outputs"
 
     def record(self, ops, x, spec, parameter):
         return ops.record(self.kind, parameter.name, [x], [spec, parameter], [spec])
