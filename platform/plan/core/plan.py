@@ -231,9 +231,12 @@ class Plan:
         return [Step("all_gather", bucket.sharded, only=bucket.only)] if bucket.sharded else []
 
     def joining(self, p: Parameter) -> tuple[Step, ...]:
-        """Return the collective steps that gather a parameter's blocks into the whole, to update whole matrices."""
-        layout = self.layout(p)
-        return relayout_steps(p.dims, layout, Layout.of({}, layout.only))
+        """Return the collective steps that gather a parameter's blocks into whole matrices, to update these."""
+        return relayout_steps(p.dims, self.layout(p), self.joined(p))
+
+    def joined(self, p: Parameter) -> Layout:
+        """Return the layout in which each rank has whole matrices of a parameter: of experts its own."""
+        return self.layout(p).restrict(p.dims[: p.stacked])
 
     @cached_property
     def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:

@@ -11,7 +11,9 @@ Every rank loads the block that an operation needs, so data never travels betwee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 
@@ -70,6 +72,20 @@ class Parameter:
     decay: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
     turned: bool = False
+
+    @property
+    def stacked(self) -> int:
+        """Return how many first dims number matrices, or vectors, of which each is one to an optimizer: experts."""
+        return int(self.dims[:1] == ("experts",))
+
+    @property
+    def row_dims(self) -> int:
+        """Return how many dims come before the columns of a matrix: its rows, and what numbers matrices."""
+        return len(self.dims) - 1 if self.role == "in" else self.stacked + 1
+
+    def matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return (number, rows, columns) of the matrices in a block of `shape`: outputs are rows, inputs columns."""
+        return prod(shape[: self.stacked]), prod(shape[self.stacked : self.row_dims]), prod(shape[self.row_dims :])
 
     @property
     def is_state(self) -> bool:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from platform.plan.core.chunks import Chunk, RecordableModel
-from platform.plan.core.factored import factors_at
+from platform.plan.core.factored import factors_at, sides
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import matrix_shape
 from platform.plan.memory.meter import Meter
 from platform.plan.operations.storages import Value
 
@@ -41,7 +40,7 @@ def state_elements(plan: Plan, moments: int) -> int:
     that is not frozen; `moments` - 1 per element of a matrix that it updates as a whole; and where second moments are
     factored, `moments` - 1 per element besides one number per row and per column."""
     sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
-    factors = sum(sum(matrix_shape(p.role, plan.global_shape(p))) for p in plan.parameters if p.name in plan.factored)
+    factors = sum(sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
     return moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors
 
 

@@ -35,8 +35,8 @@ from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.config.fields import short_hash
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, state_of
 from platform.parallel.communicator.base import Communicator
+from platform.plan.core.factored import sides
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import matrix_shape
 from platform.train.protocol.replies import Unrestored
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import DTYPES
@@ -66,9 +66,9 @@ def _is_kept(plan: Plan, moment: str, name: str) -> bool:
 
 
 def side_size(plan: Plan, side: str, name: str) -> int:
-    """Return the number of rows or columns (`side`) of a weight matrix: Adafactor keeps one number for each."""
+    """Return the number of rows or columns (`side`) of weight matrices: Adafactor keeps one number for each."""
     p = next(p for p in plan.parameters if p.name == name)
-    return matrix_shape(p.role, plan.global_shape(p))[SIDES.index(side)]
+    return sides(plan, p)[SIDES.index(side)]
 
 
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:

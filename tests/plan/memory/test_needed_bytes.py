@@ -103,10 +103,12 @@ def test_what_is_needed_is_what_is_held(name):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2}], ids=str
-)
+    "more",
+    [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2},
+     {**ROUTED, "data": 2, "experts_of": 2, "zero": 1, "microbatch": 2}], ids=str
+)  # fmt: skip
 def test_of_adafactor(more):
-    c = configured(layers=2, **more)
+    c = configured(**{"layers": 2, **more})
     c.optimizer.kind = "adafactor"
     holds(c)
 
