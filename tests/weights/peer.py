@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 "num_experts_per_tok": 3, "rope_parameters": {**ROTARY, "rope_type": "yarn", "truncate": False}}),
     "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "topk_method": "group_limited_greedy",
                     "rope_parameters": YARN}),
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3ForCausalLM", DEEPSEEK),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "t5": ("T5", "T5ForConditionalGeneration", T5),
 }  # fmt: skip
@@ -85,6 +86,15 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
                        "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True,
                        "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5}),
+    "deepseek_v2, greedy": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None,
+                            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "rms_norm_eps": 1e-2,
+                            "rope_parameters": {**ROTARY, "rope_type": "yarn", "attention_factor": 1.25}}),
+    "deepseek_v3, odd": ("DeepseekV3", "DeepseekV3ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "v_head_dim": 12,
+                         "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False,
+                         "rms_norm_eps": 1e-2, "tie_word_embeddings": True, "rope_parameters": {
+                         **ROTARY, "rope_type": "yarn"}}),
+    "deepseek_v3, mscale": ("DeepseekV3", "DeepseekV3ForCausalLM", {**DEEPSEEK, "rope_parameters": {
+                            **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "factor": 40.0}}),
     "olmoe, odd": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 4, "num_experts_per_tok": 3,
                    "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None, "hidden_act": "gelu",
                    "rms_norm_eps": 1e-2}),

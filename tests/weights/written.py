@@ -36,6 +36,7 @@ OURS: dict[str, dict[str, Any]] = {
                 "expert_bias": True, "attention_sinks": True, "attention_bias": "all", "window": 4,
                 "window_layers": [1]},
     "deepseek_v2": {**LATENT, "router_normalised": False, "router_groups": 2},
+    "deepseek_v3": {**LATENT, "router": "sigmoid", "router_bias": True, "router_groups": 2, "router_group_best": 2},
     "bert": {**SMALL, "kind": "encoder", "post_norm": True, "embedding_norm": True, "segments": 2,
              "head_transform": True, "head_bias": True},
     "t5": {**SMALL, "kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False,

@@ -176,7 +176,7 @@ def _read_groups(found: Found) -> dict[str, Any]:
 def _write_groups(m: Model) -> dict[str, Any]:
     """Return the keys of a DeepSeek-V2 config.json that say among which groups of experts a model chooses."""
     if m.router_groups_kept >= m.router_groups:
-        return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+        return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}  # as V2-Lite has it
     return {"topk_method": "group_limited_greedy", "n_group": m.router_groups, "topk_group": m.router_groups_kept}
 
 
@@ -205,7 +205,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     ["DeepseekV3ForCausalLM"],
-    {**_FIXED, "router": "sigmoid", "router_group_best": 2},
+    {**_FIXED, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
     [
         *_rules(llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128), (256, 2048, 1), 2.5, 3),
         Renamed("num_experts_per_tok", "experts_per_token", 8),

@@ -69,6 +69,12 @@ PLANS |= {
                                      "precision": "bf16"},
     "experts without a bound, 1f1b": {**ROUTED, **STAGES, "capacity_factor": 0.0, "pipeline": "1f1b"},
 }  # fmt: skip
+LATENT: dict[str, Any] = {**MODELS["latent"], "d_kv": 20, "d_rope": 8, "d_value": 12, "kv_latent": 24, "q_latent": 32}
+PLANS |= {
+    "latent, bf16": {**LATENT, "precision": "bf16"},
+    "latent, 1d_sp": {**LATENT, "tensor": "1d_sp", "axes": {"t": 2}},
+    "latent, 2d, full": {**LATENT, "tensor": "2d", "axes": {"r": 2, "c": 2}, "recompute": "full"},
+}  # fmt: skip
 LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {"kernel": "flash"},
@@ -78,6 +84,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "math, bf16": {"kernel": "math", "precision": "bf16"},
     "math, masked": {"kernel": "math", **MODELS["bert"]},
     "math, grouped, 1d": {"kernel": "math", **MODELS["llama"], "tensor": "1d", "axes": {"t": 2}},
+    "math, latent": {"kernel": "math", **LATENT},
     "math, selective": {"kernel": "math", "recompute": "selective"},
     "dropout in the kernel": {"dropout": 0.1, "fused_dropout": True},
     "dropout in the kernel, bf16": {"dropout": 0.1, "fused_dropout": True, "precision": "bf16"},
