@@ -110,7 +110,7 @@ BUGS = (
         change=steps("project", "*.mlp.up", "0 x", "backward", twice("all_reduce")),
         line="all_reduce takes what is partial, and it is whole over cols"),
     KnownBug(
-        "torchtitan #4245; text-generation-inference #1036", "a bias is added by every rank before their sum",
+        "text-generation-inference #1036", "a bias is added by every rank before their sum",
         "the bias times the ranks", SCHEMES, ROWS_COLS, mutants.bias_added_by_every_rank),
     KnownBug(
         "torchtitan #4332", "the gradient of such a bias is divided by the ranks",

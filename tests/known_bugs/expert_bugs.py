@@ -59,27 +59,27 @@ EXPERT_BUGS = (
         "Megatron-LM #1984, #2121; Megatron-Bridge #5470", "padding counts in the balance and the z-loss, and takes"
         " slots", "every token is real", PLAIN, {"padded": True}, mutants.padding_is_routed),
     KnownBug(
-        "NeMo Automodel #1408", "the balance loss has no gradient", "it is detached", PLAIN, {"kind": "sigmoid"},
+        "NeMo Automodel #1408", "the balance loss has no gradient", "it is detached", PLAIN, {"kind": "biased"},
         mutants.losses_without_gradient),
     KnownBug(
         "torchtitan #1448", "the weights of a token's experts are not divided by their sum", "never divided", PLAIN,
-        {"kind": "sigmoid"}, mutants.weights_are_not_normalised),
+        {"kind": "biased"}, mutants.weights_are_not_normalised),
     KnownBug(
         "Megatron-LM #955; mlxcel #391; SGLang #35160", "probabilities are of the chosen experts alone",
         "always divided by their sum", PLAIN, {"kind": "all tokens"}, mutants.weights_of_the_chosen_alone),
     KnownBug(
         "SGLang #31449, sglang-jax #1282", "the factor of the weights is left out, with or without their division",
-        "no factor where they are divided", PLAIN, {"kind": "sigmoid"}, mutants.scaled_where_not_normalised),
+        "no factor where they are divided", PLAIN, {"kind": "biased"}, mutants.scaled_where_not_normalised),
     KnownBug(
         "vLLM #14027, SGLang #38719, AstrAI #57", "scores are rounded to 16 bits before experts are chosen",
         "bf16 scores", PRECISION, {"precision": "bf16"}, mutants.scores_in_16_bits),
     KnownBug(
         "transformers #48687, #48689", "slots of no token give the router a gradient",
-        "rows of nowhere have the first token's values", PLAIN, {"kind": "one of four"},
-        mutants.rows_of_nowhere_have_what_lies_there),
+        "their gradient is another token's", PLAIN, {"kind": "one of four"},
+        mutants.slots_of_no_token_give_a_gradient),
     KnownBug(
         "transformers #48205 (1)", "empty slots hold whatever was in memory, and gradients are not numbers",
-        "empty slots are NaN", PLAIN, {"kind": "one of four"}, mutants.rows_of_nowhere_are_not_numbers),
+        "empty slots are NaN", PLAIN, {"kind": "one of four"}, mutants.empty_slots_are_not_numbers),
     KnownBug(
         "transformers #48205 (2), #48208", "the gradient of the weights is one rank's, and everything below the layer"
         " lacks the rest", "no sum of it where ranks split d_model", EXPERTS, WIDTH,
@@ -93,11 +93,18 @@ EXPERT_BUGS = (
         "no sum of the gradient of their input", EXPERTS, {"scheme": "1d", "branch": "none"},
         change=steps("project", "*.experts.up", "0 x", "backward", without("all_reduce")), line="is partial over t"),
     KnownBug(
-        "torchtitan #4154, #1593", "tokens of experts are counted by ranks that see them twice, or by one alone",
-        "every rank counts", EXPERTS, SEQUENCE, mutants.counted_on_every_rank),
+        "torchtitan #4154", "the bias of a router follows what one rank's tokens choose", "the counts of a rank alone",
+        EXPERTS, {"kind": "biased", "split": (2, 2)}, mutants.load_of_a_rank),
     KnownBug(
-        "Megatron-LM #1330, #1514", "a pass that is computed again counts again", "counted in both", EXPERTS,
-        {"recompute": "full", "split": (2, 1)}, mutants.counted_again_when_recomputed),
+        "", "ranks that have the same tokens all count them", "every rank counts", EXPERTS, SEQUENCE,
+        mutants.counted_on_every_rank),
+    KnownBug(
+        "Megatron-LM #7213, #7197", "a balance over many microbatches is normalised by the last one's tokens",
+        "the last microbatch's load", EXPERTS, {"kind": "every second layer", "split": (2, 2)},
+        mutants.load_of_the_last_microbatch),
+    KnownBug(
+        "Megatron-LM #1330, #1514; torchtitan #1593", "a pass that is computed again counts again", "counted in both",
+        EXPERTS, {"recompute": "full", "split": (2, 1)}, mutants.counted_again_when_recomputed),
     KnownBug(
         "Megatron-LM #5956, #5656; DeepSpeed #5259; PyTorch #160285", "gradients of experts are as many times too large"
         " as ranks share them", "each gradient once more per rank", EXPERTS, SHARED,
@@ -145,6 +152,12 @@ EXPERT_BUGS = (
     KnownBug(
         "Megatron-Bridge #1871, #1857, #1716", "an export writes one expert in the place of all", "each is the first",
         LOGITS, {"name": "qwen3_moe"}, mutants.every_expert_is_the_first),
+    KnownBug(
+        "NeMo Automodel #2591", "biases of experts are added without the weights of these", "their sum besides", LOGITS,
+        {"name": "gpt_oss"}, mutants.biases_without_weights),
+    KnownBug(
+        "torchtitan #4245", "a bias of experts is added by every rank that has a part of their d_ff",
+        "the bias times the ranks", EXPERTS, {"kind": "gpt_oss", "scheme": "3d"}, mutants.biases_times_ranks),
     KnownBug(
         "TransformerLens #1668; transformers #43524", "a stack of gates and ups is cut the other way round",
         "they change places", STACKS, {"name": "mixtral"}, mutants.gate_and_up_change_places),
