@@ -75,7 +75,7 @@ EXPERT_BUGS = (
         "bf16 scores", PRECISION, {"precision": "bf16"}, mutants.scores_in_16_bits),
     KnownBug(
         "transformers #48687, #48689", "slots of no token give the router a gradient",
-        "their gradient is another token's", PLAIN, {"kind": "one of four"},
+        "their gradient is another token's", PLAIN, {"kind": "biased"},
         mutants.slots_of_no_token_give_a_gradient),
     KnownBug(
         "transformers #48205 (1)", "empty slots hold whatever was in memory, and gradients are not numbers",
@@ -91,7 +91,7 @@ EXPERT_BUGS = (
     KnownBug(
         "torchtitan #4054", "gradients below experts whose d_ff ranks split are one rank's",
         "no sum of the gradient of their input", EXPERTS, {"scheme": "1d", "branch": "none"},
-        change=steps("project", "*.experts.up", "0 x", "backward", without("all_reduce")), line="is partial over t"),
+        change=steps("dispatch", "*", "0", "backward", without("all_reduce")), line="is partial over t"),
     KnownBug(
         "torchtitan #4154", "the bias of a router follows what one rank's tokens choose", "the counts of a rank alone",
         EXPERTS, {"kind": "biased", "split": (2, 2)}, mutants.load_of_a_rank),
@@ -127,8 +127,8 @@ EXPERT_BUGS = (
         line="the norm counts it as split over"),
     KnownBug(
         "SpecForge #882; Megatron-LM #2263", "what is alike on ranks that share experts counts once for each",
-        "with the axis of experts", EXPERTS, SHARED, mutants.norm_counts_the_rest_on_every_rank_of_experts,
-        line="the norm counts it as split over"),
+        "with the axis of experts", EXPERTS, {"split": (2, 2), "zero": 0},
+        mutants.norm_counts_the_rest_on_every_rank_of_experts, line="the norm counts it as split over"),
     KnownBug(
         "fastmoe #4; DeepSpeed #6589; megablocks #160", "every rank begins with the same experts",
         "those of the first rank", EXPERTS, SHARED, mutants.every_rank_draws_the_first_experts),

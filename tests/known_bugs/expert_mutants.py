@@ -171,7 +171,8 @@ def load_of_the_last_microbatch(count, self, name, counts, axes):
 @mutant(Trainer, "_sum_over_world")
 def load_of_a_rank(sum_over_world, self, loss, squares, counted=False):
     out = sum_over_world(self, loss, squares, counted)
-    self._loads = {name: self.ops.routed[name][0].to(x) for name, x in self._loads.items() if name in self.ops.routed}
+    own = self.ops.routed
+    self._loads = {name: own[name][0].to(x) if name in own else 0 * x for name, x in self._loads.items()}
     return out
 
 
@@ -242,16 +243,16 @@ def tokens_take_slots_on_every_rank(run, self, ops, found, name, x, spec, weight
     return run(self, ops, found, name, x, spec, weights, *more) * ops.plan.mesh.extent(ops.plan.layout(spec)["length"])
 
 
-@mutant(names, "_part_of_expert")
+@mutant(names, "_part_of_one")
 def every_expert_is_the_first(part, p, shape, expert):
     return part(p, shape, 0)
 
 
-@mutant(names, "_part_of_expert")
+@mutant(names, "_part_of_one")
 def gate_and_up_change_places(part, p, shape, expert):
-    found, other = part(p, shape, expert), {"gate": "up", "up": "gate", "down": "down"}
+    found, other = part(p, shape, expert), {"gate": "up", "up": "gate"}
     layer, _, last = found.name.rpartition(".")
-    return replace(found, name=f"{layer}.{other[last]}")
+    return replace(found, name=f"{layer}.{other.get(last, last)}")
 
 
 @mutant(State, "begin")
