@@ -54,7 +54,7 @@ EXPERT_BUGS = (
     KnownBug(
         "Megatron-LM #7452 (5)", "the padding that a router sees is split over the wrong group of equal size",
         "which tokens are padding is read along another axis", EXPERTS, {"kind": "both ways", **WIDTH},
-        change=padding_of_another_axis, line="tokens has batch split over data+c, the operation over data+r"),
+        change=padding_of_another_axis, line="tokens has batch split over"),
     KnownBug(
         "Megatron-LM #1984, #2121; Megatron-Bridge #5470", "padding counts in the balance and the z-loss, and takes"
         " slots", "every token is real", PLAIN, {"padded": True}, mutants.padding_is_routed),
