@@ -76,7 +76,7 @@ class Experts(Residual):
         """Construct the router, the experts and the shared experts of a layer called `name`."""
         super().__init__(name, c, shapes)
         width = expert_width(c)
-        of_experts = Spec.of("experts", "experts batch slots d_ff", (("d_ff", width),))
+        of_experts = Spec.of("experts", "experts batch slots d_ff", (*shapes.given.sizes, ("d_ff", width)))
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
         biased = c.expert_bias

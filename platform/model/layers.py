@@ -20,18 +20,19 @@ STD = 0.02  # standard deviation of normal initialisations; residual projections
 
 class StackSpecs:
     """Holds the Specs (region, dims) of the activations in one stack of blocks. `length`: tokens per sequence in this
-    stack; None: the model's length."""
+    stack, None for the model's length; `slots`: tokens of such a sequence that an expert takes."""
 
-    def __init__(self, length: int | None = None):
+    def __init__(self, length: int | None = None, slots: int = 0):
         """Construct the Specs of a Transformer stack's activations: regions, dims. `length`: its tokens a sequence."""
         sizes = () if length is None else (("length", length),)
+        own = () if length is None else (("slots", slots),)
         self.stream = Spec.of("stream", "length batch d_model", sizes)
         self.query = Spec.of("attention", "length batch heads d_kv", sizes)
         self.key = Spec.of("attention", "length batch kv_heads d_kv", sizes)
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
-        self.scores = Spec.of("stream", "length batch experts", sizes, "accumulate")
-        places = Spec.of("experts", "experts batch slots d_model")
+        self.scores = Spec.of("stream", "length batch experts", (*sizes, *own), "accumulate")
+        places = Spec.of("experts", "experts batch slots d_model", own)
         self.given, self.made = replace(places, open="gradient"), replace(places, open="value")
 
 
@@ -47,7 +48,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "d_ff": c.d_ff or 4 * c.d_model,
         "vocab": c.vocab,
         "buckets": c.buckets,
-        **({"experts": c.experts, "slots": slots_of(c)} if c.experts else {}),
+        **({"experts": c.experts, "slots": slots_of(c, c.length)} if c.experts else {}),
         **{dim: n for dim, n in (("q_latent", c.q_latent), ("kv_latent", c.kv_latent)) if n},
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.length} if c.within_documents else {}),
@@ -68,10 +69,10 @@ def expert_width(c: ModelConfig) -> int:
     return c.expert_d_ff or dim_sizes(c)["d_ff"]
 
 
-def slots_of(c: ModelConfig) -> int:
-    """Return how many tokens of a sequence an expert takes, as the model configuration says: at most all."""
-    even = c.length * c.experts_per_token / c.experts
-    return min(c.length, ceil(c.capacity_factor * even)) if c.capacity_factor else c.length
+def slots_of(c: ModelConfig, length: int) -> int:
+    """Return how many tokens of a sequence of `length` an expert takes, by the model configuration: at most all."""
+    even = length * c.experts_per_token / c.experts
+    return min(length, ceil(c.capacity_factor * even)) if c.capacity_factor else length
 
 
 class Layer:

@@ -175,6 +175,18 @@ def test_experts_drop_no_token_of_an_answer(name):
     examine(configure(**sizes, **OF_EXPERTS[name]))
 
 
+def test_experts_of_both_stacks_drop_none_either():
+    sizes = {
+        **MODELS["t5"],
+        "microbatch": 8,
+        "global_batch": 16,
+        **MODELS["experts"],
+        "capacity_factor": 0.25,
+        "activation": "gelu",
+    }
+    examine(configure("1d_sp", {"t": 2}, data=2, experts_of=2, **{**sizes, **SMALL, "tied": False}))
+
+
 def test_negative_control_padding_is_seen(monkeypatch):
     """If attention sees the padding in front of short texts, the oracle must fail."""
     seen = lambda batch, tokens, offset: {**data(batch, tokens, offset), "begins": torch.zeros_like(tokens)}  # noqa: E731

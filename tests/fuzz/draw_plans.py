@@ -180,7 +180,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
 
     kinds = ("decoder", "decoder", "decoder", "encoder", "encoder_decoder") + ("two_layer",) * (chunks == 1)
     has_experts = r.random() < experts
-    m = Model(kind=r.choice(kinds[:4] if has_experts else kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
+    m = Model(kind=r.choice(kinds[:5] if has_experts else kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
     if m.kind == "encoder_decoder":
         m.layers = max(1, -(-(chunks - 3) // 2))
     length = lcm(need.get("length", 1), need.get("memory_length", 1))

@@ -130,7 +130,7 @@ def _experts(config: Config) -> Iterator[str]:
             if getattr(m, key) != (nothing := getattr(Model(), key)):
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
-    if m.kind in ("encoder_decoder", "two_layer"):
+    if m.kind == "two_layer":
         yield refused(config, "model.experts", f"model.kind={m.kind} has no layers of experts", [0])
     if m.experts_per_token > m.experts:
         yield refused(config, "model.experts_per_token", f"must be <= model.experts={m.experts}", [m.experts])

@@ -264,6 +264,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "combine": _combine,
     "cross_entropy": _loss(("vocab",)),
     "token_loss": _loss(()),
+    "sequence_mean": _rowwise(whole=lambda planned: ("length",)),
     "squared_error": _loss(()),
 }
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from platform.parallel.communicator.base import SingleRank
+from platform.parallel.kernels.by_index import slots
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.core.step_collectives import step_collectives
 from platform.planning.make_plan import make_plan
@@ -36,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "first dense": {**MODELS["latent"], **MODELS["experts"], "dense_layers": [0], "router": "sigmoid"},
     "gpt_oss": MODELS["gpt_oss"],
     "both ways": {**MODELS["bert"], **EXPERTS},
+    "both stacks": {**MODELS["t5"], **EXPERTS},
 }  # fmt: skip
 SCHEMES = {
     **test_models.SCHEMES,
@@ -63,7 +65,7 @@ class Padded(Tokens):
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("both ways", "first dense")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("both ways", "both stacks", "first dense")])
 def test_equals_plain_pytorch(kind, padded, monkeypatch):
     """Loss, auxiliary losses and every gradient, the router's too."""
     positions = {"positions": "learned", "tied": True, "kv_heads": 0, "query_key_norm": False, "window": 0}
@@ -170,7 +172,7 @@ STAGES = {
 }
 PIPED = {
     "schedule": list(STAGES),
-    "kind": ["shared", "biased", "every second layer"],
+    "kind": ["shared", "biased", "every second layer", "both stacks"],
     "scheme": ["serial", "1d_sp"],
     "split": [(1, 1), (2, 2)],
     "zero": [0, 3],
@@ -296,6 +298,31 @@ def test_negative_control_gradients_of_other_experts():
     assert plan.reductions[up] == () and plan.reductions["layers.0.mlp.router"] == ("expert",)
     with pytest.raises(AssertionError, match=f"gradient of {up}"):
         compare(c, *run(c, replace(plan, reductions={**plan.reductions, up: ("expert",)})), serial(c))
+
+
+def test_losses_of_a_source_count_as_the_labels_of_its_target(monkeypatch):
+    """The mean over a source's tokens is a loss of each token of its target: what is added to the loss is computed here
+    from what each router says of its own tokens."""
+    c, found, route = configured("both stacks", global_batch=4, microbatch=4), [], slots.route
+
+    def noted(scores, real, *more):
+        weights, auxiliary, counts = route(scores, real, *more)
+        found.append((auxiliary.detach(), real))
+        return weights, auxiliary, counts
+
+    monkeypatch.setattr(slots, "route", noted)
+    _, (ours,) = run(c)
+    monkeypatch.setattr(slots, "route", route)
+    c.model.balance_loss = c.model.z_loss = 0.0
+    _, (without,) = run(c)
+    labels = torch.from_numpy(Tokens(c).batch("train", 0, 4)["labels"]).t() >= 0  # [length, batch]
+    of_first_step = found[: 2 * c.model.layers]  # of the encoder's layers, then of the decoder's
+    sources = sum(losses.sum(0) / real.sum(0) for losses, real in of_first_step[: c.model.layers])
+    targets = sum((losses * labels).sum() for losses, _ in of_first_step[c.model.layers :])
+    assert {len(losses) for losses, _ in of_first_step} == {c.model.source_length, c.model.length} == {8, 16}
+    assert not all(real.all() for _, real in of_first_step) and not labels.all()
+    added = ((sources * labels.sum(0)).sum() + targets) / labels.sum()
+    assert ours.loss - without.loss == pytest.approx(added.item(), rel=1e-9) and added > 0.05
 
 
 def test_negative_control_states_that_stay(monkeypatch):

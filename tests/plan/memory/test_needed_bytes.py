@@ -62,6 +62,8 @@ PLANS |= {
     "experts, 2d, bf16": {**ROUTED, "tensor": "2d", "axes": {"r": 2, "c": 2}, "precision": "bf16"},
     "experts, 3d_literal, bf16": {**ROUTED, "tensor": "3d_literal", "axes": {"x": 2, "y": 1, "z": 2},
                                   "precision": "bf16"},
+    "experts of both stacks, bf16": {**MODELS["t5"], **ROUTED, "data": 2, "experts_of": 2, "microbatch": 4,
+                                     "precision": "bf16"},
     "many experts, bf16": {**ROUTED, "experts": 64, "expert_d_ff": 16, "precision": "bf16", "router_groups": 8,
                            "router_groups_kept": 4, "router_group_best": 2, "router_bias": True},
     "many experts, over a batch": {**ROUTED, "experts": 64, "expert_d_ff": 16, "balance_over": "batch"},

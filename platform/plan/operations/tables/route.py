@@ -23,7 +23,8 @@ class RouteOp(Op):
     def record(self, ops, name, scores, spec, tokens, router, states=()):
         if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
             raise ModelMistake(name, f"a router's scores are [length batch experts] accumulate, unlike {spec}")
-        outs = [spec] if ops.cache else [spec, Spec(spec.region, TOKENS, spec.sizes)]
+        of_tokens = Spec(spec.region, TOKENS, tuple(pair for pair in spec.sizes if pair[0] in TOKENS))
+        outs = [spec] if ops.cache else [spec, of_tokens]
         found = ops.record(self.kind, name, [scores], [spec, *states], outs, [tokens], router=router)
         return (found, None) if ops.cache else found
 
@@ -42,8 +43,8 @@ class RouteOp(Op):
         if ops.absent(scores):
             return scores, scores.to(ops.narrow) if len(leave) > 1 else None
         real = tokens[self.kind, name] >= 0
-        rows = {p.role: ops.parameter(p) for p in states}
-        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, ops.plan.sizes["slots"], rows)
+        rows, places = {p.role: ops.parameter(p) for p in states}, ops.plan.planner.sizes_of(spec)["slots"]
+        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, places, rows)
         ops.count_routed(name, counts, ops.planned(self.kind, name).compute_axes)
         found = weights, auxiliary.to(ops.narrow)
         results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
