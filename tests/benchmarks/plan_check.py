@@ -43,6 +43,10 @@ PLANS = {
     "674B of 256 experts, 8 stages x expert 16 x 2-D 4 x 4": [
         "tensor=2d", "tensor.axes={r: 4, c: 4}", "pipeline=zb_h1", "pipeline.stages=8", "parallel.data=16",
         "parallel.experts=16", "train.microbatch=4", *EXPERTS],
+    "DeepSeek-V3, 16 stages x data 2 x expert 64, ZeRO 1": ["+experiment=deepseek_v3"],
+    "DeepSeek-V3, 8 stages x data 2 x expert 16 x 3-D 2 x 2 x 2, ZeRO 1": [
+        "+experiment=deepseek_v3", "tensor=3d", "tensor.axes={x: 2, y: 2, z: 2}", "pipeline.stages=8",
+        "parallel.data=32", "parallel.experts=16", "train.microbatch=2"],
 }  # fmt: skip
 
 
