@@ -66,7 +66,7 @@ PLANS |= {
                                      "precision": "bf16"},
     "many experts, bf16": {**ROUTED, "experts": 64, "expert_d_ff": 16, "precision": "bf16", "router_groups": 8,
                            "router_groups_kept": 4, "router_group_best": 2, "router_bias": True},
-    "many experts, over a batch": {**ROUTED, "experts": 64, "expert_d_ff": 16, "balance_over": "batch"},
+    "many experts, over a batch": {**ROUTED, "experts": 64, "expert_d_ff": 16, "balance_over": "batch", "router_jitter": 0.1},
     "experts, zb_h1, zero 2, bf16": {**ROUTED, **STAGES, "pipeline": "zb_h1", "data": 2, "zero": 2, "microbatch": 4,
                                      "precision": "bf16"},
     "experts without a bound, 1f1b": {**ROUTED, **STAGES, "capacity_factor": 0.0, "pipeline": "1f1b"},
