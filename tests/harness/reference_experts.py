@@ -50,7 +50,8 @@ def experts(
     c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, real: Tensor, noise: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """What experts make of one sequence x [length, d_model], the auxiliary loss of each of its tokens, how many chose
-    each expert, and how often an expert dropped a token. `real`: tokens that are no padding; `noise`: factors of what the router reads."""
+    each expert, and how often an expert dropped a token. `real`: tokens that are no padding; `noise`: factors of what
+    the router reads."""
     k = c.experts_per_token
     slots = min(c.length, ceil(c.capacity_factor * c.length * k / c.experts)) if c.capacity_factor else c.length
     taken, choices, dropped = [0] * c.experts, [0] * c.experts, 0

@@ -1,5 +1,5 @@
-"""Dropout, and jitter, whose masks are functions of keys and global elements: drawn in the forward pass, and again in the backward
-pass, so that nothing is saved."""
+"""Dropout and jitter, whose masks and factors are functions of keys and global elements: drawn in the forward pass, and
+again in the backward pass, so that nothing is saved."""
 
 from __future__ import annotations
 
