@@ -53,10 +53,16 @@ class Exportable:
         """List the tensors of a model to export, named and ordered as transformers stores them."""
         return stored_tensors(self.model, self.family, self.fused)
 
+    @cached_property
+    def _states(self) -> set[str]:
+        """Return the names of our parameters without gradient, which rounding would change for good."""
+        return {name for name, (p, _) in parameters_of(self.model).items() if p.is_state}
+
     def type_of(self, stored: Stored) -> str:
-        """Return the element type in which a tensor is exported for transformers, such as "bfloat16"."""
+        """Return the element type of an exported tensor, such as "bfloat16"; a router's bias keeps the checkpoint's."""
         kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
-        return self.dtype or max(kinds, key=TYPES[::-1].index)
+        kept = self._states.issuperset(part.name for part in stored.parts)
+        return ("" if kept else self.dtype) or max(kinds, key=TYPES[::-1].index)
 
     def read(self, stored: Stored) -> Tensor:
         """Read a tensor in transformers' form and the exported type from the checkpoint. Raises Refused or OSError."""
