@@ -36,7 +36,7 @@ class Products(Layer):
         between up and down."""
         self.spec, self.hidden, self.made = spec, hidden, made or spec
         self.function, gated = ACTIVATIONS[c.activation]
-        names, of_experts = ["up", "gate"] if gated else ["up"], tuple(d for d in spec.dims if d == "experts")
+        names, of_experts = ["up", "gate"] if gated else ["up"], ("experts",) if spec.region == "experts" else ()
         more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
         dims = (*of_experts, "d_ff", "d_model")
         self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, turned=True, **more) for n in names]
@@ -47,11 +47,11 @@ class Products(Layer):
         last = Parameter(f"{name}.down_bias", self.down.dims[:-1], "out" if of_experts else "vector", "zeros")
         self.down_bias = [last] if bias else []
 
-    def __call__(self, ops: Ops, x: Any) -> Any:
-        """Return the feed-forward products of the activation x."""
-        h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases)
+    def __call__(self, ops: Ops, x: Any, counts: Any = None) -> Any:
+        """Return the feed-forward products of the activation x; `counts`: the numbers of experts' rows in x."""
+        h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases, counts)
         hidden = ops.pointwise(self.function, *reversed(h))
-        return ops.project(hidden, self.hidden, (self.down,), (self.made,), self.down_bias)[0]
+        return ops.project(hidden, self.hidden, (self.down,), (self.made,), self.down_bias, counts)[0]
 
 
 class FeedForward(Residual):
@@ -76,14 +76,16 @@ class Experts(Residual):
         """Construct the router, the experts and the shared experts of a layer called `name`."""
         super().__init__(name, c, shapes)
         width = expert_width(c)
-        of_experts = Spec.of("experts", "experts batch slots d_ff", (*shapes.given.sizes, ("d_ff", width)))
+        places = shapes.places if c.capacity_factor else shapes.rows
+        of_experts = replace(places, dims=(*places.dims[:-1], "d_ff"), sizes=(*places.sizes, ("d_ff", width)))
+        # sums over ranks are left to tokens, which are fewer; but a bias is added to what is complete
+        self.given, self.made = replace(places, open="gradient"), replace(places, open="" if c.expert_bias else "value")
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
         biased = c.expert_bias
-        made = replace(shapes.made, open="") if biased else shapes.made  # a bias is added to what is complete
         bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
         self.score_bias = [bias] if biased else []
-        self.experts = Products(f"{name}.experts", c, shapes.given, of_experts, biased, made)
+        self.experts = Products(f"{name}.experts", c, self.given, of_experts, biased, self.made)
         shared = Products(f"{name}.shared", c, shapes.stream, every, biased) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
@@ -104,7 +106,12 @@ class Experts(Residual):
         entered = self.enter(ops, x) if entered is None else entered
         (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.score_bias)
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
-        given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.given, chosen)
-        y = ops.combine(name, self.experts(ops, given), self.experts.made, weights, s.scores, s.stream, chosen)
+        if "rows" in self.given.dims:
+            rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)
+            made = self.experts(ops, rows, counts)
+            y = ops.combine_rows(name, made, self.made, counts, weights, s.scores, s.stream, chosen)
+        else:
+            given = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)
+            y = ops.combine(name, self.experts(ops, given), self.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
         return self.leave(ops, x, y), auxiliary

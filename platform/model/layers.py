@@ -32,8 +32,8 @@ class StackSpecs:
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
         self.scores = Spec.of("stream", "length batch experts", (*sizes, *own), "accumulate")
-        places = Spec.of("experts", "experts batch slots d_model", own)
-        self.given, self.made = replace(places, open="gradient"), replace(places, open="value")
+        self.places = Spec.of("experts", "experts batch slots d_model", own)
+        self.rows = Spec.of("experts", "rows d_model", sizes)
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
@@ -48,7 +48,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "d_ff": c.d_ff or 4 * c.d_model,
         "vocab": c.vocab,
         "buckets": c.buckets,
-        **({"experts": c.experts, "slots": slots_of(c, c.length)} if c.experts else {}),
+        **({"experts": c.experts, **places_of(c)} if c.experts else {}),
         **{dim: n for dim, n in (("q_latent", c.q_latent), ("kv_latent", c.kv_latent)) if n},
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.length} if c.within_documents else {}),
@@ -67,6 +67,11 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
 def expert_width(c: ModelConfig) -> int:
     """Return the width (d_ff) of an expert, as the model configuration says: by default d_ff of the other layers."""
     return c.expert_d_ff or dim_sizes(c)["d_ff"]
+
+
+def places_of(c: ModelConfig) -> dict[str, int]:
+    """Return the size of the dim in which a model's tokens lie at experts: slots, or rows that each token has."""
+    return {"slots": slots_of(c, c.length)} if c.capacity_factor else {"rows": c.experts_per_token}
 
 
 def slots_of(c: ModelConfig, length: int) -> int:

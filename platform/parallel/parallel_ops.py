@@ -90,6 +90,8 @@ class ParallelOps(Ops):
         self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
         # by layer, how many tokens chose each expert and how many it took, in the passes of a training step
         self.routed: dict[str, Tensor] = {}
+        # by layer, the rows of each expert that passes have sent: kept where it is {} at first (`reports.replayed`)
+        self.routing: dict[str, list[Sequence[int]]] | None = None
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
@@ -173,6 +175,12 @@ class ParallelOps(Ops):
         first_pass = self.position.training and not self.ahead.again
         if first_pass and counts_at(self.communicator.coordinates, axes):
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
+
+    def sent(self, name: str, rows: Mapping[int, int]) -> None:
+        """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""
+        if self.routing is not None and self.position.training and not self.ahead.again:
+            every = [rows.get(expert, 0) for expert in range(self.plan.sizes["experts"])]
+            self.routing.setdefault(name, []).append(every)
 
     # what operations compute with
 

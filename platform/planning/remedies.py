@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import gcd
 from typing import Any
 
 from platform.boundary.refusals import NEAREST, violation
 from platform.config.fields import Config
 from platform.plan.core.plan import Plan
+from platform.plan.language.numbers import divisors
 from platform.plan.reports.describe import human
 from platform.planning.make_plan import plan_quickly
 from platform.planning.memory_budget import footprints, needed_bytes
@@ -101,6 +103,7 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
         yield "train.microbatch=1 recompute=full", replace(_with(c, "train", microbatch=1), recompute="full"), False
     if c.parallel.data > 1 and c.parallel.zero != 3 and not c.branch.only:
         yield "parallel.zero=3", _with(c, "parallel", zero=3), True
+    yield from _fewer_rows(c)
     for axis, n in c.tensor.axes.items():
         yield f"tensor.axes.{axis}={2 * n}", _with(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
     for times in (2, 4):
@@ -109,6 +112,15 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
             yield f"pipeline.stages={stages}", _with(c, "pipeline", stages=stages), True
         elif c.pipeline.kind == "none":
             yield f"pipeline=1f1b pipeline.stages={stages}", _with(c, "pipeline", kind="1f1b", stages=stages), True
+
+
+def _fewer_rows(c: Config) -> Iterator[tuple[str, Config, bool]]:
+    """Yield changes, as `_changes` does, that lessen the rows of experts in the worst routing."""
+    if c.model.experts and not c.model.capacity_factor:
+        shared = [n for n in divisors(gcd(c.model.experts, c.parallel.data)) if n > c.parallel.experts]
+        if shared:
+            yield f"parallel.experts={shared[0]}", _with(c, "parallel", experts=shared[0]), True
+        yield "model.capacity_factor=1.25", _with(c, "model", capacity_factor=1.25), False
 
 
 def _with(config: Config, group: str, **values: Any) -> Config:

@@ -175,6 +175,12 @@ def test_experts_drop_no_token_of_an_answer(name):
     examine(configure(**sizes, **OF_EXPERTS[name]))
 
 
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_without_a_capacity_answer(name):
+    sizes = {"microbatch": 8, "global_batch": 16, **MODELS["experts"], **SMALL, "capacity_factor": 0.0, "tied": False}
+    examine(configure(**sizes, **OF_EXPERTS[name]))
+
+
 def test_experts_of_both_stacks_drop_none_either():
     sizes = {
         **MODELS["t5"],

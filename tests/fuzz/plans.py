@@ -27,7 +27,6 @@ from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from platform.train.generation.generator import Generator
 from platform.train.protocol.asked import AskedTexts
@@ -37,7 +36,7 @@ from tests.fuzz.draw_plans import EXPERTS, RANKS, SCHEDULES, SCHEMES, changed, d
 from tests.fuzz.draw_training import OWN_LOSSES
 from tests.fuzz.passages import InMemory, OnStorage
 from tests.harness.held import check_held, check_stages
-from tests.harness.oracle import Result, assemble, compare, configure, counted, trainer_of
+from tests.harness.oracle import Result, assemble, check_bytes, compare, configure, trainer_of
 from tests.harness.registries import as_before
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
@@ -81,7 +80,7 @@ def check(
             except AssertionError:
                 nudged = alone(configs[0], phases, nudge=2.0**-52, asks=asks)[number]
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
-            assert counted(results) == communication(of_batch(c, batch_of(c.train, steps[0]))), "bytes moved"
+            check_bytes(of_batch(c, batch_of(c.train, steps[0])), results)
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
@@ -249,9 +248,10 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
         update(norm, lr)  # which clips them in place
 
     trainer._update = recorded  # type: ignore[method-assign]
-    communicator.log = []
+    communicator.log, trainer.ops.routing = [], {}
     reports = [trainer.step(steps[0])]
     log, communicator.log = communicator.log, None
+    routing, trainer.ops.routing = trainer.ops.routing, None
     reports += [trainer.step(k) for k in steps[1:]]
     trainer._update = update  # type: ignore[method-assign]
     assert not any(report.skipped for report in reports), "a step was skipped"
@@ -262,7 +262,7 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
     averages = final | {n: w.detach().clone() for n, w in trainer.weights.averages.items()}
     first, after = (loss, norm, gradients, initial, final), (sum(numbers, ()), moved, log, averages, reports[0].routed)
     states = {n: state.clone() for n, state in trainer.weights.states.items()}
-    return Result(communicator.rank, *first, *after, states)
+    return Result(communicator.rank, *first, *after, states, routing)
 
 
 def answers(trainer: Trainer) -> list[float]:

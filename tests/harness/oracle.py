@@ -20,8 +20,10 @@ from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.tokenizers.specials import SpecialIds
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
+from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
+from platform.plan.reports.replayed import replayed
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
@@ -179,6 +181,7 @@ class Result:
     averages: dict[str, Tensor] = field(default_factory=dict)
     routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
     states: dict[str, Tensor] = field(default_factory=dict)  # parameters without gradient, in the end
+    routing: dict[str, list[Any]] = field(default_factory=dict)  # of rows in the first step, by layer
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
@@ -213,14 +216,16 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
         gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items())
         return Differences()
 
-    communicator.log = []
+    communicator.log, trainer.ops.routing = [], {}
     first = trainer.step(1, verify=keep)
     log, communicator.log = communicator.log, None
+    routing, trainer.ops.routing = trainer.ops.routing, None
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     numbers, routed, states = (first.loss, first.grad_norm), first.routed, trainer.weights.states
-    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, {}, routed, states)
+    more = {}, routed, states, routing
+    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, *more)
 
 
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
@@ -321,7 +326,18 @@ def prove(c: Config) -> tuple[Plan, list[Result]]:
 
 
 def examine(c: Config, plan: Plan, results: Sequence[Result]) -> None:
-    """Equal to one process, the bytes those of the plan, the launches in one order."""
+    """Equal to one process, the bytes those of the plan, of rows those of their routing, the launches in one order."""
     compare(c, plan, results, serial(c))
-    assert counted(results) == communication(plan)
+    check_bytes(plan, results)
     assert replay([r.log for r in results]) is None
+
+
+def check_bytes(plan: Plan, results: Sequence[Result]) -> None:
+    """Bytes moved are those of the plan or, of rows of experts, those of their routing, and no more than planned."""
+    found, most = counted(results), communication(plan)
+    assert found == replayed(plan, [r.routing for r in results]), "bytes moved"
+    of_rows = {
+        label(c.op, plan.mesh.ordered(c.axes)) for o in plan.operations.values() for c in o.collectives if c.rows
+    }
+    assert all(n <= most[key] if key in of_rows else n == most[key] for key, n in found.items()), "bytes planned"
+    assert found.keys() >= most.keys() - of_rows, "bytes planned"

@@ -116,6 +116,16 @@ class ThreadGroups(Communicator):
 
         return wait
 
+    def _deal(self, given, out, sent, received, axes):
+        group = self.mesh.group(self.rank, axes)
+        parts = dict(zip(group, given.split(list(sent)), strict=True))
+        places = dict(zip(group, out.split(list(received)), strict=True))
+        places.pop(self.rank).copy_(parts.pop(self.rank))
+        for peer, part in parts.items():
+            self._send(part, peer)
+        waits = [self._receive(place, peer) for peer, place in places.items()]
+        return lambda: [wait() for wait in waits]
+
     def _letter(self, sender: int, receiver: int) -> tuple[tuple[int, int, int], _Letter]:
         """The next one of a pair: receives match sends in the order in which both were begun."""
         pair = (sender, receiver)
@@ -141,6 +151,8 @@ class ThreadGroups(Communicator):
                 raise TimeoutError(f"rank {self.rank} waits for what rank {peer} sends")
             if letter.content is None:
                 raise RuntimeError("another rank failed") from self._world.failure
+            if letter.content.shape != out.shape:
+                raise RuntimeError(f"rank {self.rank} waits for {out.shape} of {letter.content.shape} from rank {peer}")
             out.copy_(letter.content)
             with self._world.lock:
                 del self._world.letters[key]

@@ -15,6 +15,7 @@ from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from tests.harness.oracle import MODELS, configure, trainer_of
+from tests.harness.routing import to_the_first
 from tests.harness.threads import run_threads
 
 SCHEMES: list[tuple[str, dict[str, int]]] = [
@@ -73,12 +74,23 @@ def test_gathered_again(scheme, axes):
     assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
 
 
-@pytest.mark.parametrize("more", [{}, {"capacity_factor": 0.0, "shared_experts": 0}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"capacity_factor": 4.0, "shared_experts": 0}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[i] for i in (0, 1, 3, 5)], ids=str)
 def test_experts_shared_by_replicas(scheme, axes, more):
     c = configure(scheme, axes, data=2, experts_of=2, **{**MODELS["experts"], **more})
     plan, found = measured(c)
     assert plan.mesh.axes["expert"] == 2 and set(found) == {saved_for_backward(plan, build_model(c.model)).total}
+
+
+@pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[i] for i in (0, 1, 3, 5)], ids=str)
+def test_rows_of_experts(scheme, axes, monkeypatch):
+    """The worst routing saves what the plan says, at the ranks of the experts that all tokens choose; others less."""
+    c = configure(scheme, axes, data=2, experts_of=2, **{**MODELS["experts"], "capacity_factor": 0.0})
+    plan, even = measured(c)
+    to_the_first(monkeypatch, 4, 2)
+    _, worst = measured(c)
+    most = saved_for_backward(plan, build_model(c.model)).total
+    assert max(worst) == most > max(even) and min(worst) < min(even)
 
 
 @pytest.mark.parametrize("data", [1, 2])

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -146,10 +148,33 @@ class Communicator(ABC):
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
         given, out, finish = _buffers(op, x, n, dim, joined, is_root, owned, into)
+        start = partial(self._start, op, given, out, axes, group, reduce, root)
+        return self._issued(Launched(name or op, op, axes, moved), start, given, finish)
+
+    def deal(
+        self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: Sequence[str], *, name: str = ""
+    ) -> Handle:
+        """Issue an all_to_allv of the rows of x [rows, ...] over the group of this rank along `axes`, without waiting:
+        the next `sent[i]` rows go to member i, from which `received[i]` come, this rank's own among them; the handle's
+        `wait` returns these, in the order of the members. Each rank counts the bytes that it sends to others."""
+        op, axes = "all_to_allv", self.mesh.ordered(axes)
+        group, given = self.mesh.group(self.rank, axes), x.contiguous()
+        row, away = prod(x.shape[1:]), sum(sent) - sent[group.index(self.rank)]
+        moved = away * row * x.element_size()
+        self.moved[label(op, axes)] += moved
+        if self.log is not None:
+            self.log.append(Launch(op, axes, group, row))
+        out = given.new_empty((sum(received), *x.shape[1:]))
+        start = partial(self._deal, given, out, sent, received, axes)
+        return self._issued(Launched(name or op, op, axes, moved), start, given, lambda: out)
+
+    def _issued(
+        self, what: Launched, start: Callable[[], Callable[[], Any]], given: Tensor, finish: Callable[[], Tensor]
+    ) -> Handle:
+        """Start a collective from the buffer `given`; return its handle, whose result `finish` returns."""
         clock = self.clock
         begin = clock.mark() if clock.detailed else None
-        wait = self._start(op, given, out, axes, group, reduce, root)
-        what = Launched(name or op, op, axes, moved)
+        wait = start()
         flight = None if begin is None else clock.launched(what, begin, wait, given)
         return Handle(clock, wait, finish, flight=flight)
 
@@ -173,6 +198,10 @@ class Communicator(ABC):
         -> [n, ...]; scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast,
         reduce: in place.
         """
+
+    def _deal(self, given: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]):
+        """Start `deal` in the transport, from buffer `given` into buffer `out`; return a function that waits."""
+        raise AssertionError("no rows are exchanged here")
 
     def send(self, x: Tensor, stage: int) -> Handle:
         """Start sending `x` to the rank of pipeline stage `stage` that has this rank's index along all other axes. `x`
@@ -247,7 +276,8 @@ class Communicator(ABC):
 
     def read(self, x: Tensor) -> list[float]:
         """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so
-        for the collectives in its stream. A training step synchronises with its device here and nowhere else. Raises
+        for the collectives in its stream. A training step synchronises with its device here and nowhere else: at its
+        end, and where experts take as many rows as there are (`kernels.by_index.rows`). Raises
         Aborted if collectives were interrupted, as the numbers then mean nothing."""
         with self.clock.waiting_for_device():
             found: list[float] = x.tolist()
@@ -326,7 +356,7 @@ def _buffers(
         out = given.new_empty((n, *given.shape) if receives else 0) if into is None else into
         return given, out, lambda: join(dim) if receives else out
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
-        given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+        given = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
         out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
         # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
         return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out

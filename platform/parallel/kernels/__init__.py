@@ -6,8 +6,9 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
     einsum,
     loss,
     positions,
+    products,
     random,
     residual,
     statistics,
 )
-from platform.parallel.kernels.by_index import slots, table_rows  # noqa: F401
+from platform.parallel.kernels.by_index import expert_rows, slots, table_rows  # noqa: F401

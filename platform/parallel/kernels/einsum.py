@@ -11,7 +11,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, add_total
-from platform.parallel.kernels.products import local_einsum
+from platform.parallel.kernels.products import Dims, Groups, grouped_einsum, local_einsum, sums_of_groups
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
@@ -40,12 +40,14 @@ class _Einsums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, coming: Operands, group: EinsumGroup, deferred: Deferred | None, x: Tensor, *tensors: Tensor):
+    def forward(
+        ctx, coming: Operands, group: EinsumGroup, deferred: Deferred | None, counts, x: Tensor, *tensors: Tensor
+    ):
         """Return the products of x with each operand of an einsum group, converting x, operands and results as
         planned."""
         operands, biases = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
         communicator = coming.communicator
-        ctx.coming, ctx.group, ctx.deferred = coming, group, deferred
+        ctx.coming, ctx.group, ctx.deferred, ctx.counts = coming, group, deferred, counts
         ctx.leaves = [t if accumulates(t) else None for t in tensors]
         ctx.joined = joined = _joined(group, x, ctx.leaves)
         if joined:
@@ -60,7 +62,9 @@ class _Einsums(torch.autograd.Function):
         coming.onward()
         read, *factors = map(widened, (x, *local)) if group.wide else (x, *local)
         leaving = [
-            convert(communicator, local_einsum(e.x_dims, e.dims, e.out_dims)(read, w, b), e.output.forward, owned=True)
+            convert(
+                communicator, _product(counts, e.x_dims, e.dims, e.out_dims)(read, w, b), e.output.forward, owned=True
+            )
             for w, b, e in zip(factors, biases or [None] * len(local), group.einsums, strict=True)
         ]
         ctx.save_for_backward(*(s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)))
@@ -80,26 +84,27 @@ class _Einsums(torch.autograd.Function):
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         ctx.coming.onward(back=True)
-        rest = partial(_operand_gradients, communicator, group, ctx.leaves, ctx.needs_input_grad[4:], x, local)
+        needed = ctx.needs_input_grad[5:]
+        rest = partial(_operand_gradients, communicator, group, ctx.leaves, needed, x, local, ctx.counts)
         together = None
         if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
             together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
             rest = partial(ctx.joined.add_gradients, x, together)
         dx = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             total: Any = None
             if together is not None:
                 total = ctx.joined.back(together, x.shape)
             else:
                 factors = map(widened, operands) if group.wide else operands
                 for g, w, e in zip(local, factors, group.einsums, strict=True):
-                    total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
+                    total = _product(ctx.counts, e.out_dims, e.dims, e.x_dims)(g, w, into=total)
             dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
         if ctx.deferred is None:
             found = rest()
-            return None, None, None, dx and dx.wait(), *found
+            return None, None, None, None, dx if dx is None else dx.wait(), *found
         ctx.deferred.append(torch.no_grad()(rest))
-        return None, None, None, dx and dx.wait(), *(None for _ in ctx.leaves)
+        return None, None, None, None, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
 
 
 class _Joined(NamedTuple):
@@ -156,6 +161,7 @@ def _operand_gradients(
     needed: Sequence[bool],
     x: Tensor,
     gradients: Sequence[Tensor],
+    counts: Groups | None,
 ) -> Tensors:
     """Compute the gradients of a group's operands, then of its biases if there are any, from the local x and the local
     `gradients` of the outputs, and reduce them as planned. Gradients of `leaves` are added to their sums (then None in
@@ -164,7 +170,7 @@ def _operand_gradients(
     pending: list[Pending | None] = []
     read = widened(x) if group.wide else x
     for e, g, w, n in zip(group.einsums, gradients, leaves, needed, strict=False):
-        product = partial(local_einsum(e.x_dims, e.out_dims, e.dims), read, g, None)
+        product = partial(_product(counts, e.x_dims, e.out_dims, e.dims), read, g, None)
         if w is not None and not e.operand.backward:
             add_computed(w, product)
             pending.append(None)
@@ -179,6 +185,7 @@ def _operand_gradients(
         found.append(computed if t is None else None)
     for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
         total = partial(torch.sum, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])  # what a bias lacks
+        total = partial(sums_of_groups, counts, g) if counts else total
         if n and t is not None and not absent(g):
             add_total(t, total)
         found.append(total() if n and t is None and not absent(g) else None)
@@ -192,11 +199,13 @@ def einsums(
     biases: Sequence[Tensor] = (),
     *,
     deferred: Deferred | None = None,
+    counts: Groups | None = None,
 ) -> Sequence[Tensor]:
     """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which `coming`
     brings, in the group's order, with the conversions that the plan lists. A group whose outputs are not converted may
     add `biases`, one per operand, in the product. `deferred`: a list to which the backward pass appends the computation
-    of weight gradients instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it."""
+    of weight gradients instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it.
+    `counts`: the number of rows of each expert in x, which the operands have a matrix for each of."""
     communicator, group = coming.communicator, coming.group
     if group.panels:
         assert not biases
@@ -204,4 +213,9 @@ def einsums(
     if group.local and not group.wide and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
-    return _Einsums.apply(coming, group, deferred, x, *operands, *biases)
+    return _Einsums.apply(coming, group, deferred, counts, x, *operands, *biases)
+
+
+def _product(counts: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return the product function of local tensors with dims `a` and `b` into dims `out`; of rows by their `counts`."""
+    return local_einsum(a, b, out) if counts is None else grouped_einsum(counts, a, b, out)

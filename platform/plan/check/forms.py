@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from platform.plan.check.spreads import Spread, Unsound, plus
-from platform.plan.communication.planned import Panels, PlannedOperation
+from platform.plan.check.spreads import Spread, Unsound, after, plus, unordered
+from platform.plan.communication.planned import Collective, Panels, PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
@@ -39,7 +39,8 @@ class Form(NamedTuple):
     """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
     conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
     dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `linear`: the operation
-    is linear in each operand, of which one may be partial."""
+    is linear in each operand, of which one may be partial; `beside`: collectives that it takes beside all conversions.
+    """
 
     operands: Sequence[Operand]
     out: Spec | None
@@ -49,6 +50,7 @@ class Form(NamedTuple):
     whole: Sequence[str] = ()
     merged: Sequence[str] = ()
     linear: bool = False
+    beside: Sequence[Collective] = ()
 
 
 def forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -70,6 +72,7 @@ def _einsums(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         for number, e in enumerate(group.einsums):
             x = Operand(inputs[0], group.x, panels, x_axes, group.regathered, shared=number > 0)
             operand = Operand(inputs[1 + e.index], e.operand, panels, operand_axes, e.regathered)
+            operand = operand._replace(renamed=unordered) if "rows" in inputs[0].dims else operand
             yield Form((x, operand), outputs[e.index], e.output)
 
 
@@ -83,6 +86,8 @@ def _rowwise(
     def found(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         """Yield the form of an operation element by element, or row by row."""
         operands, output = _converted(planned)
+        if "rows" in planned.operation.outputs[0].dims:
+            operands = [operand._replace(renamed=unordered) for operand in operands]
         over = statistics(planned)
         yield Form(operands, planned.operation.outputs[0], output, (), over, whole(planned), over)
 
@@ -222,6 +227,55 @@ def _combine(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS, linear=True)
 
 
+def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of tokens copied for each of their experts, which the weights show and do not learn from."""
+    (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
+    enter, given, leave = planned.conversions
+    assert isinstance(x, Spec)
+    held = _held(plan, out, leave)
+    told = [
+        Collective("all_to_all", s.axes, plan.sizes["experts"] // plan.mesh.extent(held), "integers", "forward", s.only)
+        for s in leave.forward
+    ]
+    operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_apart(held))
+    yield Form(operands, out, leave, whole=("length",), beside=told)
+
+
+def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a weighted sum over experts, of the rows that came back to their tokens."""
+    (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
+    enter, given, leave = planned.conversions
+    assert isinstance(y, Spec)
+    there = Spread.lying(weights.dims, plan.layout(weights))
+    for step in given.forward:
+        there = after(there, step)
+    apart, back = _apart(_held(plan, y, enter)), _apart(_held(plan, y, enter), there.split["batch"])
+    operands = Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)
+    yield Form(operands, out, leave, whole=("length",), linear=True)
+
+
+def _held(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
+    """Return the axes along which ranks hold experts apart for the same tokens: those over which none are exchanged."""
+    return tuple(
+        a for a in plan.scheme.regions[rows.region]["experts"] if all(a not in s.axes for s in exchange.forward)
+    )
+
+
+def _apart(held: tuple[str, ...], batch: tuple[str, ...] = ()) -> Callable[[Spread], Spread]:
+    """Return the function that gives the spread of what ranks read that hold experts apart along `held`; `batch`: the
+    axes of the tokens in order, where the spread has them in any."""
+
+    def renamed(spread: Spread) -> Spread:
+        """Return the spread over the experts that a rank holds. Raises Unsound if rows are not where tokens are."""
+        there, experts = spread.split["batch"], spread.split["experts"]
+        if (batch and sorted(there) != sorted(batch)) or (experts and sorted(experts) != sorted(held)):
+            places = f"batch over {plus(there)} and experts over {plus(experts)}"
+            raise Unsound(f"rows are back with {places}, their tokens lie over {plus(batch)}, held over {plus(held)}")
+        return spread._replace(split={**spread.split, "batch": batch or there, "experts": held})
+
+    return renamed
+
+
 def _loss(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
     """Return the form of a loss, a sum over all ranks' tokens; `statistics` as in Form."""
 
@@ -262,6 +316,8 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "route": _route,
     "dispatch": _dispatch,
     "combine": _combine,
+    "dispatch_rows": _dispatch_rows,
+    "combine_rows": _combine_rows,
     "cross_entropy": _loss(("vocab",)),
     "token_loss": _loss(()),
     "sequence_mean": _rowwise(whole=lambda planned: ("length",)),

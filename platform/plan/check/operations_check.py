@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from platform.plan.check.forms import STAYS, Form, Operand, forms, misread
-from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, plus
+from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, dims_of, plus, unordered
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, Conversion, Step
 from platform.plan.core.plan import Plan
@@ -35,6 +36,7 @@ class Walk:
         for form in forms(self._plan, planned):
             computed |= self._check(planned, form)
             merging |= bool(form.statistics)
+            self._launches.update((c.op, c.axes, c.elements, c.phase, frozenset(c.only), c.dtype) for c in form.beside)
         if computed != set(planned.compute_axes):
             raise Unsound(f"computes on {plus(computed)}, and says on {plus(planned.compute_axes)}")
         moved = [c for c in planned.collectives if c.dtype == "compute" or not merging]
@@ -61,7 +63,8 @@ class Walk:
             raise Unsound(f"{', '.join(planned.operation.reads)} {wrong}")
         if form.out is not None:
             exchanged = {a for d in form.statistics for a in space[d]}
-            result = Spread({d: space[d] for d in form.out.dims}, frozenset(), only)
+            result = Spread({d: space[d] for d in dims_of(form.out)}, frozenset(), only)
+            result = unordered(result) if "rows" in form.out.dims else result
             summands = frozenset(axes - result.axes - exchanged).union(*partial)
             summed = axes | self._leave(form.out, form.output, result, summands)
         for number, (operand, spread) in enumerate(zip(form.operands, entered, strict=True)):
@@ -122,8 +125,12 @@ class Walk:
     def _lying_of(self, tensor: Tensor) -> tuple[Spread, dict[str, int]]:
         """Return the spread in which a tensor lies between operations, and its global sizes by dim."""
         if (found := self._lying.get(tensor)) is None:
-            spread = Spread.lying(tensor.dims, self._plan.layout(tensor))
-            self._lying[tensor] = found = spread, self._plan.planner.sizes_of(tensor)
+            layout = self._plan.layout(tensor)
+            if rows := isinstance(tensor, Spec) and "rows" in tensor.dims:
+                there = self._plan.scheme.activation(tensor.region, dims_of(tensor))
+                layout = replace(there, partial=layout.partial)
+            spread = Spread.lying(dims_of(tensor), layout)
+            self._lying[tensor] = found = unordered(spread) if rows else spread, self._plan.planner.sizes_of(tensor)
         return found
 
     def _follow_steps(
@@ -131,18 +138,28 @@ class Walk:
     ) -> Spread:
         """Return the spread of a tensor after `steps`, whose launches are counted in `phases`; `name`: its name
         in messages."""
+        rows, (_, sizes) = "rows" in tensor.dims, self._lying_of(tensor)
         for step in steps:
-            before = spread
+            before, taken = spread, step
+            if rows and step.op != "all_to_allv":  # which moves rows between the dims that they stand for
+                taken = replace(step, dim=step.dim + 1, joined=step.joined + 1)
             try:
-                spread = after(before, step)
+                spread = unordered(after(before, taken)) if rows else after(before, taken)
             except Unsound as error:
                 raise Unsound(f"{name}: {error}") from None
             if phases and step.op in COLLECTIVES:
-                given = spread if step.op == "scatter" else before
-                elements = given.elements(self._lying_of(tensor)[1], self._extents)
+                given = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
+                elements = min(self._rows(s, sizes) if rows else s.elements(sizes, self._extents) for s in given)
                 for phase in phases:
                     self._launches[step.op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
         return spread
+
+    def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
+        """Return the elements of the most rows that a rank can have."""
+        experts = sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
+        of_token = min(self._plan.sizes["rows"], experts)
+        rest = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
+        return sizes["length"] * of_token * rest.elements(sizes, self._extents)
 
 
 def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from platform.plan.communication.rule import Step
 from platform.plan.language.layout import Layout
+from platform.plan.language.ops import Parameter, Spec
 
 SPLIT, PARTIAL, ALONE, WHOLE = "split", "partial", "at index 0 alone", "whole"
 
@@ -17,6 +18,7 @@ BECOMES = {
     "reduce_scatter": (PARTIAL, SPLIT),
     "all_reduce": (PARTIAL, WHOLE),
     "all_to_all": (SPLIT, SPLIT),
+    "all_to_allv": (SPLIT, SPLIT),
     "slice": (WHOLE, SPLIT),
     "pad": (SPLIT, PARTIAL),
     "broadcast": (ALONE, WHOLE),
@@ -67,6 +69,19 @@ class Spread(NamedTuple):
         return prod(sizes[d] // prod(extents[a] for a in axes) for d, axes in self.split.items())
 
 
+PACKED = "experts", "batch"  # what the dim rows stands for: pairs of an expert and a token
+
+
+def dims_of(tensor: Spec | Parameter) -> tuple[str, ...]:
+    """Return the dims of a tensor whose spread is followed: of rows, experts and batch in their place."""
+    return (*PACKED, *tensor.dims[1:]) if tensor.dims[0] == "rows" else tensor.dims
+
+
+def unordered(spread: Spread, dims: Sequence[str] = PACKED) -> Spread:
+    """Return the spread with the axes of `dims` in one order: which rank has which rows, their exchange says."""
+    return spread._replace(split={d: tuple(sorted(a)) if d in dims else a for d, a in spread.split.items()})
+
+
 def after(spread: Spread, step: Step) -> Spread:
     """Return the spread of a tensor after a step of a conversion. Raises Unsound for a step that takes something else
     than there is, such as a gather of a whole tensor, or that some ranks would take without the others."""
@@ -78,11 +93,13 @@ def after(spread: Spread, step: Step) -> Spread:
         if spread.along(axis) != before:
             raise Unsound(f"{step.op} takes what is {before}, and it is {spread.said(axis)} over {axis}")
     if before == SPLIT:
-        dim = dims[step.joined if step.op == "all_to_all" else step.dim]
-        if not axes or split[dim][-len(axes) :] != axes:
-            over = ", ".join(split[dim]) or "no axis"
+        dim = dims[step.joined if step.op in ("all_to_all", "all_to_allv") else step.dim]
+        over, rest = ", ".join(split[dim]) or "no axis", tuple(a for a in split[dim] if a not in axes)
+        if not axes or not set(axes) <= set(split[dim]):
+            raise Unsound(f"{step.op} over {plus(axes)} joins {dim}, which is split over {over}")
+        if step.op != "all_to_allv" and split[dim] != (*rest, *axes):
             raise Unsound(f"{step.op} over {plus(axes)} joins {dim}, which is split over {over}, the last one first")
-        split[dim] = split[dim][: -len(axes)]
+        split[dim] = rest
     partial.difference_update(axes)
     only.difference_update(axes)
     if set(step.only) != only:

@@ -17,9 +17,10 @@ class Collective:
     """Planned launch of a collective by every rank at index 0 of the axes `only`. `elements`: size of one rank's input;
     for a scatter, of one rank's output.
 
-    `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients) or
-    `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation, `reduce` or `update` at the end
-    of a step.
+    `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients),
+    `integers` (numbers of rows) or `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation,
+    `reduce` or `update` at the end of a step. `rows`: the most rows that there can be, of a collective of experts'
+    rows, whose elements these are; else 0.
     """
 
     op: str
@@ -28,6 +29,7 @@ class Collective:
     dtype: str
     phase: str
     only: tuple[str, ...] = ()
+    rows: int = 0
 
 
 @dataclass(frozen=True)

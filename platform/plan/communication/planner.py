@@ -26,7 +26,7 @@ from platform.plan.language.scheme import REPLICAS, Scheme
 @dataclass(frozen=True)
 class Planner:
     """Applies the communication rule to the tensors of operations under one scheme on one mesh. `sizes`: global sizes
-    of the model's dims in one microbatch of all replicas, vocab padded.
+    of the model's dims in one microbatch of all replicas, vocab padded; of rows, how many a token has.
 
     `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
     backward, because the parameter's uses differ in their partial axes. `open_sums`: axes over which an activation, or
@@ -42,7 +42,8 @@ class Planner:
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
-        they take the longest prefix of the axes of heads whose product divides their number."""
+        they take the longest prefix of the axes of heads whose product divides their number. Dim rows is split over
+        the axes of the region's experts and of its batch."""
         if tensor not in self._layouts:
             self._layouts[tensor] = self._layout(tensor)
         return self._layouts[tensor]
@@ -51,6 +52,7 @@ class Planner:
         """Compute a layout from the scheme's table of its region or role, without the cache of `layout`."""
         dims = tensor.dims
         wanted = (*dims, "heads") if "kv_heads" in dims else dims
+        wanted = (*wanted, "experts", "batch") if "rows" in dims else wanted
         if isinstance(tensor, Parameter):
             layout = self.scheme.parameter(tensor.role, wanted)
         else:
@@ -60,9 +62,17 @@ class Planner:
             heads = rules.pop("heads", ())
             rules.setdefault("kv_heads", self._kv_axes(heads))
             layout = Layout.of(rules, layout.only)
+        if "rows" in dims:
+            rules = {"rows": (*layout["experts"], *layout["batch"])}
+            layout = Layout.of({**layout.restrict(d for d in dims if d != "rows"), **rules}, layout.only)
         if isinstance(tensor, Spec) and (axes := self.open_sums.get(tensor)):
             layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)
         return layout
+
+    def picked(self, tensor: Spec | Parameter) -> dict[str, tuple[str, ...]]:
+        """Return the axes of the experts whose rows an activation has, by dim; {} for a tensor without rows."""
+        rows = isinstance(tensor, Spec) and "rows" in tensor.dims
+        return {"experts": self.scheme.regions[tensor.region]["experts"]} if rows else {}  # type: ignore[union-attr]
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
         """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads."""
@@ -78,7 +88,12 @@ class Planner:
 
     def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
         """Return a tensor's global size of every dim: the model's (vocab padded), overridden by the tensor's own."""
-        return {**self.sizes, **dict(tensor.sizes)}
+        sizes = {**self.sizes, **dict(tensor.sizes)}
+        # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
+        if experts := self.picked(tensor):
+            ranks, tokens = self.mesh.extent(experts["experts"]), sizes["length"] * sizes["batch"]
+            sizes["rows"] = ranks * tokens * min(sizes["rows"], max(1, sizes["experts"] // ranks))
+        return sizes
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
@@ -90,7 +105,7 @@ class Planner:
         for the `first` operand, if a layout is given; local shapes are filled in."""
         have = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
         given = [(t.dims, has, isinstance(t, Parameter)) for t, has in zip(operands, have, strict=True)]
-        c = contract(given, (out.dims, self.layout(out)))
+        c = contract(given, (out.dims, self.layout(out)), self.picked(out))
         triples = zip(c.inputs, operands, have, strict=True)
         inputs = tuple(self.shaped(found, t, has, c.compute.restrict(t.dims)) for found, t, has in triples)
         output = self.shaped(c.output, out, c.compute.restrict(out.dims), self.layout(out))
@@ -121,7 +136,7 @@ class Planner:
             return tuple(replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
 
         steps = filled(conversion.forward, before), filled(conversion.backward, after)
-        return Conversion(*steps, before, after, dtype_of(tensor))
+        return Conversion(*steps, before, after, dtype_of(tensor), "rows" in tensor.dims and isinstance(tensor, Spec))
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Extend the conversion of parameter `p` for its use in an operation, if the parameter's uses differ in their
@@ -143,21 +158,25 @@ class Planner:
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
         """Return the collectives that a rank launches for a conversion, in the forward and then in the backward pass;
         `regathered`: the backward pass begins by repeating the forward ones."""
-        forward = self.launches(conversion.forward, conversion.before, "forward", conversion.dtype)
+        dtype, ragged = conversion.dtype, conversion.ragged
+        forward = self.launches(conversion.forward, conversion.before, "forward", dtype, ragged)
         repeated = [replace(c, phase="backward") for c in forward] if regathered else []
-        backward = self.launches(conversion.backward, conversion.after, "backward", conversion.dtype)
+        backward = self.launches(conversion.backward, conversion.after, "backward", dtype, ragged)
         return [*forward, *repeated, *backward]
 
     def launches(
-        self, steps: Sequence[Step], shape: tuple[int, ...], phase: str, dtype: str = "compute"
+        self, steps: Sequence[Step], shape: tuple[int, ...], phase: str, dtype: str = "compute", ragged: bool = False
     ) -> list[Collective]:
         """Return the collectives among the `steps` of a conversion, with the sizes that they have for a block of local
-        shape `shape`; `phase` and `dtype` as in Collective."""
-        return [
-            Collective(step.op, step.axes, prod(after if step.op == "scatter" else before), dtype, phase, step.only)
-            for step, before, after in shapes(steps, shape, self.mesh)
-            if step.op in COLLECTIVES
-        ]
+        shape `shape`; `phase` and `dtype` as in Collective, `ragged` as in Conversion."""
+        found = []
+        for step, before, after in shapes(steps, shape, self.mesh):
+            if step.op in COLLECTIVES:
+                # rows that are exchanged are no more than either end can have
+                counted = after if step.op == "scatter" else min(before, after) if step.op == "all_to_allv" else before
+                rows = counted[0] if ragged else 0
+                found.append(Collective(step.op, step.axes, prod(counted), dtype, phase, step.only, rows))
+        return found
 
     def statistics(
         self, over: Sequence[str], only: tuple[str, ...], elements: int, phase: str, op: str = "all_reduce"

@@ -29,8 +29,9 @@ exists at index 0 of an axis alone (`Layout.only`) has its gradient there alone;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from platform.plan.language.layout import Layout, prefix
 
@@ -44,6 +45,7 @@ class Step:
     reduce_scatter  sums over `axes` and splits `dim`
     all_reduce      sums over `axes`, which may be several at once
     all_to_all      splits `dim` and joins `joined` over `axes`
+    all_to_allv     rows go to the ranks of their experts, or come back: as many as the routing says
     slice           splits `dim`, free
     pad             puts the block back into zeros along `dim`, free: the adjoint of a parameter's slice
     broadcast       gives the tensor of index 0 along `axes` to all
@@ -53,7 +55,7 @@ class Step:
     drop            only index 0 keeps the tensor, free
 
     Only the ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: the shape of the block
-    that a broadcast or a scatter gives to ranks that had nothing.
+    that a broadcast or a scatter gives to ranks that had nothing, or the largest that an all_to_allv leaves.
     """
 
     op: str
@@ -76,7 +78,8 @@ class Step:
         return tuple(out)
 
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "scatter", "gather")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_allv", "broadcast", "reduce",
+               "scatter", "gather")  # fmt: skip
 SPLIT = ("reduce_scatter", "scatter", "slice", "all_to_all")  # a dim of the block gets shorter
 JOIN = ("all_gather", "gather", "pad", "all_to_all")  # a dim of the block gets longer
 APPEAR = ("broadcast", "scatter")  # ranks that had nothing get a block
@@ -89,7 +92,8 @@ class Conversion:
     """Steps that a rank's block of one operand or result of an operation takes between two layouts (forward), and those
     that its gradient takes back (backward).
 
-    `before`, `after`: local shapes in the two layouts, and `dtype`: the tensor's, which the planner fills in.
+    `before`, `after`: local shapes in the two layouts, and `dtype`: the tensor's, which the planner fills in; `ragged`:
+    its first dim is one of rows, whose sizes are the largest that can be.
     """
 
     forward: tuple[Step, ...] = ()
@@ -97,6 +101,7 @@ class Conversion:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     dtype: str = "compute"
+    ragged: bool = False
 
 
 def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:
@@ -283,17 +288,23 @@ class Contraction:
     output: Conversion
 
 
+NONE_PICKED: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
 def contract(
     inputs: Sequence[tuple[Sequence[str], Layout, bool]],
     output: tuple[Sequence[str], Layout],
+    picked: Mapping[str, tuple[str, ...]] = NONE_PICKED,
 ) -> Contraction:
     """Apply the communication rule to an einsum of (dims, layout, is_parameter) operands into a result (dims, layout):
-    choose its compute layout and the conversions of operands and result.
+    choose its compute layout and the conversions of operands and result. `picked`: the axes that split, in this
+    product, a dim of which another's indices each pick one, as each row of an activation picks its expert; the
+    iteration space lacks it.
 
     Raises ValueError if one axis would split two dims of the iteration space; the message names the axis and the dims.
     """
     out_dims, out = output
-    space = list(dict.fromkeys(d for dims, _, _ in inputs for d in dims))
+    space = list(dict.fromkeys(d for dims, _, _ in inputs for d in dims if d not in picked))
     compute: dict[str, tuple[str, ...]] = {}
     for d in space:
         lists = [layout[d] for dims, layout, _ in inputs if d in dims]
@@ -314,6 +325,7 @@ def contract(
         raise ValueError(f"axis {clash[0]} would split both {clash[1]} and {clash[2]}")
     axes = tuple(dict.fromkeys(a for d in space for a in compute[d]))
     partial = [a for d in space if d not in out_dims for a in compute[d]]
+    layout = Layout.of({**layout, **picked}, layout.only)
     return Contraction(
         compute=layout,
         axes=axes,

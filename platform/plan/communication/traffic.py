@@ -8,11 +8,12 @@ from platform.plan.communication.planned import Collective
 from platform.plan.language.mesh import Mesh
 
 # Elements moved by one group of n ranks if one rank's input has e elements. For a scatter e is one rank's output, so
-# that it moves as much as its adjoint, the gather.
+# that it moves as much as its adjoint, the gather. For an all_to_allv e is the most that a rank can send to others.
 TRAFFIC = {
     "all_gather": lambda n, e: n * (n - 1) * e,
     "reduce_scatter": lambda n, e: (n - 1) * e,
     "all_to_all": lambda n, e: (n - 1) * e,
+    "all_to_allv": lambda n, e: n * e,
     "all_reduce": lambda n, e: 2 * (n - 1) * e,
     "broadcast": lambda n, e: (n - 1) * e,
     "reduce": lambda n, e: (n - 1) * e,
@@ -20,6 +21,8 @@ TRAFFIC = {
     "gather": lambda n, e: (n - 1) * e,
     "send": lambda n, e: n * e,  # each of the n stages sends
 }
+
+EVER = {"metrics": 8, "integers": 8}  # bytes per element of the types that are the same in every precision
 
 
 def label(op: str, axes: Iterable[str]) -> str:
@@ -32,4 +35,4 @@ def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
     per element by `Collective.dtype`."""
     n = mesh.extent(c.axes)
     groups = mesh.size // n // mesh.extent(c.only)
-    return TRAFFIC[c.op](n, c.elements) * itemsize[c.dtype] * groups
+    return TRAFFIC[c.op](n, c.elements) * {**EVER, **itemsize}[c.dtype] * groups

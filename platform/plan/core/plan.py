@@ -316,5 +316,5 @@ class Plan:
     def moved_bytes(self, c: Collective) -> int:
         """Return the bytes that all workers of one stage move in one launch of the collective `c`; of all stages
         together if `c` spans them."""
-        everywhere = moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
+        everywhere = moved_bytes(c, self.mesh, self.itemsize)
         return everywhere if "stage" in c.axes and c.op != "send" else everywhere // self.stages

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from platform.plan.language.mesh import Mesh
 
 # Dim names, as in Mesh-TensorFlow (Shazeer et al. 2018): a Transformer's, then its two-layer example's (io, hidden),
-# then experts' (and the places that each has for the tokens of a sequence), the widths of latent attention's latents,
-# then stacked branches'.
+# then experts' (the places that each has for the tokens of a sequence; or rows, as many as chose it), the widths of
+# latent attention's latents, then stacked branches'.
 DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab", "io", "hidden",
-        "experts", "slots", "q_latent", "kv_latent", "branch", "d_branch")  # fmt: skip
+        "experts", "slots", "rows", "q_latent", "kv_latent", "branch", "d_branch")  # fmt: skip
 
 
 @dataclass(frozen=True)

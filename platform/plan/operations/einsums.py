@@ -22,6 +22,7 @@ from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Contraction, Conversion
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
+from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.ops import Parameter
 from platform.plan.operations.op import Op, extents
 from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
@@ -66,7 +67,8 @@ class _Products(Op):
     def flops(self, operation, sizes):
         """Return the forward FLOPs of all of the operation's einsums, on all ranks together."""
         x = extents(operation.inputs[0], sizes)
-        return sum(2 * prod({**x, **extents(y, sizes)}.values()) for y in operation.inputs[1:])
+        of_one = {"experts": 1} if "rows" in x else {}  # a row is multiplied by the matrix of one
+        return sum(2 * prod({**x, **extents(y, sizes), **of_one}.values()) for y in operation.inputs[1:])
 
 
 class ProductOp(_Products):
@@ -85,45 +87,54 @@ class ProductOp(_Products):
 class ProjectOp(_Products):
     """Einsums of activation x with several parameters `weights`, one result per weight and its type in `outs`; those
     with equal compute layouts share one gather of x and one reduction of its gradient. `biases`, one per weight or
-    none, are added once, in the output layout."""
+    none, are added once, in the output layout. Rows of experts come with their `counts`, as `dispatch_rows` has given
+    both: each is multiplied by the matrix of its expert."""
 
-    def record(self, ops, x, spec, weights, outs, biases=()):
+    def record(self, ops, x, spec, weights, outs, biases=(), counts=None):
+        if ("rows" in spec.dims) != (counts is not None):
+            raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
         found = ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs)
         found = found if len(outs) > 1 else (found,)
         for y, bias, out in zip(found, biases, outs, strict=bool(biases)):
-            ops.shift(y, out, bias)
+            ops.shift(y, out, bias, counts)
         return found
 
-    def run(self, ops, x, spec, weights, outs, biases=()):
+    def run(self, ops, x, spec, weights, outs, biases=(), counts=None):
         """Return the products with their biases: fused where nothing is converted between, else shifted."""
         found = ops.planned(self.kind, weights[0].name)
         fused = found.adds(ops.planned("shift", b.name) for b in biases)
         added = [ops.parameter(b) for b in biases] if fused else ()
-        results = _by_group(ops, found, x, [ops.parameter(w) for w in weights], outs, added, ops.deferred)
-        return tuple(map(ops.shift, results, outs, biases) if biases and not fused else results)
+        results = _by_group(ops, found, x, [ops.parameter(w) for w in weights], outs, added, ops.deferred, counts)
+        if fused or not biases:
+            return tuple(results)
+        return tuple(ops.shift(y, out, b, counts) for y, out, b in zip(results, outs, biases, strict=True))
 
     meter = run
 
 
-def _by_group(ops, planned, x, operands, outs, biases=(), deferred=None):
+def _by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=None):
     """Return the results, of the types `outs`, of the planned einsums of activation x with `operands` (parameters or
-    one activation), which are computed or metered group by group. `biases`, `deferred`: see
+    one activation), which are computed or metered group by group. `biases`, `deferred`, `counts`: see
     `platform.parallel.kernels.einsum.einsums`."""
     of_group = _run_group if ops.method == "run" else _meter_group
     results: dict[int, Any] = {}
     for number, group in enumerate(planned.groups):
         indices = [e.index for e in group.einsums]
         mine, types, added = ([given[i] for i in indices] if given else () for given in (operands, outs, biases))
-        results.update(zip(indices, of_group(ops, planned, number, x, mine, types, added, deferred), strict=True))
+        results.update(
+            zip(indices, of_group(ops, planned, number, x, mine, types, added, deferred, counts), strict=True)
+        )
     return tuple(results[i] for i in range(len(operands)))
 
 
-def _run_group(ops, planned, number: int, x, operands, outs, biases, deferred):
+def _run_group(ops, planned, number: int, x, operands, outs, biases, deferred, counts):
     """Compute group `number` of a planned operation's einsums of x with `operands`."""
-    return ops.kernels.einsum.einsums(ops.coming(planned, number), x, operands, biases, deferred=deferred)
+    return ops.kernels.einsum.einsums(
+        ops.coming(planned, number), x, operands, biases, deferred=deferred, counts=counts
+    )
 
 
-def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, deferred) -> list[Value]:
+def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, deferred, counts) -> list[Value]:
     """Count the memory of group `number` of a planned operation's einsums of x with `operands`: in SUMMA panels, as
     local products, or with communication; return their results."""
     group = planned.groups[number]
@@ -138,8 +149,8 @@ def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, de
 def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
     """Return the group of einsums computed by SUMMA, one panel of the contracted dim at a time, or None if it cannot
     be: x and all operands must gather one contracted dim in their last step, and no einsum's output may need a
-    conversion, or be computed in the type of statistics."""
-    if group.wide or any(e.output.forward or e.output.backward for e in group.einsums):
+    conversion, be computed in the type of statistics, or have rows of experts."""
+    if group.wide or "rows" in group.x_dims or any(e.output.forward or e.output.backward for e in group.einsums):
         return None
     for dim in group.x_dims:
         if not all(dim in e.dims and dim not in e.out_dims for e in group.einsums):

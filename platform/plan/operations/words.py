@@ -31,6 +31,7 @@ from platform.plan.operations.shapes.relayout import RelayoutOp
 from platform.plan.operations.shapes.reshape import ReshapeOp
 from platform.plan.operations.shapes.sequence_mean import SequenceMeanOp
 from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
+from platform.plan.operations.tables.dispatch_rows import CombineRowsOp, DispatchRowsOp
 from platform.plan.operations.tables.from_ids import FeaturesOp, OneHotOp
 from platform.plan.operations.tables.lookup import LookupOp
 from platform.plan.operations.tables.relative_bias import RelativeBiasOp
@@ -57,6 +58,7 @@ class Ops:
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()
     remember, recall = RememberOp(), RecallOp()
     route, dispatch, combine = RouteOp(), DispatchOp(), CombineOp()
+    dispatch_rows, combine_rows = DispatchRowsOp(), CombineRowsOp()
     cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
     token_loss, sequence_mean = TokenLossOp(), SequenceMeanOp()
 

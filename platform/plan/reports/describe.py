@@ -34,6 +34,7 @@ def describe(plan: Plan) -> str:
     moved = communication(plan)
     traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
+    most = "at most " if any(c.rows for o in plan.operations.values() for c in o.collectives) else ""
     elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
     lines = [
         f"plan  {count_of(plan.mesh.size, 'worker')} = {plan.mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
@@ -44,7 +45,7 @@ def describe(plan: Plan) -> str:
         *(f"  attention       {n} in kernel {kernel}" for kernel, n in kernels_of(plan).items() if kernel != AUTO),
         f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
         f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
-        f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
+        f"  communication   {most}{human(sum(moved.values()))}B per step: {traffic}{more}",
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)

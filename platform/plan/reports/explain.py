@@ -11,6 +11,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
+from platform.plan.communication.traffic import label
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.fused import kernels_of
 from platform.plan.core.plan import Plan
@@ -91,13 +92,14 @@ def _groups(plan: Plan) -> list[tuple[str, ...]]:
 def collectives(plan: Plan) -> list[dict[str, Any]]:
     """List the collectives of a training step for the explanation of a plan, one row per distinct collective, layers
     folded: it occurs `times` times in the model and is launched `launches` times per rank and step, which moves `bytes`
-    over all workers. The bytes by op and axes add up to `communication(plan)`."""
+    over all workers. The bytes by op and axes add up to `communication(plan)`. `at_most`: it moves rows of experts, as
+    many as the routing says, and these are the most."""
     rows: dict[tuple, dict[str, Any]] = {}
     for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.ordered(c.axes))
         folded = re.sub(r"\.\d+\.", ".*.", re.sub(r"^stage \d+ to \d+ ", "stage * to * ", where))
-        key = (folded, c.op, axes, c.elements, c.dtype, c.phase)
-        names = ("operation", "op", "axes", "elements", "dtype", "phase")
+        key = (folded, c.op, axes, c.elements, c.dtype, c.phase, bool(c.rows))
+        names = ("operation", "op", "axes", "elements", "dtype", "phase", "at_most")
         row = rows.setdefault(key, {**dict(zip(names, key, strict=True)), "times": 0, "launches": 0, "bytes": 0})
         row["times"] += 1
         row["launches"] += launches
@@ -164,7 +166,7 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
     head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase"]
     cells = [
         [r["operation"], f"{r['op']}/{r['axes']}", f"{r['elements']:,}", f"x{r['times']}"]
-        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"]]
+        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"] + (", at most" if r["at_most"] else "")]
         for r in rows
     ]
     return ["collectives", *(_table([head, *cells]) if rows else [])]
@@ -172,7 +174,8 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _moved(found: dict[str, Any]) -> list[list[str]]:
     """Return the rows (collective and mesh axes, bytes per step) of the table of communication in an explanation."""
-    rows = [[k, f"{v:,}"] for k, v in found["communication"].items()]
+    most = {label(r["op"], r["axes"].split("+")) for r in found["collectives"] if r["at_most"]}
+    rows = [[k + (", at most" if k in most else ""), f"{v:,}"] for k, v in found["communication"].items()]
     return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from platform.plan.communication.traffic import EVER
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import staged_collectives
 from platform.plan.language.layout import at_zero
@@ -70,7 +71,7 @@ def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]
     """Return the (messages, bytes) that each pair of ranks (sender, receiver) exchanges in one training step of a
     plan."""
     found: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
-    mesh, itemsize = plan.mesh, {**plan.itemsize, "metrics": 8}
+    mesh, itemsize = plan.mesh, {**EVER, **plan.itemsize}
     alike: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = Counter()
     launched: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = Counter()
     for _, c, launches, stages in staged_collectives(plan):
@@ -118,7 +119,7 @@ def transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
         yield from ((0, i, one, one) if op == "scatter" else (i, 0, one, one) for i in range(1, n))
     else:
         turns = part if op in ("broadcast", "reduce") else one
-        share = one if _DIRECT[op] else part
+        share = Fraction(1, n - 1) if op == "all_to_allv" else one if _DIRECT[op] else part
         yield from ((i, j, turns, share) for i in range(n) for j in range(n) if i != j)
 
 

@@ -14,6 +14,7 @@ from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints, needed_bytes
 from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure
+from tests.harness.routing import to_the_first
 from tests.harness.wide_sums import kernels_on_cpus
 
 MODEL: dict[str, Any] = {"layers": 3, "d_model": 64, "length": 32, "vocab": 256, "heads": 4, "precision": "fp32"}
@@ -75,6 +76,16 @@ PLANS |= {
                                      "precision": "bf16"},
     "experts without a bound, 1f1b": {**ROUTED, **STAGES, "capacity_factor": 0.0, "pipeline": "1f1b"},
 }  # fmt: skip
+DROPLESS: dict[str, Any] = {**ROUTED, "capacity_factor": 0.0, "microbatch": 2}
+WORST: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "bf16": {"precision": "bf16", "experts": 16},
+    "two ranks": {"data": 2, "experts_of": 2},
+    "four ranks, one expert each, full": {"data": 4, "experts_of": 4, "recompute": "full"},
+    "two ranks, 1d_sp, bf16": {"data": 2, "experts_of": 2, "tensor": "1d_sp", "axes": {"t": 2}, "precision": "bf16"},
+    "two ranks, 2d, bf16": {"data": 2, "experts_of": 2, "tensor": "2d", "axes": {"r": 1, "c": 2}, "precision": "bf16"},
+    "two ranks, zb_h1": {**STAGES, "microbatch": 2, "data": 2, "experts_of": 2, "pipeline": "zb_h1"},
+}
 LATENT: dict[str, Any] = {**MODELS["latent"], "d_kv": 20, "d_rope": 8, "d_value": 12, "kv_latent": 24, "q_latent": 32}
 PLANS |= {
     "latent, bf16": {**LATENT, "precision": "bf16"},
@@ -113,6 +124,14 @@ def configured(kernel: str = "auto", **more: Any):
 def test_what_is_needed_is_what_is_held(name):
     """Within 5 % of the largest worker's peak; and when a step is done, nothing of it lives on."""
     holds(configured(**PLANS[name]))
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_so_it_is_of_rows_in_the_worst_routing(name, monkeypatch):
+    """All tokens choose experts of one rank."""
+    c = configured(**{**DROPLESS, **WORST[name]})
+    to_the_first(monkeypatch, c.model.experts, 2)
+    holds(c)
 
 
 @pytest.mark.parametrize(
@@ -215,5 +234,5 @@ def holds(c) -> None:
     plan = make_plan(c)
     found = count(c, plan)
     peak = max(rank.peak for rank in found)
-    assert abs(needed_bytes(c, plan) - peak) <= 0.05 * peak
+    assert abs(needed_bytes(c, plan) - peak) <= 0.05 * peak, (needed_bytes(c, plan), peak)
     assert all(len(set(rank.after)) == 1 for rank in found)

@@ -71,7 +71,8 @@ class PointwiseOp(Op):
         """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
         compute = _functions()[function]
         gated = function.startswith("gated_")  # the others are one kernel as they are
-        return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
+        rows = x[0].dim() == 2  # of experts: another number in every pass, and each would be compiled for itself
+        return (ops.region(compute) if gated and not rows and not ops.absent(x[0]) else compute)(*x)
 
     def meter(self, ops, function, *x):
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""

@@ -42,9 +42,10 @@ class RouteOp(Op):
         scores = ops.apply(scores, enter)
         if ops.absent(scores):
             return scores, scores.to(ops.narrow) if len(leave) > 1 else None
-        real = tokens[self.kind, name] >= 0
-        rows, places = {p.role: ops.parameter(p) for p in states}, ops.plan.planner.sizes_of(spec)["slots"]
-        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, places, rows)
+        real, sizes = tokens[self.kind, name] >= 0, ops.plan.planner.sizes_of(spec)
+        slots = sizes.get("slots", sizes["length"])  # where experts have rows, they take every token
+        rows = {p.role: ops.parameter(p) for p in states}
+        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, slots, rows)
         ops.count_routed(name, counts, ops.planned(self.kind, name).compute_axes)
         found = weights, auxiliary.to(ops.narrow)
         results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]

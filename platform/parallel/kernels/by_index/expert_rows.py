@@ -1,0 +1,178 @@
+"""Rows of tokens at the ranks of their experts, packed expert after expert: copied, sent there, and summed on return.
+
+Only the rows of chosen (token, expert) pairs are there. A rank reads how many once a pass, as messages have sizes in
+host memory; ranks with the same tokens must find the same. No sum depends on the order in which threads add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
+from platform.parallel.kernels.statistics import widened
+
+
+class Seats(NamedTuple):
+    """Experts of the ranks that exchange rows along `axes`, () for one rank alone: `first`, the number of the first
+    expert of each, in the group's order, of `each` experts."""
+
+    axes: tuple[str, ...]
+    first: tuple[int, ...]
+    each: int
+
+    @property
+    def experts(self) -> list[int]:
+        """Return the numbers of all these experts, rank after rank."""
+        return [expert for first in self.first for expert in range(first, first + self.each)]
+
+
+class Counts(NamedTuple):
+    """Rows of a pass on a rank: how many, and of which tokens.
+
+    `each`: rows of each of this rank's experts, and `ends`: where they end, int32 [experts]. `sent`, `received`: rows
+    to and from each rank of the group along `axes`; `given`: rows for each expert of `Seats.experts`. Of the rows that
+    this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each token's place,
+    -1: none, whose expert is in `which`. `order`: which received row is where, None if they lie expert by expert.
+    """
+
+    axes: tuple[str, ...]
+    each: Sequence[int]
+    ends: Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
+    given: Sequence[int]
+    pair: Tensor
+    lies: Tensor
+    which: Tensor
+    order: Tensor | None
+
+    @property
+    def token(self) -> Tensor:
+        """Return the token of each row that this rank sends, int64 [rows]."""
+        return self.pair.div(self.lies.shape[1], rounding_mode="floor")
+
+
+def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int) -> Counts:
+    """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most `chosen`, where a
+    weight is not 0, for the experts of `seats`. Ranks exchange the numbers of rows first."""
+    goes, device = weights.flatten(0, 1) != 0, weights.device
+    experts, n, each = goes.shape[1], len(seats.first), seats.each
+    served, place = _served(seats, experts, device)
+    # the experts of a token in their order, so that what they make is added in it
+    order, which = (goes * torch.arange(experts, 0, -1, device=device)).topk(min(chosen, experts), -1)
+    _, pair = place[which].masked_fill_(order == 0, n * each).flatten().sort(stable=True)
+    given = goes.sum(0)[served].view(n, each)
+    got = communicator.launch("all_to_all", given, seats.axes, name="rows of experts").wait() if seats.axes else given
+    numbers = [int(number) for number in communicator.read(torch.cat([given, got]).flatten())]
+    sent, received = ([numbers[i : i + each] for i in range(at, at + n * each, each)] for at in (0, n * each))
+    rows = sum(numbers[: n * each])
+    lies = torch.empty_like(pair).scatter_(0, pair, torch.arange(pair.numel(), device=device))
+    return Counts(
+        seats.axes,
+        [sum(of_ranks) for of_ranks in zip(*received, strict=True)],
+        got.sum(0).cumsum(0).to(torch.int32),
+        list(map(sum, sent)),
+        list(map(sum, received)),
+        numbers[: n * each],
+        pair[:rows].clone(),
+        lies.masked_fill_(lies >= rows, -1).view(which.shape),
+        which,
+        _by_expert(got, sum(numbers[n * each :])) if min(n, each) > 1 else None,
+    )
+
+
+@cache
+def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the experts of `seats`, and the place of each of `experts` there, the last for others."""
+    served = torch.tensor(seats.experts, device=device)  # once: a copy to the device waits for it
+    place = torch.full((experts,), len(served), device=device)
+    place[served] = torch.arange(len(served), device=device)
+    return served, place
+
+
+def _by_expert(got: Tensor, rows: int) -> Tensor:
+    """Return the index [rows] that orders received rows by expert; `got`: numbers of these, [ranks, experts]."""
+    ends = got.flatten().cumsum(0).view(got.shape).t().flatten()
+    lengths = got.t().flatten()
+    first = ends - lengths.cumsum(0)  # of a stretch: where it came, less where it goes
+    return torch.arange(rows, device=got.device) + first.repeat_interleave(lengths, output_size=rows)
+
+
+def _there(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
+    """Send rows from the ranks of tokens to the ranks of experts; return rows in the order of the experts."""
+    if counts.axes:
+        rows = communicator.deal(rows, counts.sent, counts.received, counts.axes, name="rows to experts").wait()
+    return rows if counts.order is None else rows.index_select(0, counts.order)
+
+
+def _back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
+    """Send rows back to the ranks of their tokens, the reverse of `_there` and its adjoint."""
+    if counts.order is not None:
+        rows = torch.empty_like(rows).index_copy_(0, counts.order, rows)
+    if counts.axes:
+        rows = communicator.deal(rows, counts.received, counts.sent, counts.axes, name="rows of tokens").wait()
+    return rows
+
+
+def _some(rows: Tensor) -> Tensor:
+    """Return the rows, or one of zeros for a rank that has none, where no index means one."""
+    return rows if len(rows) else rows.new_zeros(1, rows.shape[1])
+
+
+class _Dispatch(torch.autograd.Function):
+    """Autograd function of `to_experts`."""
+
+    @staticmethod
+    def forward(ctx, x, communicator, counts):
+        """Return the rows of this rank's experts."""
+        ctx.communicator, ctx.counts, ctx.shape = communicator, counts, x.shape
+        return _there(communicator, x.flatten(0, 1).index_select(0, counts.token), counts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of a token's gradients from all its rows."""
+        rows = _back(ctx.communicator, gradient.contiguous(), ctx.counts)
+        lies = ctx.counts.lies
+        return sum_of_rows(_some(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
+
+
+def to_experts(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
+    """Return the tokens x [length, batch, d] as rows of this rank's experts [rows, d], expert after expert."""
+    return _Dispatch.apply(x, communicator, counts)
+
+
+class _Combine(torch.autograd.Function):
+    """Autograd function of `from_experts`, which adds in the type of statistics, in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx, y, weights, communicator, counts):
+        """Return the weighted sum, for each token, of its rows."""
+        rows = _back(communicator, y, counts)
+        ctx.communicator, ctx.counts = communicator, counts
+        ctx.save_for_backward(rows, weights)
+        by_place = widened(weights.flatten(0, 1).gather(-1, counts.which)).masked_fill_(counts.lies < 0, 0)
+        return sum_of_rows(_some(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of the rows and of the weights."""
+        rows, weights = ctx.saved_tensors
+        counts, gradient = ctx.counts, gradient.flatten(0, 1)
+        found = products_of_rows(_some(rows), counts.lies, gradient).masked_fill_(counts.lies < 0, 0)
+        of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=rows.device)
+        of_weights.flatten(0, 1).scatter_add_(-1, counts.which, found)
+        by_place = weights.flatten(0, 1).gather(-1, counts.which).flatten()
+        of_rows = gradient.index_select(0, counts.token)
+        of_rows *= by_place.index_select(0, counts.pair).unsqueeze(-1)
+        return _there(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
+
+
+def from_experts(communicator: Communicator, y: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+    """Return the sum [length, batch, d] of each token's rows in y [rows, d], times their `weights`."""
+    return _Combine.apply(y, weights, communicator, counts)

@@ -1,0 +1,209 @@
+"""The way of tokens to the experts that they choose, all of them and no others, as packed rows, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from math import prod
+from typing import Any, NamedTuple
+
+from platform.plan.communication.planned import Collective
+from platform.plan.communication.planner import Planner
+from platform.plan.communication.rule import Conversion, Step
+from platform.plan.language.layout import Layout
+from platform.plan.language.mistakes import ModelMistake
+from platform.plan.language.ops import Spec, dtype_of
+from platform.plan.operations.op import Op, planned
+from platform.plan.operations.tables.route import TOKENS
+
+
+class Ends(NamedTuple):
+    """Layout of `tokens` where they become rows, and are summed. Ranks along `held` have the same tokens and make rows
+    for other experts; ranks along `exchanged` have other tokens, and send rows to each other's experts."""
+
+    tokens: Layout
+    held: tuple[str, ...]
+    exchanged: tuple[str, ...]
+
+    @classmethod
+    def of(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
+        """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
+        divide the batch."""
+        d = out.dims[-1]
+        goal = planner.scheme.activation(out.region, ("experts", "batch", d))
+        there = (*goal["experts"], *goal["batch"])
+        # as few axes as can be leave the batch: a token is smaller than its rows
+        kept = tuple(takewhile(lambda a: a in there, planner.layout(spec)["batch"]))
+        batch = (*kept, *(a for a in goal["batch"] if a not in kept))
+        if planner.sizes["batch"] % planner.mesh.extent(batch):
+            raise ValueError(f"batch={planner.sizes['batch']} would be split over {'+'.join(batch)}")
+        exchanged = tuple(a for a in goal["experts"] if a in kept)
+        held = tuple(a for a in goal["experts"] if a not in kept)
+        return cls(Layout.of({"batch": batch, d: goal[d]}, goal.only), held, exchanged)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes that split the pairs of a token and an expert, and d_model, where rows are made."""
+        return (*self.tokens.axes, *self.held)
+
+    def conversion(self, planner: Planner, spec: Spec, out: Spec, chosen: int) -> Conversion:
+        """Return the conversion of rows of type `out` to their experts' ranks, in the sizes of the worst routing."""
+        length, batch, width = planner.shape(spec, self.tokens)
+        experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
+        before, after = (length * batch * min(chosen, experts), width), planner.shape(out)
+        there = Step("all_to_allv", planner.mesh.ordered(self.exchanged), 0, 1, self.tokens.only, after)
+        steps = ((there,), (replace(there, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
+        return Conversion(steps[0], steps[1], before, after, dtype_of(out), True)
+
+    def numbers(self, planner: Planner) -> list[Collective]:
+        """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
+        experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
+        axes = planner.mesh.ordered(self.exchanged)
+        return [Collective("all_to_all", axes, experts, "integers", "forward", self.tokens.only)] if axes else []
+
+    def seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+        """Return the axes of a rank's exchange, the first expert of each rank there, and how many experts each has."""
+        mesh, over = planner.mesh, planner.picked(out)["experts"]
+        axes, each = mesh.ordered(self.exchanged), planner.sizes["experts"] // mesh.extent(over)
+        group = mesh.group(rank, axes) if axes else (rank,)
+        return axes, tuple(mesh.index(mesh.coordinates(member), over) * each for member in group), each
+
+
+def _check(name: str, spec: Spec, out: Spec) -> None:
+    """Raise ModelMistake if tokens of type `spec` are no rows of type `out`, or rows no tokens."""
+    if spec.dims[:2] != TOKENS or out.dims[:1] != ("rows",) or spec.dims[2:] != out.dims[1:] or len(out.dims) != 2:
+        raise ModelMistake(name, f"tokens [length batch d] are rows [rows d], unlike {spec} and {out}")
+
+
+class DispatchRowsOp(Op):
+    """Activation x of type `spec` [length batch d_model] as rows at its experts, of type `out` [rows d_model], expert
+    after expert and token after token; and the counts of the rows of each expert, which products and `combine_rows`
+    take. A token has a row for each expert whose weight, of type `of_weights`, is not 0: at most `chosen`. Tokens whole
+    in length are converted to the rows' other dims and copied; then rows are sent along axes that move from batch to
+    experts. The rows' gradient may be partial: it is summed as the tokens' gradient, which is smaller."""
+
+    wide = ("inputs",)
+    open = {"outputs": "gradient"}
+
+    def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        _check(name, spec, out)
+        rows = ops.record(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
+        return rows, rows
+
+    def plan(self, planner, operation):
+        """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
+        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        ends = Ends.of(planner, spec, out)
+        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
+        rows = ends.conversion(planner, spec, out, operation["chosen"])
+        enter = planner.enter(spec, ends.tokens, (*ends.axes, *planner.layout(out).gradient))
+        conversions = [enter, replace(given, backward=()), rows]
+        return planned(planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes)
+
+    def run(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
+        found = ops.planned(self.kind, name)
+        enter, given, _ = found.conversions
+        x, weights = ops.apply(x, enter), ops.apply(weights.detach(), given)
+        if ops.absent(x):
+            return x, None
+        kernel, ends = ops.kernels.expert_rows, Ends.of(ops.plan.planner, spec, out)
+        seats = kernel.Seats(*ends.seats(ops.plan.planner, out, ops.communicator.rank))
+        counts = kernel.count(ops.communicator, weights, seats, chosen)
+        ops.sent(name, dict(zip(seats.experts, counts.given, strict=True)))
+        return kernel.to_experts(ops.communicator, x, counts), counts
+
+    def meter(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        """Count the memory of rows by the worst routing; of their places integers are kept."""
+        enter, given, rows = ops.planned(self.kind, name).conversions
+        x, weights = ops.apply(x, enter), ops.apply(weights, given)
+        if ops.absent(x):
+            return x, x
+        sent, there, n, tokens = prod(rows.before), prod(rows.after), x.elements, prod(enter.after[:2])
+        places = _places(ops, rows, tokens, weights.elements // tokens, chosen)
+        made = ops.tensor(sent)
+        made = _moved(ops, made, rows, there)
+
+        def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
+            """Count the rows on their way back, and the sum of each token's."""
+            back = _moved(ops, None, rows, sent)
+            total = ops.new(n)
+            del back
+            return [total]
+
+        ops.note([made], [x], (places,), backward)
+        return made, places
+
+
+class CombineRowsOp(Op):
+    """Sum over its experts of what they made of each token, the rows `y` of type `spec` [rows d_model] with their
+    `counts`, times their weights: `out` [length batch d_model], 0 for tokens without an expert. If `y` is
+    partial, so are these sums, which are smaller, and summed over ranks last."""
+
+    wide = ("inputs",)
+    open = {"inputs": "value"}
+
+    def record(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+        _check(name, out, spec)
+        return ops.record(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
+
+    def plan(self, planner, operation):
+        """Plan the way back of rows to where their tokens were copied, and of sums, which are partial over ranks with
+        rows of other experts, to the result's layout."""
+        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        ends = Ends.of(planner, out, spec)
+        there = ends.conversion(planner, out, spec, operation["chosen"])
+        rows = replace(there, forward=there.backward, backward=there.forward, before=there.after, after=there.before)
+        partial = planner.layout(spec).partial
+        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), (*ends.axes, *partial))
+        summands = replace(ends.tokens, partial=(*ends.held, *partial))
+        conversions = [rows, given, planner.enter(out, planner.layout(out), (), source=summands)]
+        return planned(planner, operation, ends.tokens, conversions, compute_axes=ends.axes)
+
+    def run(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+        """Send the rows of this rank's experts back, and add up the rows of its tokens."""
+        _, given, leave = ops.planned(self.kind, name).conversions
+        weights = ops.apply(weights, given)
+        if counts is None:
+            return ops.apply(ops.empty_of([y, weights]), leave)
+        return ops.apply(ops.kernels.expert_rows.from_experts(ops.communicator, y, weights, counts), leave)
+
+    def meter(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+        """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
+        rows, given, leave = ops.planned(self.kind, name).conversions
+        weights = ops.apply(weights, given)
+        if ops.absent(y):
+            return ops.apply(ops.empty_of([y, weights]), leave)
+        sent, there, by_expert = prod(rows.after), prod(rows.before), weights.elements
+        back = _moved(ops, y, rows, sent)
+        total = ops.tensor(prod(leave.before))
+        n, itemsize = total.elements, ops.plan.itemsize[of_weights.dtype]
+        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
+        ops.new(scratch, ops.wide)
+
+        def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
+            """Count the gradients of the weights, and of the rows on their way."""
+            of_weights = ops.new(by_expert, itemsize)
+            ops.new(scratch, ops.wide)
+            made = ops.tensor(sent)
+            return [_moved(ops, made, rows, there).storage, of_weights]
+
+        ops.note([total], [y, weights], (back.storage, weights.storage), backward)
+        return ops.apply(total, leave)
+
+
+def _moved(ops, rows, conversion: Conversion, elements: int):
+    """Count the memory of rows on their way; return what there is in the end, of `elements`."""
+    if not conversion.forward:
+        return rows if rows is not None else ops.tensor(elements)
+    there = ops.tensor(max(prod(conversion.before), prod(conversion.after)))
+    ordered = ops.tensor(elements)
+    del rows, there
+    return ordered
+
+
+def _places(ops, rows: Conversion, tokens: int, experts: int, chosen: int):
+    """Count the integers that say which rows are of which tokens, and where each token's lie."""
+    ops.integers(tokens * (experts + 6 * chosen))  # while they are sorted
+    return ops.integers(2 * tokens * chosen + rows.before[0] + (rows.after[0] if rows.forward else 0))

@@ -1,0 +1,84 @@
+"""Bytes of a training step by its routing: the plan's bytes, but for collectives of experts' rows.
+
+Of rows there are as many as tokens chose experts, and no more than the plan says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from platform.plan.communication.planned import Collective, PlannedOperation
+from platform.plan.communication.traffic import TRAFFIC, label
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import step_collectives
+from platform.plan.language.layout import at_zero
+from platform.plan.language.ops import Spec
+from platform.plan.operations.tables.dispatch_rows import Ends
+
+# routing[rank][layer][pass][expert]: the rows that a rank's tokens have at an expert; without a rank's other stages
+Routing = Sequence[Mapping[str, Sequence[Sequence[int]]]]
+
+
+class _Layer(NamedTuple):
+    """Numbers of rows in a pass of a layer: by rank, at its experts, and sent from its tokens to others' experts."""
+
+    here: Mapping[int, int]
+    away: Mapping[int, int]
+
+
+def replayed(plan: Plan, routing: Routing) -> dict[str, int]:
+    """Return the bytes that all workers together move in a training step with this `routing`, by `OP/AXES`, to the byte
+    as the run's counters measure them. `plan`: the plan of all stages."""
+    found: Counter[str] = Counter()
+    for _, c, launches in step_collectives(plan):
+        if not c.rows:
+            found[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
+    for _, c, moved in moves_of_rows(plan, routing):
+        found[label(c.op, plan.mesh.ordered(c.axes))] += moved
+    return {key: n for key, n in sorted(found.items()) if n}
+
+
+def moves_of_rows(plan: Plan, routing: Routing) -> Iterator[tuple[str, Collective, int]]:
+    """Yield (operation, collective, bytes that all workers move) for every collective of rows in the passes of a step
+    with this `routing`."""
+    for chunk in plan.chunks:
+        passes: list[_Layer] = []
+        for (kind, name), planned in chunk.operations.items():
+            if kind == "dispatch_rows":
+                passes = list(_passes(plan, planned, chunk.stage, routing))
+            for c in planned.collectives:
+                if c.rows:
+                    twice = 2 if planned.operation.recomputed and c.phase == "forward" else 1
+                    moved = sum(_elements(plan, c, one) for one in passes)
+                    yield f"{kind} {name}", c, twice * moved * plan.itemsize[c.dtype]
+
+
+def _passes(plan: Plan, planned: PlannedOperation, stage: int, routing: Routing) -> Iterator[_Layer]:
+    """Yield the passes of a layer in the microbatches of a step, from the way of its tokens to their experts."""
+    (spec, _), (out,), mesh = planned.operation.inputs, planned.operation.outputs, plan.mesh
+    assert isinstance(spec, Spec)
+    ends, name = Ends.of(plan.planner, spec, out), planned.operation.name
+    ranks = [r for r in range(mesh.size) if mesh.coordinates(r)["stage"] == stage and name in routing[r]]
+    seats = {rank: ends.seats(plan.planner, out, rank) for rank in ranks}
+    for number in range(len(routing[ranks[0]][name]) if ranks else 0):
+        rows = {rank: routing[rank][name][number] for rank in ranks}
+        here, away = {}, {}
+        for rank, (axes, first, count) in seats.items():
+            group = mesh.group(rank, axes) if axes else (rank,)
+            own = slice(first[group.index(rank)], first[group.index(rank)] + count)
+            here[rank] = sum(sum(rows[member][own]) for member in group)
+            away[rank] = sum(rows[rank]) - sum(rows[rank][own])
+        yield _Layer(here, away)
+
+
+def _elements(plan: Plan, c: Collective, one: _Layer) -> int:
+    """Return the elements that all workers move in one launch of the collective `c` of a pass's rows."""
+    mesh, width = plan.mesh, c.elements // c.rows
+    if c.op == "all_to_allv":
+        return sum(one.away.values()) * width
+    groups = [
+        group for group in mesh.groups(c.axes) if group[0] in one.here and at_zero(c.only, mesh.coordinates(group[0]))
+    ]
+    return sum(TRAFFIC[c.op](len(group), one.here[group[0]] * width) for group in groups)

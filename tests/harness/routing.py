@@ -1,0 +1,15 @@
+"""Routings that no data gives: all tokens to the same experts."""
+
+from __future__ import annotations
+
+import torch
+
+from platform.parallel.kernels.by_index import slots
+
+
+def to_the_first(monkeypatch, experts: int, chosen: int, first: int = 0) -> None:
+    """Every token chooses the experts from number `first` on, as many as it chooses, by its own scores otherwise."""
+    bias = torch.zeros(experts, dtype=torch.float64)
+    bias[first : first + chosen] = 20.0
+    route = slots.route
+    monkeypatch.setattr(slots, "route", lambda scores, *more: route(scores + bias.to(scores), *more))
