@@ -18,6 +18,7 @@ from platform.plan.language.functions import Router
 from platform.plan.operations.einsums import ProjectOp
 from platform.plan.operations.rows.shift import ShiftOp
 from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
+from platform.plan.operations.tables.dispatch_rows import CombineRowsOp
 from platform.plan.operations.tables.route import RouteOp
 from platform.train.step import rank_parameters
 from platform.train.step.trainer import Trainer
@@ -176,30 +177,30 @@ def load_of_a_rank(sum_over_world, self, loss, squares, counted=False):
     return out
 
 
-@mutant(CombineOp, "run")
-def biases_without_weights(run, self, ops, found, name, y, spec, weights, *more):
+@mutant(CombineRowsOp, "run")
+def biases_without_weights(run, self, ops, name, y, spec, counts, weights, *more):
     bias = ops.tensors[f"{name}.experts.down_bias"]
     left = (weights != 0).to(bias.dtype) - weights.to(bias.dtype)
-    return run(self, ops, found, name, y, spec, weights, *more) + left @ bias
+    return run(self, ops, name, y, spec, counts, weights, *more) + left @ bias
 
 
 @mutant(ShiftOp, "run")
-def biases_times_ranks(run, self, ops, found, x, spec, parameter):
-    times = ops.plan.mesh.extent(ops.plan.scheme.regions["experts"]["d_ff"]) if "experts" in spec.dims else 1
-    return run(self, ops, found, x, spec, parameter * times if "d_model" in spec.dims else parameter)
+def biases_times_ranks(run, self, ops, found, x, spec, parameter, *more):
+    times = ops.plan.mesh.extent(ops.plan.scheme.regions["experts"]["d_ff"]) if spec.region == "experts" else 1
+    return run(self, ops, found, x, spec, parameter * times if "d_model" in spec.dims else parameter, *more)
 
 
 @mutant(ProjectOp, "run")
-def gradient_of_experts_times_ranks(run, self, ops, x, spec, weights, outs, biases=()):
+def gradient_of_experts_times_ranks(run, self, ops, x, spec, weights, *more):
     """Return the products, whose gradient of an expert is once more for each rank that shares the experts."""
     times = ops.plan.mesh.axes.get("expert", 1)
     if weights[0].dims[0] != "experts" or len(weights[0].dims) < 3 or times == 1:
-        return run(self, ops, x, spec, weights, outs, biases)
+        return run(self, ops, x, spec, weights, *more)
     parameter = ops.parameter
     larger = {p.name: parameter(p) for p in weights}
     ops.parameter = lambda p: larger[p.name] * times - (larger[p.name] * (times - 1)).detach()
     try:
-        return run(self, ops, x, spec, weights, outs, biases)
+        return run(self, ops, x, spec, weights, *more)
     finally:
         del ops.parameter
 

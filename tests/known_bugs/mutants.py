@@ -88,14 +88,14 @@ def ranks_before(ops, parameter) -> int:
 
 
 @mutant(ShiftOp, "run")
-def bias_added_by_every_rank(run, self, ops, found, x, spec, parameter):
-    return run(self, ops, found, x, spec, parameter * ranks_before(ops, found.operation.name))
+def bias_added_by_every_rank(run, self, ops, found, x, spec, parameter, *more):
+    return run(self, ops, found, x, spec, parameter * ranks_before(ops, found.operation.name), *more)
 
 
 @mutant(ShiftOp, "run")
-def gradient_of_a_share_of_the_bias(run, self, ops, found, x, spec, parameter):
+def gradient_of_a_share_of_the_bias(run, self, ops, found, x, spec, parameter, *more):
     share = parameter / ranks_before(ops, found.operation.name)
-    return run(self, ops, found, x, spec, share + (parameter - share).detach())
+    return run(self, ops, found, x, spec, share + (parameter - share).detach(), *more)
 
 
 @mutant(Plan, "split_over")

@@ -62,12 +62,13 @@ def test_masks_are_drawn_per_step_microbatch_and_block():
     plan = make_plan(c)
     ops = trainer_of(c, plan, SingleRank(plan.mesh)).ops
     (name,) = (name for kind, name in plan.operations if kind == "fused_attention")
-    spec, kv, _ = plan.operations["fused_attention", name].operation.inputs
+    operation = plan.operations["fused_attention", name].operation
+    types = *operation.inputs, *operation.outputs
     q, v = torch.zeros(16, 4, 8, 4, dtype=torch.float64), torch.ones(16, 4, 8, 4, dtype=torch.float64)
 
     def at(*position):
         ops.position = PassPosition(*position)
-        return ops.fused_attention(name, q, q, v, spec, kv, scale=1.0, causal=False)
+        return ops.fused_attention(name, q, q, v, *types, scale=1.0, causal=False)
 
     one = at(0, 1, 0)
     assert torch.equal(one, at(0, 1, 0)) and torch.equal(at(0, 1, 0, False), v)
