@@ -6,23 +6,15 @@ They are written against `Ops` and name neither collectives nor ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import log, sqrt
+from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.feed_forward import Experts, FeedForward
-from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs
-from platform.plan.language.functions import RotaryScaling
+from platform.model.latent_attention import LatentAttention
+from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, rotary_scaling
 from platform.plan.language.ops import Parameter, scores_of
 from platform.plan.operations.words import Ops
-
-
-def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
-    """Return how a model scales the angles of its rotary positions, by its configuration; None if it does not."""
-    if c.rope_scaling == "none":
-        return None
-    magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
-    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, c.rope_low, c.rope_high, magnitude)
 
 
 class Attention(Residual):
@@ -59,8 +51,8 @@ class Attention(Residual):
         self.inner_biases = [] if biases == "none" else inner
         bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")
         self.output_bias = [bias] if biases == "all" else []
-        self.query_norm = Norm.of_heads(f"{name}.query_norm", c) if c.query_key_norm else None
-        self.key_norm = Norm.of_heads(f"{name}.key_norm", c) if c.query_key_norm else None
+        self.query_norm = Norm.of_heads(f"{name}.query_norm", c, "heads") if c.query_key_norm else None
+        self.key_norm = Norm.of_heads(f"{name}.key_norm", c, "kv_heads") if c.query_key_norm else None
 
     def __call__(
         self,
@@ -92,8 +84,9 @@ class Attention(Residual):
         if self.key_norm and not self.cross:  # that of a memory is in `keys_and_values`
             k = self.key_norm(ops, k, s.key)
         if self.config.positions == "rope" and not self.cross:
-            q = ops.rotate(f"{self.name}.query", q, s.query, self.config.rope_theta, self.scaling)
-            k = ops.rotate(f"{self.name}.key", k, s.key, self.config.rope_theta, self.scaling)
+            turn: dict[str, Any] = {"theta": self.config.rope_theta, "scaling": self.scaling}
+            q = ops.rotate(f"{self.name}.query", q, s.query, **turn, pairs=self.config.rope_pairs)
+            k = ops.rotate(f"{self.name}.key", k, s.key, **turn, pairs=self.config.rope_pairs)
         q = ops.relayout(f"{self.name}.query_core", q, s.query, s.core_query)
         if k is not None:
             k = ops.relayout(f"{self.name}.key_core", k, m.key, m.core_key)
@@ -134,7 +127,8 @@ class TransformerBlock(Layer):
     ):
         """Construct a Transformer block, with cross-attention to an encoder's stack if its Specs, `memory`, are set."""
         self.name = name
-        self.attention = Attention(f"{name}.attention", c, shapes, causal=causal, window=window)
+        kind = LatentAttention if c.kv_latent else Attention
+        self.attention = kind(f"{name}.attention", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.mlp = (Experts if experts else FeedForward)(f"{name}.mlp", c, shapes)
 
@@ -241,8 +235,8 @@ def _sum(ops: Ops, one: Any, other: Any) -> Any:
 
 
 def has_experts(c: ModelConfig, layer: int) -> bool:
-    """Return True if Transformer layer number `layer` has experts: every model.experts_every-th has."""
-    return c.experts > 0 and (layer + 1) % c.experts_every == 0
+    """Return True if Transformer layer number `layer` has experts, by experts_every and dense_layers of its model."""
+    return c.experts > 0 and (layer + 1) % c.experts_every == 0 and layer not in c.dense_layers
 
 
 def window_of(c: ModelConfig, layer: int) -> int:

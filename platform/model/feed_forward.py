@@ -29,10 +29,11 @@ class Products(Layer):
     """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
     have these Parameters one after the other, along a first dim experts, and no biases."""
 
-    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool):
+    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, made: Spec | None = None):
         """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
-        of type `spec`; `hidden`: the type of what lies between up and down."""
-        self.spec, self.hidden = spec, hidden
+        of type `spec`, as which they make others of type `made` (None: the same type); `hidden`: the type of what lies
+        between up and down."""
+        self.spec, self.hidden, self.made = spec, hidden, made or spec
         self.function, gated = ACTIVATIONS[c.activation]
         names, of_experts = ["up", "gate"] if gated else ["up"], ("experts",) if spec.region == "experts" else ()
         more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
@@ -45,10 +46,10 @@ class Products(Layer):
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if bias else []
 
     def __call__(self, ops: Ops, x: Any, counts: Any = None) -> Any:
-        """Return the feed-forward products of the activation x; `counts`: those of rows of experts."""
+        """Return the feed-forward products of the activation x; `counts`: the numbers of experts' rows in x."""
         h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases, counts)
         hidden = ops.pointwise(self.function, *reversed(h))
-        return ops.project(hidden, self.hidden, (self.down,), (self.spec,), self.down_bias, counts)[0]
+        return ops.project(hidden, self.hidden, (self.down,), (self.made,), self.down_bias, counts)[0]
 
 
 class FeedForward(Residual):
@@ -73,15 +74,19 @@ class Experts(Residual):
         """Construct the router, the experts and the shared experts of a layer called `name`."""
         super().__init__(name, c, shapes)
         width = expert_width(c)
-        self.places = shapes.places if c.capacity_factor else shapes.rows
-        of_experts = replace(self.places, dims=(*self.places.dims[:-1], "d_ff"), sizes=(("d_ff", width),))
+        places = "experts batch slots" if c.capacity_factor else "rows"
+        of_experts, whole = (
+            Spec.of("experts", f"{places} {d}", s) for d, s in (("d_ff", (("d_ff", width),)), ("d_model", ()))
+        )
+        self.given, self.made = replace(whole, open="gradient"), replace(whole, open="value")
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
-        self.experts = Products(f"{name}.experts", c, self.places, of_experts, bias=False)
+        self.experts = Products(f"{name}.experts", c, self.given, of_experts, bias=False, made=self.made)
         shared = Products(f"{name}.shared", c, shapes.stream, every, bias=False) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
-        self.rules = Router(*weights, balance=c.balance_loss, z=c.z_loss)
+        groups = c.router_groups, c.router_groups_kept, c.router_group_best
+        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups)
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
         """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token
@@ -91,12 +96,12 @@ class Experts(Residual):
         entered = self.enter(ops, x) if entered is None else entered
         (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,))
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
-        if self.places == s.rows:
-            rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, s.rows, chosen)
+        if "rows" in self.given.dims:
+            rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)
             made = self.experts(ops, rows, counts)
-            y = ops.combine_rows(name, made, s.rows, counts, weights, s.scores, s.stream, chosen)
+            y = ops.combine_rows(name, made, self.made, counts, weights, s.scores, s.stream, chosen)
         else:
-            given = ops.dispatch(name, entered, s.stream, weights, s.scores, s.places, chosen)
-            y = ops.combine(name, self.experts(ops, given), s.places, weights, s.scores, s.stream, chosen)
+            given = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)
+            y = ops.combine(name, self.experts(ops, given), self.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
         return self.leave(ops, x, y), auxiliary

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
+from platform.plan.language.functions import RotaryScaling
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.words import Ops
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 
+LATENT_EPS = 1e-6  # of norms of latents, whatever norm_eps is: DeepSeek's code has it
 STD = 0.02  # standard deviation of normal initialisations; residual projections: / sqrt(2 layers) (GPT-2)
 
 
@@ -29,8 +31,6 @@ class StackSpecs:
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
         self.scores = Spec.of("stream", "length batch experts", sizes, "accumulate")
-        self.places = Spec.of("experts", "experts batch slots d_model")
-        self.rows = Spec.of("experts", "rows d_model")
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
@@ -46,9 +46,18 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "vocab": c.vocab,
         "buckets": c.buckets,
         **({"experts": c.experts, **places_of(c)} if c.experts else {}),
+        **{dim: n for dim, n in (("q_latent", c.q_latent), ("kv_latent", c.kv_latent)) if n},
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.length} if c.within_documents else {}),
     }
+
+
+def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
+    """Return how a model scales the angles of its rotary positions, by its configuration; None if it does not."""
+    if c.rope_scaling == "none":
+        return None
+    magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, c.rope_low, c.rope_high, magnitude)
 
 
 def expert_width(c: ModelConfig) -> int:
@@ -57,10 +66,10 @@ def expert_width(c: ModelConfig) -> int:
 
 
 def places_of(c: ModelConfig) -> dict[str, int]:
-    """Return the size of the dim in which tokens lie at experts, as the model configuration says: slots of each for a
-    sequence, at most one for each token; or without a capacity rows, as many for a token as it has experts."""
+    """Return the size of the dim in which tokens lie at a model's experts: slots or, without a capacity, rows."""
     even = c.length * c.experts_per_token / c.experts
     slots = min(c.length, ceil(c.capacity_factor * even))
+    # slots for a sequence, at most one for each token; rows of one token: it has as many as it chooses experts
     return {"slots": slots} if c.capacity_factor else {"rows": c.experts_per_token}
 
 
@@ -87,8 +96,8 @@ def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
 
 @dataclass(frozen=True)
 class Norm(Layer):
-    """Normalisation over the one dim of its gain: `kind` is layernorm or rmsnorm; rmsnorm has no bias. `eps` is added
-    to the variance."""
+    """Normalisation over the dims of its gain: `kind` is layernorm or rmsnorm; rmsnorm has no bias. `eps` is added to
+    the variance."""
 
     kind: str
     eps: float
@@ -102,12 +111,18 @@ class Norm(Layer):
         return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
     @classmethod
-    def of_heads(cls, name: str, c: ModelConfig) -> Norm:
-        """Construct the RMSNorm of attention queries or keys, over d_kv of each head, with the weight NAME.gain."""
-        return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", ("d_kv",), "in", "ones"), None)
+    def of_latent(cls, name: str, dim: str) -> Norm:
+        """Construct the RMSNorm of an attention's latent over its width `dim`, with the weight NAME.gain."""
+        return cls("rmsnorm", LATENT_EPS, Parameter(f"{name}.gain", (dim,), "in", "ones"), None)
+
+    @classmethod
+    def of_heads(cls, name: str, c: ModelConfig, heads: str) -> Norm:
+        """Construct the RMSNorm of attention queries or keys, over each head or all `heads`; its gain is NAME.gain."""
+        dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
+        return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", dims, "in", "ones"), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
-        """Apply a model's LayerNorm or RMSNorm to the activation x over the dim of the gain; `spec`: dims of x."""
+        """Apply a model's LayerNorm or RMSNorm to the activation x over the dims of the gain; `spec`: dims of x."""
         return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
     def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:

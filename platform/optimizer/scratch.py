@@ -45,7 +45,7 @@ def scratch_of_muon(o: Optimizer, update: Update) -> int:
         some = [p for p in b.parameters if p.name in plan.matrices]
         if some and at_zero(b.only, update.at):
             made = max(_orthogonal(plan, p, wide) for p in some)
-            apart = b.elements // plan.shards if plan.shards > 1 else 0
+            apart = b.shard_elements if b.sharded else 0
             most = max(most, wide * (b.elements + apart), wide * b.elements + made)
     return wide * ahead + most
 

@@ -27,18 +27,19 @@ def split_violations(config: Config, plan: Plan) -> Iterator[str]:
     split = {p.name: _axes(plan, p) for p in plan.parameters if len(p.dims) >= FEWEST_DIMS[need] and _split(plan, p)}
     if not split:
         return
+    over = {a for found in split.values() for a in found}
     (name, _), *more = split.items()
-    axes = "+".join(plan.mesh.ordered({a for found in split.values() for a in found})) or "padding"
+    axes = "+".join(plan.mesh.ordered(over)) or "padding"
     also = f" and {len(more)} more" if more else ""
     constraint = f"updates each {need} as a whole, and {name}{also} is split over {axes}"
     legal = [k for k, other in OPTIMIZERS.items() if other.needs == ELEMENT]
-    zero = config.parallel.zero and {a for found in split.values() for a in found} == {*plan.sharded}
+    zero = over and over <= {*plan.sharded}
     yield violation("optimizer.kind", kind, constraint, [*legal, *(["parallel.zero=0"] if zero else [])])
 
 
 def _split(plan: Plan, p: Parameter) -> bool:
     """Return True if the plan gives a rank only a part of the parameter, not all that the optimizer may need."""
-    return plan.shards > 1 or plan.local_shape(p) != plan.global_shape(p)
+    return plan.bucket_of[p.name].shards > 1 or plan.local_shape(p) != plan.global_shape(p)
 
 
 def _axes(plan: Plan, p: Parameter) -> list[str]:

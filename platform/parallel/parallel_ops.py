@@ -177,8 +177,7 @@ class ParallelOps(Ops):
             self.routed = counts if self.routed is None else self.routed + counts
 
     def sent(self, name: str, rows: Mapping[int, int]) -> None:
-        """Record, if somebody asks, the `rows` that this rank's tokens have at each expert in a pass of layer `name` in
-        training, by the expert's number."""
+        """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""
         if self.routing is not None and self.position.training and not self.ahead.again:
             every = [rows.get(expert, 0) for expert in range(self.plan.sizes["experts"])]
             self.routing.setdefault(name, []).append(every)

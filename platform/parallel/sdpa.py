@@ -36,17 +36,18 @@ def _alone(backend: SDPBackend) -> Iterator[None]:
         yield
 
 
-def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int) -> str:
+def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int, d_value: int = 0) -> str:
     """Return the reason, in a line, why this process cannot compute attention with heads of width `d_kv` in the kernel
-    `name` on `device`; "" if it can. A tiny attention is computed and differentiated to find out."""
+    `name` on `device`; "" if it can. A tiny attention is computed and differentiated to find out. `d_value`: the width
+    of values; 0 = d_kv."""
     if name == AUTO:
         return ""
-    x = torch.zeros(1, 1, 8, d_kv, dtype=dtype, device=device, requires_grad=True)
+    x, v = (torch.zeros(1, 1, 8, n, dtype=dtype, device=device, requires_grad=True) for n in (d_kv, d_value or d_kv))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             with in_kernel(name):
-                F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+                F.scaled_dot_product_attention(x, x, v, is_causal=True).sum().backward()
         except RuntimeError as error:
             reasons = [str(w.message).partition(" (Triggered")[0] for w in warned]  # per kernel, after its name
             named = [i + 1 for i, line in enumerate(reasons) if name in line.lower() and line.endswith("because:")]

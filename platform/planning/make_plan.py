@@ -40,11 +40,12 @@ def expert_group(config: Config, data: int) -> int:
     return max(n for n in range(1, min(most, data) + 1) if data % n == 0 and experts % n == 0) if experts else 1
 
 
-def zero_group(config: Config, data: int) -> int:
-    """Return how many of the `data` replicas of a configuration share the tensors that ZeRO shards: the largest divisor
-    of `data` up to parallel.zero_group, or all of them where that is 0 or ZeRO is off."""
-    most = config.parallel.zero_group or data
-    return max(n for n in range(1, min(most, data) + 1) if data % n == 0) if config.parallel.zero else data
+def zero_group(config: Config, groups: int, experts: int) -> int:
+    """Return how many of the `groups` of `experts` replicas of a configuration share the tensors that ZeRO shards: the
+    largest divisor that makes up to parallel.zero_group replicas, at least one; 0 for all groups, and without ZeRO."""
+    most = min(max(config.parallel.zero_group // experts, 1), groups)
+    found = max(n for n in range(1, most + 1) if groups % n == 0)
+    return found if config.parallel.zero and config.parallel.zero_group and found < groups else 0
 
 
 @refusing_exits()
@@ -59,8 +60,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
     data, train = _replicas(config, inner, workers or inner), config.train
     experts = expert_group(config, data)
-    group = zero_group(config, data // experts)
-    scheme = compose_scheme(tensor, branch, data, group if 1 < group < data // experts else 1, experts)
+    scheme = compose_scheme(tensor, branch, data, zero_group(config, data // experts, experts), experts)
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
@@ -79,7 +79,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             recompute=Recompute(config.recompute, config.recompute_every),
             scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,
-            zero=config.parallel.zero if group > 1 else 0,
+            zero=config.parallel.zero,
             turns=config.pipeline.kind == "none",
             dropout=config.model.dropout,
             fused_dropout=config.model.fused_dropout,
@@ -96,7 +96,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = replace(_with_updates(config, plan), warnings=(*plan.warnings, *_idle_zero(config, data, experts)))
+    plan = _with_updates(config, plan)
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
@@ -122,16 +122,6 @@ def _with_updates(config: Config, plan: Plan) -> Plan:
     if config.optimizer.kind == "adafactor":
         return replace(plan, factored=tuple(find_factored(plan)))
     return plan
-
-
-def _idle_zero(config: Config, data: int, experts: int) -> Iterator[str]:
-    """Yield a warning if no two of the `data` replicas have the same experts, so that ZeRO has nothing to shard."""
-    if config.parallel.zero and 1 < experts == data:
-        fewer = next(n for n in range(data - 1, 0, -1) if data % n == 0 and config.model.experts % n == 0)
-        yield (
-            f"parallel.zero={config.parallel.zero} shards nothing, since each of the {data} replicas has other experts;"
-            f" parallel.experts={fewer} lets {data // fewer} share each shard"
-        )
 
 
 def _few_units(config: Config, units: int) -> str:

@@ -46,10 +46,11 @@ class MemoryBudget:
             return True
         split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
         zero, data = config.parallel.zero, config.parallel.data
+        experts = config.parallel.experts  # divides at most all parameters
         master, compute = self._itemsize["master"], self._itemsize["compute"]
-        updated = master * (self._count + self._state) / (data if zero else 1)
-        used = master / (data if zero >= 2 else 1)
-        used += (compute if compute != master else 0) / (data if zero == 3 else 1)
+        updated = master * (self._count + self._state) / (data if zero else experts)
+        used = master / (data if zero >= 2 else experts)
+        used += (compute if compute != master else 0) / (data if zero == 3 else experts)
         return (updated + self._count * used) / split <= self.memory
 
     def holds(self, config: Config, plan: Plan) -> bool:

@@ -115,8 +115,7 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
 
 
 def _fewer_rows(c: Config) -> Iterator[tuple[str, Config, bool]]:
-    """Yield changes that lessen what experts may have to compute in the worst case, as `_changes`: fewer of them on a
-    worker, and a capacity, which drops tokens."""
+    """Yield changes, as `_changes` does, that lessen the rows of experts in the worst routing."""
     if c.model.experts and not c.model.capacity_factor:
         shared = [n for n in divisors(gcd(c.model.experts, c.parallel.data)) if n > c.parallel.experts]
         if shared:

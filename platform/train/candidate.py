@@ -47,7 +47,7 @@ class Candidate:
         dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
         lacks = {
             "train.compile": uncompiled("on", self.device) if train.compile == "on" else "",
-            "train.attention_kernel": lacking(train.attention_kernel, self.device, dtype, d_kv),
+            "train.attention_kernel": lacking(train.attention_kernel, self.device, dtype, d_kv, m.d_value),
         }
         return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
 

@@ -32,11 +32,13 @@ class MatrixPart:
 @dataclass(frozen=True)
 class Stored:
     """Tensor of theirs, by name, and the parameters of ours that it holds: it is the matrix of their rows, one after
-    another; `turned`: stored with columns first; `stacked`: the number of experts whose matrices it stacks, else 0."""
+    another; `turned`: stored with columns first; `vector`: its matrix has one column, and it is stored as a vector;
+    `stacked`: the number of experts whose matrices it stacks, else 0."""
 
     name: str
     parts: tuple[MatrixPart, ...]
     turned: bool
+    vector: bool = False
     stacked: int = 0
 
     @property
@@ -48,11 +50,6 @@ class Stored:
         if self.stacked:
             return (self.stacked, rows // self.stacked, columns)
         return (columns, rows) if self.turned else (rows, columns)
-
-    @property
-    def vector(self) -> bool:
-        """Return True if transformers stores this tensor as a vector: it is a bias, or a parameter of one dim."""
-        return self.name.endswith(".bias") or len(self.parts[0].shape) == 1
 
 
 def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
@@ -74,7 +71,8 @@ def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored
             continue
         found = [left.pop(part) for part in ours]
         if not _of_experts(found[0][0]):
-            out.append(Stored(name, tuple(_part(*one, name.endswith(".bias")) for one in found), row.turned))
+            vector = _is_vector(name, found[0][0])
+            out.append(Stored(name, tuple(_part(*one, vector) for one in found), row.turned, vector))
             continue
         each = [tuple(_part_of_expert(*one, e) for one in found) for e in range(m.experts)]
         if "{e}" in name:
@@ -84,6 +82,11 @@ def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored
     if left:
         raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(left)}")
     return out
+
+
+def _is_vector(name: str, p: Parameter) -> bool:
+    """Return True if transformers stores the tensor `name`, our parameter `p`, as a vector: a bias, a norm's gain."""
+    return name.endswith(".bias") or p.name.endswith(".gain") or len(p.dims) == 1
 
 
 def _of_experts(p: Parameter) -> bool:
@@ -102,7 +105,7 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
 
 def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
     """Describe our parameter `p` as transformers stores it, a matrix [rows, columns]; one column if `vector`."""
-    if vector or len(shape) == 1:
+    if vector:
         return MatrixPart(p.name, shape, prod(shape), 1, Box.whole(shape))
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
     return MatrixPart(p.name, shape, rows, prod(shape) // rows, Box.whole(shape))

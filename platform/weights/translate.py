@@ -19,9 +19,11 @@ _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within
 _OF_OTHERS = ("io", "hidden")
 _OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing
 _OF_EXPERTS = (
-    *("experts_per_token", "experts_every", "expert_d_ff", "shared_experts"),
+    *("experts_per_token", "experts_every", "dense_layers", "expert_d_ff", "shared_experts"),
     *("router", "router_normalised", "router_scale"),
 )
+_OF_LATENTS = ("q_latent", "d_rope", "d_value")
+_OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
 
 
@@ -87,14 +89,18 @@ def meaning(m: Model) -> dict[str, Any]:
     attention = m.attention_bias or ("all" if m.bias else "none")
     out["attention_bias"] = attention
     out["attention_scale"] = m.attention_scale or max(1, out["d_kv"]) ** -0.5
+    if not m.query_key_norm:
+        out["query_key_norm_over"] = "head"
     if not m.window:
         out["window_layers"] = []
     elif set(m.window_layers) >= set(range(m.layers)):
         out["window_layers"] = []
-    unused = [] if m.positions == "rope" else ["rope_theta", "rope_scaling", *_ROTARY]
+    unused = [] if m.positions == "rope" else ["rope_theta", "rope_pairs", "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
     unused += [] if m.experts else _OF_EXPERTS
-    unused += ["d_ff"] if m.experts and m.experts_every == 1 else []
+    unused += ["d_ff"] if m.experts and m.experts_every == 1 and not m.dense_layers else []
+    unused += [] if m.kv_latent else _OF_LATENTS
+    unused += [] if m.experts and m.router_groups_kept < m.router_groups else _OF_GROUPS
     unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
     return {key: value for key, value in out.items() if key not in unused}
 

@@ -48,6 +48,7 @@ OTHERS = {
     "gpt_untied": {"tied": False, "vocab": 64},
     "llama": MODELS["llama"],
     "modern": MODELS["modern"],
+    "latent": MODELS["latent"],
     "sinusoidal": {"positions": "sinusoidal", "window": 4, "tied": False},
     "t5": {**MODELS["t5"], "tied": False},
     "original": {**MODELS["original"], "tied": False},
@@ -185,8 +186,8 @@ def test_negative_control_padding_is_seen(monkeypatch):
 def test_negative_control_a_pass_is_forgotten(monkeypatch):
     """If a pass leaves nothing in the cache, the next one must give other logits."""
 
-    def remember(self, ops, name, k, v, kv):
-        return whole(self, ops, name, k * (ops.offset != 16), v, kv)
+    def remember(self, ops, name, k, v, *types):
+        return whole(self, ops, name, k * (ops.offset != 16), v, *types)
 
     whole = RememberOp.run
     monkeypatch.setattr(RememberOp, "run", remember)

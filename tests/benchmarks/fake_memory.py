@@ -123,7 +123,7 @@ def pretended(c: Config, plan: Plan, rank: int = 0, device: str = "cpu") -> Iter
         live = stack.enter_context(LiveFakes())
         world = Pretended(plan, rank, device) if plan.mesh.size > 1 else SingleRank(plan.mesh, torch.device(device))
         trainer = trainer_of(c, plan, world, Cached(c), fresh=False)
-        for bucket in trainer.weights.buckets if plan.storage else ():
+        for bucket in trainer.weights.buckets if plan.zero == 3 else ():
             live.follow(bucket)
         yield trainer, live
 

@@ -28,7 +28,14 @@ parallel.experts 1 1000000
 model.experts 0 65536
 model.experts_per_token 1 65536
 model.expert_d_ff 0 16777216
+model.kv_latent 0 65536
+model.q_latent 0 65536
+model.d_rope 0 65536
+model.d_value 0 65536
 model.shared_experts 0 1000
+model.router_groups 1 65536
+model.router_groups_kept 1 65536
+model.router_group_best 1 65536
 tensor.axes.t 1 1000000
 branch.axes.g 1 1000000
 pipeline.stages 1 1000
@@ -165,10 +172,30 @@ model.experts=4 model.experts_per_token=5 | model.experts_per_token=5: must be <
 model.experts=4 model.experts_every=9 | model.experts_every=9: must be <= model.layers=4, so that a layer | 4
 model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has no experts | 0
 model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
+model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
+model.dense_layers=[0] | model.dense_layers=[0]: model.experts=0: the model has no experts | []
+model.experts=4 model.dense_layers=[1,4] | model.dense_layers=4: layers are 0 to 3 | 3
+model.experts=4 model.experts_every=2 model.dense_layers=[1,3] | model.dense_layers=[1, 3]: leaves no layer with | [1]
+model.d_rope=4 | model.d_rope=4: model.kv_latent=0 is no latent attention | 0
+model.d_value=4 model.q_latent=8 | model.q_latent=8: model.kv_latent=0 is no latent attention | 0
+model.kv_latent=8 | model.positions=learned: model.kv_latent=8 rotates a part of queries and keys | rope
+model.kv_latent=8 | model.attention_bias=all: model.kv_latent=8 has no biases | none
+model.kv_latent=8 model.d_rope=7 | model.d_rope=7: must be even, > 0 and < 32, the width of a head | 6, 8, 4
+model.kv_latent=8 model.d_kv=12 model.d_rope=12 | model.d_rope=12: must be even, > 0 and < 12, the width | 10, 8, 6
+model.kv_latent=8 model.kv_heads=2 | model.kv_heads=2: model.kv_latent=8 makes keys and values of every head | 0, 4
+model.kv_latent=8 model.query_key_norm=true | model.query_key_norm=true: model.kv_latent=8 has norms of | false
+model.kv_latent=8 model=t5_tiny | model.kv_latent=8: model.kind=encoder_decoder has no latent attention | 0
+model.rope_pairs=neighbours | model.rope_pairs=neighbours: model.positions=learned has no rotations | halves
+model.router_groups=2 | model.router_groups=2: model.experts=0: the model has no experts | 1
+model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model.experts=8 | 4, 2
+model.experts=8 model.router_groups_kept=3 | model.router_groups_kept=3: must be <= model.router_groups=1 | 1
+model.experts=8 model.experts_per_token=3 model.router_groups=4 | model.router_groups_kept=1: has 2 experts, | 2
+model.experts=8 model.router_groups=4 model.router_group_best=3 | model.router_group_best=3: must be <= 2 | 2
 parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
 model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1
+model.experts=8 parallel.experts=8 parallel.data=8 parallel.zero=1 parallel.zero_group=2 | least parallel.experts=8 | 8
 model.positions=rope model.d_kv=17 | model.d_kv=17: | 16, 18
 model.positions=rope model.heads=128 | model.heads=128: | 64, 32, 16
 model.positions=relative model.distance=8 | model.distance=8: must be more than half | 17

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from math import gcd, lcm, prod
+from math import lcm, prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +22,7 @@ from tests.harness.schedule_files import to_csv
 
 RANKS = 8
 TOGETHER = (1, 2, 2, 3)  # microbatches of a step
+EXPERTS = 0.3  # the share of cases that have experts
 
 SHIPPED = ("1d", "1d_sp", "2d", "2d_gather", "2p5d", "3d", "3d_literal")
 MESH_TF = ("mesh_tf_data", "mesh_tf_model", "mesh_tf_2d", "mesh_tf_3d", "mesh_tf_empty")
@@ -33,14 +34,17 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "attention": ("", "batch", "length", "heads", "heads", "d_kv", "d_model"),
     "core": ("batch", "length", "heads", "heads", "d_kv", "memory_length"),
     "mlp": ("", "batch", "length", "d_ff hidden", "d_ff hidden", "d_model"),
+    "experts": ("", "experts", "experts", "batch", "d_ff", "d_ff", "d_model"),
     "logits": ("", "batch", "length", "vocab", "vocab", "d_model"),
     "in": ("", "d_model io", "heads", "d_ff hidden", "vocab", "heads d_ff hidden vocab", "d_kv", "heads d_ff hidden",
-           "d_kv d_ff vocab", "length d_ff hidden", "d_ff hidden"),
-    "out": ("", "d_model io", "heads", "d_ff hidden", "heads d_ff hidden", "d_kv", "d_kv d_ff hidden"),
-    "vector": ("", "", "d_model", "length"),
+           "d_kv d_ff vocab", "length d_ff hidden", "d_ff hidden", "experts", "experts heads vocab"),
+    "out": ("", "d_model io", "heads", "d_ff hidden", "heads d_ff hidden", "d_kv", "d_kv d_ff hidden", "experts",
+            "experts heads"),
+    "vector": ("", "", "d_model", "length", "experts"),
 }  # fmt: skip
 EVERYWHERE = ("", "batch", "length", "heads", "d_kv", "d_ff hidden", "vocab", "d_model", "heads d_ff hidden", "io",
-              "heads d_ff vocab hidden", "d_kv d_ff", "memory_length", "memory_length d_ff", "d_ff vocab")  # fmt: skip
+              "heads d_ff vocab hidden", "d_kv d_ff", "memory_length", "memory_length d_ff", "d_ff vocab", "experts",
+              "experts heads")  # fmt: skip
 SIZES: dict[int, Sequence[tuple[int, ...]]] = {  # ranks of the scheme -> sizes of its axes
     1: ((1,),),
     2: ((2,), (2,), (1, 2)),
@@ -132,15 +136,16 @@ def draw_pipeline(r: Random, family: str, room: int) -> Pipeline:
     return Pipeline(kind, stages, chunks, scatter_gather=r.random() < 0.7)
 
 
-def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1) -> Config:
-    """Draw all of a plan but the model and the batch."""
+def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, experts: float = EXPERTS) -> Config:
+    """Draw all of a plan but the model and the batch; `experts`: the share of cases that have some."""
     c = Config(precision="fp64")
     c.pipeline = draw_pipeline(r, schedule, RANKS // least_data)
     room = RANKS // c.pipeline.stages // least_data
     ranks = r.choice([n for n in (2, 2, 2, 2, 2, 3, 4, 4, 6, 8) if n <= room] or [1])
     c.tensor, c.branch = draw_scheme(r, scheme, ranks)
     most = RANKS // (c.pipeline.stages * ranks)
-    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.3 else 1))
+    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < max(0.3, experts / 2) else 1))
+    c.parallel.experts = r.choice(divisors(c.parallel.data))
     if c.parallel.data > 1 and not c.branch.only:
         c.parallel.zero, c.parallel.zero_group = r.choice((0, 1, 2, 3)), r.choice((0, 2))
     c.recompute = r.choice(("none", "none", "selective", "full"))
@@ -149,25 +154,30 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1) -> Con
 
 
 def needed(configs: Sequence[Config]) -> dict[str, int]:
-    """Find for every dim what its size must be a multiple of under all these plans."""
+    """Find for every dim what its size must be a multiple of under all these plans: in one replica, or in replicas that
+    share the experts."""
     out: dict[str, int] = {}
     for c in configs:
-        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), 1)
-        sizes = dict(scheme.axes)
+        data, shared = c.parallel.data, c.parallel.experts
+        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), data, experts=shared)
+        sizes = {**dict(scheme.axes), "expert": shared}
         for layout in (*scheme.regions.values(), *scheme.parameters.values()):
             for dim, axes in layout.items():
-                out[dim] = lcm(out.get(dim, 1), prod(sizes[a] for a in axes))
+                inside = [a for a in axes if a in sizes and (a, dim) != ("expert", "batch")]
+                out[dim] = lcm(out.get(dim, 1), prod(sizes[a] for a in inside))
     return out
 
 
-def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool) -> Model:
-    """Draw a model whose sizes are small odd multiples of what the layouts need. `chunks`: of the whole pipeline."""
+def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool, experts: float) -> Model:
+    """Draw a model whose sizes are small odd multiples of what the layouts need. `chunks`: of the whole pipeline;
+    `experts`: the share of models that have some."""
 
     def size(dim: str, *factors: int) -> int:
         return need.get(dim, 1) * r.choice(factors)
 
     kinds = ("decoder", "decoder", "decoder", "encoder", "encoder_decoder") + ("two_layer",) * (chunks == 1)
-    m = Model(kind=r.choice(kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
+    has_experts = r.random() < experts
+    m = Model(kind=r.choice(kinds[:4] if has_experts else kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
     if m.kind == "encoder_decoder":
         m.layers = max(1, -(-(chunks - 3) // 2))
     length = lcm(need.get("length", 1), need.get("memory_length", 1))
@@ -188,19 +198,23 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool)
     m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
     if m.kind != "two_layer" and r.random() < 0.4:
         draw_parts(r, m)
-    if m.kind in ("decoder", "encoder"):
-        draw_experts(Random(repr(m)), m, need.get("d_ff", 1))
+    if has_experts:
+        m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
+        m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
+        draw_experts(r, m)
     return m
 
 
-def draw_experts(r: Random, m: Model, d_ff: int) -> None:
-    """Draw experts for some models; `d_ff`: what divides their width."""
-    if r.random() < 0.7:
-        return
-    m.experts, m.shared_experts = r.choice((2, 3, 4, 6)), r.choice((0, 0, 1))
+def draw_experts(r: Random, m: Model) -> None:
+    """Draw how a model's experts are chosen, and what they add to the loss."""
+    m.shared_experts = r.choice((0, 0, 1, 2))
     m.experts_per_token, m.experts_every = r.randint(1, min(3, m.experts)), min(m.layers, r.choice((1, 1, 2)))
-    m.expert_d_ff, m.capacity_factor = d_ff * r.choice((1, 2, 3)), r.choice((0.0, 0.5, 1.0, 1.25))
+    m.capacity_factor = r.choice((0.0, 0.5, 1.0, 1.25))
     m.router, m.router_normalised = r.choice(("softmax", "sigmoid")), r.random() < 0.7
+    m.router_groups = r.choice([n for n in divisors(m.experts) if m.experts % n == 0])
+    each = m.experts // m.router_groups
+    m.router_groups_kept = r.randint(-(-m.experts_per_token // each), m.router_groups)
+    m.router_group_best = r.randint(1, each)
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 
@@ -215,6 +229,8 @@ def draw_parts(r: Random, m: Model) -> None:
     if m.kind == "decoder":
         m.window = r.choice((0, 1, 2, 3))
         m.window_layers = [] if not m.window else r.choice(([], [0], [m.layers - 1]))
+    if m.query_key_norm:
+        m.query_key_norm_over = Random(repr(m)).choice(("head", "heads"))
 
 
 def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:
@@ -240,20 +256,22 @@ def draw_table_of(r: Random, c: Config, folder: Path, name: str, broken: bool = 
     to_csv(spoil(r, table) if broken else table, p.file)
 
 
-def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -> list[Config]:
-    """Draw the plans that one run goes through, one after the other: two where it resumes, else one."""
+def draw_case(
+    r: Random, scheme: str, schedule: str, focus: str, folder: Path, experts: float = EXPERTS
+) -> list[Config]:
+    """Draw the plans that one run goes through, one after the other: two where it resumes, else one. `experts`: the
+    share of cases that have some."""
     least = r.choice((2, 3, 3, 5, 7)) if focus == "uneven replicas" else 1
-    configs = [draw_plan(r, scheme, schedule, least)]
+    configs = [draw_plan(r, scheme, schedule, least, experts)]
     if focus == "resume":
-        configs.append(draw_plan(r, r.choice(SCHEMES), r.choice(SCHEDULES)))
+        configs.append(draw_plan(r, r.choice(SCHEMES), r.choice(SCHEDULES), experts=experts))
     chunks = max(c.pipeline.stages * c.pipeline.chunks for c in configs)
-    model = draw_model(r, needed(configs), chunks, focus == "one token")
+    model = draw_model(r, needed(configs), chunks, focus == "one token", experts)
     draw_batch(r, configs, focus)
     seed, clip, decay = r.randint(0, 3), r.choice((0.0, 0.5, 1e-3)), r.choice((0.0, 0.1))
     for i, c in enumerate(configs):
         c.model, c.seed, c.train.steps = replace(model), seed, 3
-        shared = divisors(gcd(model.experts, c.parallel.data)) if model.experts else [1]
-        c.parallel.experts = Random(repr(c)).choice(shared)
+        c.parallel.experts = c.parallel.experts if model.experts else 1
         c.optimizer.lr, c.optimizer.clip, c.optimizer.weight_decay = 1e-2, clip, decay
         c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update
         if c.pipeline.kind == "file":

@@ -30,15 +30,16 @@ from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
+from platform.train.generation.generator import Generator
+from platform.train.protocol.asked import AskedTexts
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from tests.fuzz.draw_data import KINDS, WEIGHED, open_data, weighed, write_files
-from tests.fuzz.draw_plans import RANKS, SCHEDULES, SCHEMES, changed, draw_case
+from tests.fuzz.draw_plans import EXPERTS, RANKS, SCHEDULES, SCHEMES, changed, draw_case
 from tests.fuzz.draw_training import OWN_LOSSES
 from tests.harness.held import check_held, check_stages
-from tests.harness.oracle import Result, assemble, compare, configure, counted, trainer_of
+from tests.harness.oracle import Result, assemble, check_bytes, compare, configure, trainer_of
 from tests.harness.registries import as_before
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
@@ -59,27 +60,30 @@ def on_threads(c: Config, plan: Plan, work: Callable[[Communicator], Any]) -> li
     return run_threads(plan.mesh, work)
 
 
-def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan], ranks: Ranks = on_threads) -> None:
-    """Run the plans one after the other and compare each with the same steps of one process.
+def check(
+    r: Random, configs: Sequence[Config], plans: Sequence[Plan], ranks: Ranks = on_threads, asks: bool = True
+) -> None:
+    """Run the plans one after the other and compare each with the same steps of one process. `asks`: also compare an
+    evaluation and, of a model that writes texts, the scores of some, with the last weights.
 
     Raises AssertionError naming what differs.
     """
     ends = r.choice(ENDS[len(plans)])
     phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
-    expected = alone(configs[0], phases)
+    expected = alone(configs[0], phases, asks=asks)
     storage, directory = open_storage("memory://plans"), ""
     before = expected[0].initial
     try:
         for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
             check_stages(plan)
             wanted, last = replace(expected[number], initial=before), steps is phases[-1]
-            results, directory = run_phase(c, plan, ranks, steps, storage, directory, save=not last)
+            results, directory = run_phase(c, plan, ranks, steps, storage, directory, not last, asks and last)
             try:
                 compare(c, plan, results, wanted)
             except AssertionError:
-                nudged = alone(configs[0], phases, nudge=2.0**-52)[number]
+                nudged = alone(configs[0], phases, nudge=2.0**-52, asks=asks)[number]
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
-            assert counted(results) == communication(of_batch(c, batch_of(c.train, steps[0]))), "bytes moved"
+            check_bytes(of_batch(c, batch_of(c.train, steps[0])), results)
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
@@ -88,8 +92,8 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan], ranks: Ra
 
 
 @contextmanager
-def opened(check: Check = check) -> Iterator[Callable[[int], str]]:
-    """Yield `attempt`, which keeps its tables in a folder of its own."""
+def opened(check: Check = check, experts: float = EXPERTS) -> Iterator[Callable[[int], str]]:
+    """Yield `attempt`, which keeps its tables in a folder of its own. `experts`: the share of cases that have some."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder, as_before():  # a stream may be reading ahead
@@ -97,18 +101,18 @@ def opened(check: Check = check) -> Iterator[Callable[[int], str]]:
         for name, loss in OWN_LOSSES.items():
             register_loss(name, loss)
         register_objective(WEIGHED, weighed, KINDS, weighted=True)
-        yield lambda seed: attempt(seed, Path(folder), check)
+        yield lambda seed: attempt(seed, Path(folder), check, experts)
     torch.set_num_threads(threads)
 
 
-def attempt(seed: int, folder: Path, check: Check) -> str:
+def attempt(seed: int, folder: Path, check: Check, experts: float) -> str:
     """Draw the case of a seed and check it. Raises AssertionError with the plans where it fails."""
     r = Random(seed)
     wanted = r.choice((*CLASSES[:-1], *OFTEN))
     configs = []
     try:
         for _ in range(TRIES):
-            configs = draw(r, wanted, folder)
+            configs = draw(r, wanted, folder, experts)
             plans = planned(configs)
             if plans and suits(configs, plans):
                 check(r, configs, plans)
@@ -120,12 +124,12 @@ def attempt(seed: int, folder: Path, check: Check) -> str:
         raise AssertionError(f"{wanted}: {error!r}; {' then '.join(map(describe, configs))}") from error
 
 
-def draw(r: Random, wanted: str, folder: Path) -> list[Config]:
-    """Draw the plans of a case of this class."""
+def draw(r: Random, wanted: str, folder: Path, experts: float = EXPERTS) -> list[Config]:
+    """Draw the plans of a case of this class; `experts`: the share of cases that have some."""
     scheme, _, schedule = wanted.partition(", ")
     if schedule:
-        return draw_case(r, scheme, schedule, "", folder)
-    configs = draw_case(r, r.choice(SCHEMES), r.choice(SCHEDULES), wanted, folder)
+        return draw_case(r, scheme, schedule, "", folder, experts)
+    configs = draw_case(r, r.choice(SCHEMES), r.choice(SCHEDULES), wanted, folder, experts)
     return changed(r, configs, folder) if wanted == "changed" else configs
 
 
@@ -188,8 +192,9 @@ def without_shaky(results: Sequence[Result], wanted: Result, nudged: Result) -> 
     ]
 
 
-def alone(c: Config, phases: Phases, nudge: float = 0.0) -> list[Result]:
-    """Compute the same steps in one process without any parallelism, from weights that differ by `nudge` (relative)."""
+def alone(c: Config, phases: Phases, nudge: float = 0.0, asks: bool = False) -> list[Result]:
+    """Compute the same steps in one process without any parallelism, from weights that differ by `nudge` (relative);
+    `asks` as in `check`."""
     batch = c.train.global_batch
     one = configure(global_batch=batch, microbatch=batch)
     one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
@@ -200,21 +205,21 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0) -> list[Result]:
     generator = torch.Generator().manual_seed(0)
     for weight in trainer.weights.master.values():  # which in fp64 are those that it computes with
         weight.data.mul_(1 + nudge * torch.randint(-1, 2, weight.shape, generator=generator, dtype=weight.dtype))
-    return [steps_of(trainer, trainer.communicator, steps) for steps in phases]
+    return [steps_of(trainer, trainer.communicator, steps, asks and steps is phases[-1]) for steps in phases]
 
 
 def run_phase(
-    c: Config, plan: Plan, ranks: Ranks, steps: range, storage: Storage, start: str, save: bool
+    c: Config, plan: Plan, ranks: Ranks, steps: range, storage: Storage, start: str, save: bool, asks: bool
 ) -> tuple[list[Result], str]:
     """Compute steps on all ranks of a plan, from a checkpoint if `start` names one; return the results and the name of
-    the checkpoint written at the end, "" where none is wanted."""
+    the checkpoint written at the end, "" where none is wanted. `asks` as in `check`."""
     end, corpus = begin(storage, steps[-1]) if save else "", open_data(c)
 
     def work(communicator: Communicator) -> tuple[Result, Any]:
         trainer = trainer_of(c, plan, communicator, corpus)
         if start:
             State(trainer).restore(storage, start, load_manifest(storage, start))
-        found = steps_of(trainer, communicator, steps)
+        found = steps_of(trainer, communicator, steps, asks)
         check_held(trainer)
         if not end:
             return found, None
@@ -232,8 +237,9 @@ def run_phase(
     return [found for found, _ in done], end
 
 
-def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Result:
-    """Compute steps: the gradients of the first, loss and gradient norm of each, and the weights at both ends."""
+def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: bool) -> Result:
+    """Compute steps: the gradients of the first, loss and gradient norm of each, the weights at both ends, and answers
+    if `asks`."""
     initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     gradients: dict[str, Tensor] = {}
     update = trainer._update
@@ -243,17 +249,35 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Resu
         update(norm, lr)  # which clips them in place
 
     trainer._update = recorded  # type: ignore[method-assign]
-    communicator.log = []
+    communicator.log, trainer.ops.routing = [], {}
     reports = [trainer.step(steps[0])]
     log, communicator.log = communicator.log, None
+    routing, trainer.ops.routing = trainer.ops.routing, None
     reports += [trainer.step(k) for k in steps[1:]]
     trainer._update = update  # type: ignore[method-assign]
     assert not any(report.skipped for report in reports), "a step was skipped"
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     (loss, norm), *numbers = [(report.loss, report.grad_norm) for report in reports]
+    numbers += [tuple(answers(trainer))] if asks else []
     moved = Counter(reports[0].comm_bytes)
     averages = final | {n: w.detach().clone() for n, w in trainer.weights.averages.items()}
-    return Result(communicator.rank, loss, norm, gradients, initial, final, sum(numbers, ()), moved, log, averages)
+    first, after = (loss, norm, gradients, initial, final), (sum(numbers, ()), moved, log, averages, reports[0].routed)
+    return Result(communicator.rank, *first, *after, routing)
+
+
+def answers(trainer: Trainer) -> list[float]:
+    """Return the loss of an evaluation and, of a model that writes texts, log-probabilities of some."""
+    c = trainer.config
+    with trainer.evaluated():
+        found = [trainer.mean_loss("train", c.train.global_batch)]
+    if c.model.kind != "decoder":
+        return found
+    draw = Random(c.seed)
+    texts = [
+        [draw.randrange(c.model.vocab) for _ in range(n)] for n in (c.model.length + 1, 2, c.model.length // 2 + 2)
+    ]
+    generator = Generator(c, trainer.plan, trainer.communicator, trainer.weights)
+    return found + [s.log_probability for s in generator.score(AskedTexts(texts), [1] * len(texts))]
 
 
 def of_batch(c: Config, batch: int) -> Plan:

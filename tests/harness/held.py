@@ -24,7 +24,7 @@ def check_held(trainer: Trainer) -> None:
         assert have == stop - start, f"rank {rank} holds {have} elements of {p.name}, planned are {start} to {stop}"
     here = [flat for flat in weights.buckets if flat.here]
     masters = sum(flat.masters.numel() for flat in here)
-    kept = sum(flat.part.numel() * (1 if plan.storage else plan.shards) for flat in here)
+    kept = sum(flat.part.numel() * (1 if flat.bucket.stored else flat.bucket.shards) for flat in here)
     frozen = sum(w.numel() for name, w in weights.owned.items() if name in plan.frozen)
     counted = masters, kept, frozen
     planned = plan.masters_at(at), plan.parameters_at(at), plan.masters_of(plan.frozen, at)

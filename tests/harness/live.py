@@ -126,7 +126,7 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
         with Live() as live:
             live.without_transport(communicator)
             trainer = trainer_of(c, plan, communicator)
-            for bucket in trainer.weights.buckets if plan.storage else ():
+            for bucket in trainer.weights.buckets if plan.zero == 3 else ():
                 live.follow(bucket)
             trainer.step(1)
             after = [live.now]
@@ -157,7 +157,7 @@ def count_answering(c: Config, plan: Plan) -> int:
         with Live() as live:
             live.without_transport(communicator)
             trainer = trainer_of(c, plan, communicator)
-            for bucket in trainer.weights.buckets if plan.storage else ():
+            for bucket in trainer.weights.buckets if plan.zero == 3 else ():
                 live.follow(bucket)
             trainer.step(1)
             live.peak = live.now

@@ -11,7 +11,7 @@ from platform.plan.communication.rule import JOIN, SPLIT, Conversion, Step
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "slice", "pad", "broadcast", "reduce")
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "pad", "broadcast", "reduce")
 Change = Callable[[PlannedOperation], PlannedOperation]
 Put = Callable[[Conversion], PlannedOperation]
 Steps = Callable[[Sequence[Step]], Sequence[Step]]
@@ -99,8 +99,31 @@ def every_step(c: Conversion, dims: int, axes: Sequence[str]) -> Iterator[Conver
             others = [replace(s, op=op) for op in OPS if op != s.op]
             others += [replace(s, axes=(a,)) for a in axes if (a,) != s.axes]
             others += [replace(s, dim=d) for d in range(dims) if d != s.dim and s.op in SPLIT + JOIN]
+            others += [replace(s, joined=d) for d in range(dims) if d != s.joined and s.op == "all_to_all"]
             for new in ([], [s, s], *([other] for other in others)):
                 yield replace(c, **{way: (*steps[:i], *new, *steps[i + 1 :])})
+
+
+def every_reading(o: PlannedOperation, axes: Sequence[str]) -> Iterator[PlannedOperation]:
+    """Yield the operations that compute on one axis more or less, or read their data tensor so, or that move a tensor
+    in another type."""
+    for part, c, put in conversions(o):
+        if c.forward or c.backward or "output" in part:
+            yield put(replace(c, dtype="compute" if c.dtype == "accumulate" else "accumulate"))
+    for axis in axes:
+        have, tokens = o.compute_axes, o.tokens
+        yield replace(o, compute_axes=tuple(a for a in have if a != axis) if axis in have else (*have, axis))
+        if o.operation.reads:
+            rules = {d: [a for a in tokens[d] if a != axis] for d in ("batch", "length")}
+            rules["batch"] += [] if axis in tokens.axes else [axis]
+            yield replace(o, tokens=type(tokens).of(rules, tokens.only))
+
+
+def every_reduction(plan: Plan, name: str) -> Iterator[Plan]:
+    """Yield the plans in which a parameter's gradient is summed over one axis more or less, or once more."""
+    have, axes = plan.reductions[name], [a for a, n in plan.mesh.axes.items() if n > 1]
+    others = [tuple(b for b in have if b != a) for a in have] + [(*have, a) for a in axes]
+    yield from (replace(plan, reductions={**plan.reductions, name: new}) for new in others)
 
 
 def with_steps_where(plan: Plan, kind: str, name: str, part: str, way: str, change: Steps) -> Plan:

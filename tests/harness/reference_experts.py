@@ -1,7 +1,8 @@
 """Experts in plain PyTorch, token by token and expert by expert, written from the papers: no code of the platform's.
 
 Shazeer et al. 2017 and Jiang et al. 2024 (softmax over all scores, the chosen ones divided by their sum), DeepSeek-AI
-2024 (sigmoid, shared experts, balance sequence by sequence), Fedus et al. 2021 (capacity), Zoph et al. 2022 (z-loss).
+2024 (sigmoid, shared experts, groups, balance sequence by sequence), Fedus et al. 2021 (capacity), Zoph et al. 2022
+(z-loss).
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ def feed_forward(c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, expert
     return down @ (F.silu(gate @ x) * (up @ x) if c.activation == "swiglu" else F.gelu(up @ x))
 
 
+def best_of(c: Model, likely: list[float]) -> list[int]:
+    """The experts that compute a token: the most likely ones, in the groups that are."""
+    each = c.experts // c.router_groups
+    groups = [range(each * g, each * (g + 1)) for g in range(c.router_groups)]
+    groups.sort(key=lambda group: -sum(sorted((likely[e] for e in group), reverse=True)[: c.router_group_best]))
+    return sorted((e for group in groups[: c.router_groups_kept] for e in group), key=lambda e: -likely[e])[
+        : c.experts_per_token
+    ]
+
+
 def experts(c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, real: Tensor) -> tuple[Tensor, Tensor, int]:
     """What experts make of one sequence x [length, d_model], the auxiliary loss of each of its tokens, and how often an
     expert dropped a token. `real`: tokens that are no padding."""
@@ -38,7 +49,7 @@ def experts(c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, real: Tenso
             y = y + feed_forward(c, w, f"{name}.shared", token)
         probability = torch.sigmoid(score) if c.router == "sigmoid" else torch.softmax(score, 0)
         shares.append(probability / probability.sum())
-        best = sorted(range(c.experts), key=lambda e: -probability[e].item())[:k]
+        best = best_of(c, probability.tolist())
         for e in best if counts else ():
             choices[e] += 1
             weight = probability[e] / sum(probability[i] for i in best) if c.router_normalised else probability[e]
@@ -73,7 +84,7 @@ def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + torch.einsum("bhlk,dhk->bld", a, w[f"{name}.attention.output"])
         h = norm(x, f"{name}.mlp.norm")
-        if (i + 1) % c.experts_every:
+        if (i + 1) % c.experts_every or i in c.dense_layers:
             x = x + torch.stack([torch.stack([feed_forward(c, w, f"{name}.mlp", t) for t in row]) for row in h])
             continue
         found = [experts(c, w, f"{name}.mlp", row, ids >= 0) for row, ids in zip(h, tokens, strict=True)]

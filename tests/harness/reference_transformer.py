@@ -79,7 +79,8 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
         z = z + w[f"{name}.{kind}_bias"].flatten() if f"{name}.{kind}_bias" in w else z
         z = z.view(*y.shape[:2], *weight.shape[:-1])
         if kind != "value" and c.query_key_norm:
-            z = norm(c, w, f"{name}.{kind}_norm", z)
+            gain = w[f"{name}.{kind}_norm.gain"]  # of each head, or of all heads
+            z = F.rms_norm(z, gain.shape, gain, c.norm_eps)
         z = z.transpose(1, 2)
         z = rotated(c, z) if kind != "value" and c.positions == "rope" else z
         return z.repeat_interleave(c.heads // weight.shape[0], 1) if kind != "query" else z

@@ -116,7 +116,8 @@ class ThreadGroups(Communicator):
 
         return wait
 
-    def _deal(self, given, out, sent, received, axes, group):
+    def _deal(self, given, out, sent, received, axes):
+        group = self.mesh.group(self.rank, axes)
         parts = dict(zip(group, given.split(list(sent)), strict=True))
         places = dict(zip(group, out.split(list(received)), strict=True))
         places.pop(self.rank).copy_(parts.pop(self.rank))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from platform.parallel.kernels.dropout import in_pieces
-from platform.plan.core.plan import Plan
-from tests.harness.plan_mutants import Steps, other, twice, with_reductions, with_steps_where, without
+from tests.harness.plan_mutants import other, twice, without
 from tests.known_bugs import mutants
-from tests.known_bugs.mutants import Mutant
+from tests.known_bugs.expert_bugs import EXPERT_BUGS
+from tests.known_bugs.known_bug import KnownBug, not_summed, steps, summed_over
 
 SCHEMES = "parallel/oracle/test_schemes.py::test_equals_one_process"
 MODELS = "parallel/oracle/test_models.py::test_equals_one_process"
@@ -19,37 +15,6 @@ SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_sampl
 HEADS = "parallel/oracle/test_schemes.py::test_key_value_heads_fewer_than_axes"
 ONE_AXIS = "parallel/oracle/test_every_layout.py::test_one_axis"
 MASKS = "parallel/kernels/test_dropout.py::test_the_gradient_has_the_mask_and_nothing_is_saved"
-
-Change = Callable[[Plan], Plan]
-
-
-@dataclass(frozen=True)
-class KnownBug:
-    """A bug of a peer. `where`: issues and pull requests; `what` it was; `ours`: the same in our code or a plan;
-    `killer`: a test that `make test` runs, in its first case with the values `case`; `mutant` of our code, or `change`
-    of a plan, of which the static check says `line` (None: a plan does not decide it)."""
-
-    where: str
-    what: str
-    ours: str
-    killer: str
-    case: Mapping[str, Any] = field(default_factory=dict)
-    mutant: Mutant | None = None
-    change: Change | None = None
-    line: str | None = None
-
-
-def steps(kind: str, name: str, part: str, way: str, change: Steps) -> Change:
-    return lambda plan: with_steps_where(plan, kind, name, part, way, change)
-
-
-def not_summed(name: str, axis: str) -> Change:
-    return lambda plan: with_reductions(plan, name, lambda axes: [a for a in axes if a != axis])
-
-
-def summed_over(name: str, axis: str) -> Change:
-    return lambda plan: with_reductions(plan, name, lambda axes: [*axes, axis])
-
 
 ROWS_COLS = {"scheme": "layout rows,cols", "model": "gpt"}
 SEQUENCE = {"scheme": "1d_sp t2", "model": "llama"}
@@ -76,7 +41,7 @@ BUGS = (
         "the loss is a mean over the rank's labels", MODELS, {"model": "whole_bert", "scheme": "3d"},
         mutants.mean_of_each_rank_s_tokens),
     KnownBug(
-        "Megatron-LM #7452 (11); torchtitan #2387", "a replicated weight that ranks use on their own heads or tokens"
+        "Megatron-LM #7452 (11)", "a replicated weight that ranks use on their own heads or tokens"
         " keeps the gradient of one rank", "the gains of norms of queries are not summed over the heads' axis", MODELS,
         {"model": "modern", "scheme": "1d_sp"}, change=not_summed("*.query_norm.gain", "t"),
         line="is partial over t, and never summed there"),
@@ -139,7 +104,7 @@ BUGS = (
         change=steps("project", "head", "0 x", "backward", other("reduce_scatter", op="slice")),
         line="slice takes what is whole, and it is partial over t"),
     KnownBug(
-        "torchtitan #2106; PyTorch #160285", "a complete gradient is summed again: TP times too large",
+        "torchtitan #2106", "a complete gradient is summed again: TP times too large",
         "the all-reduce of the gradient twice", SCHEMES, ROWS_COLS,
         change=steps("project", "*.mlp.up", "0 x", "backward", twice("all_reduce")),
         line="all_reduce takes what is partial, and it is whole over cols"),
@@ -161,4 +126,5 @@ BUGS = (
     KnownBug(
         "Accelerate #4195, #4203", "a resume on several processes goes on in another order of samples",
         "three replicas begin one sample later", SURVIVORS, {}, mutants.samples_by_replica),
+    *EXPERT_BUGS,
 )  # fmt: skip

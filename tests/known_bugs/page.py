@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.harness.oracle import CONF
-from tests.known_bugs.bugs import BUGS, KnownBug
+from tests.known_bugs.bugs import BUGS
+from tests.known_bugs.known_bug import KnownBug
 
 PAGE = CONF.parent / "docs" / "known-bugs.md"
 HEAD = "| whose | what it was | our mutant | killed by | static check |\n|---|---|---|---|---|\n"
@@ -12,7 +13,7 @@ HEAD = "| whose | what it was | our mutant | killed by | static check |\n|---|--
 def row(bug: KnownBug) -> str:
     case = ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in bug.case.items())
     killer = f"`{bug.killer}`" + (f", {case}" if case else "")
-    return f"| {bug.where} | {bug.what} | {bug.ours} | {killer} | {'sees it' if bug.line else '-'} |\n"
+    return f"| {bug.where or '-'} | {bug.what} | {bug.ours} | {killer} | {'sees it' if bug.line else '-'} |\n"
 
 
 def table() -> str:

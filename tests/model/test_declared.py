@@ -69,7 +69,8 @@ def test_roles_decay_and_initial_values(model):
             assert p.dims[-1] == "d_model"
         elif matrix and not {"vocab", "positions", "segments"} & {*p.dims} and not relative:
             dims = [d for d in p.dims if d != "experts"]
-            assert dims.index("d_model") == (0 if p.role == "out" else len(dims) - 1), p
+            read = ("d_model", "q_latent", "kv_latent")
+            assert dims[0] == "d_model" if p.role == "out" else dims[-1] in read, p
             assert p.turned == (p.role == "in" and p.name != "head_transform"), p
 
 

@@ -75,7 +75,7 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[Hel
     for p in plan.parameters:
         bucket, stages = plan.bucket_of[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, except for their stage
-        place = p.dims, p.role, p.sizes, stages, bucket.ranges[p.name], bucket.elements
+        place = p.dims, p.role, p.sizes, stages, bucket.ranges[p.name], bucket.elements, bucket.sharded
         if place not in known:
             here = sorted((entry for stage in stages for entry in ranks[stage]), key=lambda entry: entry[0])
             found = [(rank, box) for rank, at in here for box in _kept(plan, p, at)]
@@ -105,7 +105,7 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
     block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has none."""
     if not plan.present(p, coordinates):
         return []
-    if not plan.sharded:
+    if not plan.bucket_of[p.name].sharded:
         return [Box.of(plan.block(p, coordinates))]
     first, last = plan.shard_range(p, coordinates)
     return stretch(Box.of(plan.block(p, coordinates)), first, last) if first < last else []

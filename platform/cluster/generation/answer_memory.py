@@ -40,9 +40,10 @@ def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, bea
 
 def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
     """Return the bytes that a text of so many `tokens` takes as a model generates it: keys, values and logits."""
-    width = (model.kv_heads or model.heads) * (model.d_kv or model.d_model // model.heads)
+    d_kv = model.d_kv or model.d_model // model.heads
+    width = (model.kv_heads or model.heads) * (d_kv + (model.d_value or d_kv))
     seen = tokens + (model.source_length or model.length) * (model.kind == "encoder_decoder")
-    return 2 * model.layers * seen * width * itemsize + model.vocab * _LOGIT
+    return model.layers * seen * width * itemsize + model.vocab * _LOGIT
 
 
 def _memory(config: Config, workers: int) -> float:

@@ -19,10 +19,17 @@ class Model:
     heads: int = key(4, "attention heads", ">= 1", most=2**16)
     kv_heads: int = key(0, "key and value heads of grouped-query attention; 0 = model.heads", ">= 0", most=2**16)
     d_kv: int = key(0, "width of one head; 0 = d_model / heads", ">= 0", most=2**16)
+    kv_latent: int = key(
+        0, "multi-head latent attention: width of what keys and values are made from; 0 = none", ">= 0", most=2**16
+    )
+    q_latent: int = key(0, "kv_latent: width of what queries are made from; 0 = d_model itself", ">= 0", most=2**16)
+    d_rope: int = key(0, "kv_latent: elements of d_kv that rotate, in a key alike for all heads", ">= 0", most=2**16)
+    d_value: int = key(0, "kv_latent: width of one head's values; 0 = d_kv", ">= 0", most=2**16)
     d_ff: int = key(0, "width of the feed-forward layer; 0 = 4 * d_model", ">= 0", most=2**24)
     experts: int = key(0, "experts of a layer, in place of one feed-forward layer; 0 = none", ">= 0", most=2**16)
     experts_per_token: int = key(2, "experts that compute each token", ">= 1", most=2**16)
     experts_every: int = key(1, "1 = experts in all layers, 2 = in every second one, ...", ">= 1")
+    dense_layers: list[int] = key([], "layers, from 0, that have no experts all the same", ">= 0", most=1000)
     expert_d_ff: int = key(0, "width of an expert, which has no biases; 0 = as model.d_ff", ">= 0", most=2**24)
     shared_experts: int = key(0, "further experts that compute every token", ">= 0", most=1000)
     capacity_factor: float = key(
@@ -31,6 +38,11 @@ class Model:
     router: str = key("softmax", "what makes probabilities of the experts' scores", ("softmax", "sigmoid"))
     router_normalised: bool = key(True, "the weights of a token's experts are divided by their sum")
     router_scale: float = key(1.0, "factor on the weights of a token's experts", "> 0", most=1e6)
+    router_groups: int = key(1, "groups of consecutive experts; a token's lie in few", ">= 1", most=2**16)
+    router_groups_kept: int = key(1, "groups in which a token's experts lie, at most", ">= 1", most=2**16)
+    router_group_best: int = key(
+        1, "largest probabilities of a group, the sum of which decides whether it is kept", ">= 1", most=2**16
+    )
     balance_loss: float = key(0.01, "factor of the loss of experts' uneven load, sequence by sequence", ">= 0")
     z_loss: float = key(0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0")
     length: int = key(64, "tokens per sequence", ">= 1", most=2**24)
@@ -51,6 +63,10 @@ class Model:
     )
     positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
     rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
+    rope_pairs: str = key(
+        "halves", "positions=rope: what rotates with an element: the one half a head away, or its neighbour",
+        ("halves", "neighbours"),
+    )  # fmt: skip
     rope_scaling: str = key(
         "none", "positions=rope: how angles are scaled to longer sequences", ("none", "linear", "llama3", "yarn")
     )
@@ -65,7 +81,8 @@ class Model:
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
     within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
-    query_key_norm: bool = key(False, "RMSNorm over each head's queries and keys")
+    query_key_norm: bool = key(False, "RMSNorm of queries and keys")
+    query_key_norm_over: str = key("head", "what one such norm spans: a head, or all heads", ("head", "heads"))
     segments: int = key(
         0, "encoder: rows of a second embedding, of each token's document; 0 = none", ">= 0", most=2**16
     )

@@ -57,10 +57,13 @@ def _pipeline(config: Config) -> Iterator[str]:
 
 
 def _zero(config: Config) -> Iterator[str]:
-    """Yield a refusal line if ZeRO is combined with a branch that keeps common parameters on one sub-grid."""
+    """Yield a refusal line for a branch beside which ZeRO is not built, and for groups of too few replicas."""
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
         yield refused(config, "parallel.zero", reason, [0])
+    group, experts = config.parallel.zero_group, config.parallel.experts
+    if config.parallel.zero and 0 < group < experts:
+        yield refused(config, "parallel.zero_group", f"must be 0 or at least parallel.experts={experts}", [experts, 0])
 
 
 def _experts(config: Config) -> Iterator[str]:

@@ -13,12 +13,14 @@ from platform.plan.language.numbers import divisors
 
 def _attention(config: Config) -> Iterator[str]:
     """Yield a refusal line for each configured number of heads that does not divide what it must (model width, query
-    heads), and for an odd width per head under rotary positions."""
+    heads), for an odd width per head under rotary positions, and for the span of a norm that there is not."""
     m = config.model
     rope = "model.positions=rope needs an even d_kv"
     if not m.d_kv and m.d_model % m.heads:
         constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
         yield refused(config, "model.heads", constraint, closest(m.heads, divisors(m.d_model)))
+    elif m.kv_latent:
+        pass  # what rotates is d_rope
     elif m.positions == "rope" and m.d_kv % 2:
         yield refused(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
     elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
@@ -28,11 +30,41 @@ def _attention(config: Config) -> Iterator[str]:
     if m.kv_heads and m.heads % m.kv_heads:
         legal = closest(m.kv_heads, divisors(m.heads))
         yield refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
+    if m.query_key_norm_over != "head" and not m.query_key_norm:
+        yield refused(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
+
+
+def _latent(config: Config) -> Iterator[str]:
+    """Yield a refusal line for keys of multi-head latent attention without it, for a part of a model that it does not
+    go with, and for a width that rotates which is none, odd or all of d_kv."""
+    m = config.model
+    if not m.kv_latent:
+        for key in ("q_latent", "d_rope", "d_value"):
+            if getattr(m, key):
+                yield refused(config, f"model.{key}", "model.kv_latent=0 is no latent attention", [0])
+        return
+    latent = f"model.kv_latent={m.kv_latent}"
+    if m.kind in ("encoder_decoder", "two_layer"):
+        yield refused(config, "model.kv_latent", f"model.kind={m.kind} has no latent attention", [0])
+    if m.positions != "rope":
+        yield refused(config, "model.positions", f"{latent} rotates a part of queries and keys", ["rope"])
+    if m.kv_heads not in (0, m.heads):
+        yield refused(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
+    if m.query_key_norm:
+        yield refused(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
+    if (biases := m.attention_bias or ("all" if m.bias else "none")) != "none":
+        yield violation("model.attention_bias", biases, f"{latent} has no biases", ["none"])
+    d_kv = m.d_kv or m.d_model // m.heads
+    if not 0 < m.d_rope < d_kv or m.d_rope % 2:
+        constraint = f"must be even, > 0 and < {d_kv}, the width of a head, with {latent}"
+        yield refused(config, "model.d_rope", constraint, closest(m.d_rope, range(2, d_kv, 2)))
 
 
 def _rotary(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in the configuration of scaled rotary positions (model.rope_scaling)."""
+    """Yield a refusal line for each mistake in the configuration of rotary positions, perhaps scaled."""
     m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
+    if m.rope_pairs != "halves" and m.positions != "rope":
+        yield refused(config, "model.rope_pairs", f"model.positions={m.positions} has no rotations", ["halves"])
     if m.rope_scaling == "none":
         return
     if m.positions != "rope":
@@ -90,7 +122,8 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        for key, nothing in (("expert_d_ff", 0), ("shared_experts", 0), ("experts_every", 1)):
+        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "dense_layers": [], "router_groups": 1}
+        for key, nothing in nothings.items():
             if getattr(m, key) != nothing:
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
@@ -101,6 +134,33 @@ def _experts(config: Config) -> Iterator[str]:
     if m.experts_every > m.layers:
         constraint = f"must be <= model.layers={m.layers}, so that a layer has experts"
         yield refused(config, "model.experts_every", constraint, [m.layers])
+    elif beyond := [n for n in m.dense_layers if n >= m.layers]:
+        yield violation("model.dense_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+    elif {*m.dense_layers} >= {*range(m.experts_every - 1, m.layers, m.experts_every)}:
+        yield refused(config, "model.dense_layers", "leaves no layer with experts", [m.dense_layers[:-1]])
 
 
-RULES = (_attention, _rotary, _seen, _head, _buckets, _smoothing, _experts)
+def _groups(config: Config) -> Iterator[str]:
+    """Yield a refusal line for groups of experts that do not divide them, for more kept groups than there are, for too
+    few to hold the experts of a token, and for a score of more experts than a group has."""
+    m = config.model
+    if not m.experts:
+        return
+    if m.experts % m.router_groups:
+        constraint = f"must divide model.experts={m.experts}"
+        yield refused(config, "model.router_groups", constraint, closest(m.router_groups, divisors(m.experts)))
+        return
+    each = m.experts // m.router_groups
+    least = -(-m.experts_per_token // each)
+    if m.router_groups_kept > m.router_groups:
+        constraint = f"must be <= model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_groups_kept", constraint, [m.router_groups])
+    elif least > m.router_groups_kept and m.experts_per_token <= m.experts:
+        constraint = f"has {m.router_groups_kept * each} experts, model.experts_per_token={m.experts_per_token}"
+        yield refused(config, "model.router_groups_kept", constraint, [least])
+    if m.router_group_best > each:
+        constraint = f"must be <= {each}, the experts of each of model.router_groups={m.router_groups}"
+        yield refused(config, "model.router_group_best", constraint, [each])
+
+
+RULES = (_attention, _latent, _rotary, _seen, _head, _buckets, _smoothing, _experts, _groups)

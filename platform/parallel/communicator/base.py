@@ -159,13 +159,13 @@ class Communicator(ABC):
         `wait` returns these, in the order of the members. Each rank counts the bytes that it sends to others."""
         op, axes = "all_to_allv", self.mesh.ordered(axes)
         group, given = self.mesh.group(self.rank, axes), x.contiguous()
-        row = prod(x.shape[1:])
-        moved = (sum(sent) - sent[group.index(self.rank)]) * row * x.element_size()
+        row, away = prod(x.shape[1:]), sum(sent) - sent[group.index(self.rank)]
+        moved = away * row * x.element_size()
         self.moved[label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, row))
         out = given.new_empty((sum(received), *x.shape[1:]))
-        start = partial(self._deal, given, out, sent, received, axes, group)
+        start = partial(self._deal, given, out, sent, received, axes)
         return self._issued(Launched(name or op, op, axes, moved), start, given, lambda: out)
 
     def _issued(
@@ -199,17 +199,8 @@ class Communicator(ABC):
         reduce: in place.
         """
 
-    def _deal(
-        self,
-        given: Tensor,
-        out: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        axes: tuple[str, ...],
-        group: tuple[int, ...],
-    ) -> Callable[[], Any]:
-        """Start an exchange of rows in the transport as `deal` says, from the buffer `given` into the buffer `out`; the
-        returned function blocks until it is done."""
+    def _deal(self, given: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]):
+        """Start `deal` in the transport, from buffer `given` into buffer `out`; return a function that waits."""
         raise AssertionError("no rows are exchanged here")
 
     def send(self, x: Tensor, stage: int) -> Handle:
@@ -367,7 +358,8 @@ def _buffers(
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
         given = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
         out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
-        return given, out, lambda: join(joined) if op == "all_to_all" else out
+        # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
+        return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out
     if op in ("broadcast", "scatter"):
         out = x.contiguous()
         return out, out, lambda: out

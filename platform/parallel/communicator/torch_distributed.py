@@ -156,7 +156,7 @@ class ProcessGroups(HostMemory):
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
         return work.wait if self._nccl else partial(self._until_aborted, work)
 
-    def _deal(self, given, out, sent, received, axes, group):
+    def _deal(self, given, out, sent, received, axes):
         """Start an exchange of rows in the group along `axes`."""
         work = dist.all_to_all_single(out, given, list(received), list(sent), group=self._groups[axes], async_op=True)
         return work.wait if self._nccl else partial(self._until_aborted, work)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.grouped import Groups, grouped_einsum
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, add_total
-from platform.parallel.kernels.products import Dims, local_einsum
+from platform.parallel.kernels.products import Dims, Groups, grouped_einsum, local_einsum
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
@@ -41,7 +40,9 @@ class _Einsums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, coming: Operands, group: EinsumGroup, deferred: Deferred | None, counts, x: Tensor, *tensors: Tensor):
+    def forward(
+        ctx, coming: Operands, group: EinsumGroup, deferred: Deferred | None, counts, x: Tensor, *tensors: Tensor
+    ):
         """Return the products of x with each operand of an einsum group, converting x, operands and results as
         planned."""
         operands, biases = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
@@ -61,7 +62,9 @@ class _Einsums(torch.autograd.Function):
         coming.onward()
         read, *factors = map(widened, (x, *local)) if group.wide else (x, *local)
         leaving = [
-            convert(communicator, _product(counts, e.x_dims, e.dims, e.out_dims)(read, w, b), e.output.forward, owned=True)
+            convert(
+                communicator, _product(counts, e.x_dims, e.dims, e.out_dims)(read, w, b), e.output.forward, owned=True
+            )
             for w, b, e in zip(factors, biases or [None] * len(local), group.einsums, strict=True)
         ]
         ctx.save_for_backward(*(s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)))
@@ -201,7 +204,7 @@ def einsums(
     brings, in the group's order, with the conversions that the plan lists. A group whose outputs are not converted may
     add `biases`, one per operand, in the product. `deferred`: a list to which the backward pass appends the computation
     of weight gradients instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it.
-    `counts`: how many rows x has of each expert, whose matrices the operands are."""
+    `counts`: the number of rows of each expert in x, which the operands have a matrix for each of."""
     communicator, group = coming.communicator, coming.group
     if group.panels:
         assert not biases

@@ -13,15 +13,21 @@ from platform.plan.language.functions import RotaryScaling
 
 
 def angles(
-    length: Tensor, d_kv: int, theta: float, dtype: torch.dtype, scaling: RotaryScaling | None = None
+    length: Tensor,
+    d_kv: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RotaryScaling | None = None,
+    pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; half-split pairs, so
-    that both halves are equal; base `theta`) at the global positions `length`, computed in fp64; with `scaling`, of the
-    scaled angles, times its magnitude."""
+    """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; base `theta`) at the
+    global positions `length`, computed in fp64; with `scaling`, of the scaled angles, times its magnitude. `pairs`:
+    the two elements of a pair lie in two halves, or are neighbours."""
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
     if scaling:
         frequency = _scaled(frequency, theta, scaling)
-    angle, magnitude = length.double().outer(frequency).repeat(1, 2), scaling.magnitude if scaling else 1.0
+    angle, magnitude = length.double().outer(frequency), scaling.magnitude if scaling else 1.0
+    angle = angle.repeat(1, 2) if pairs == "halves" else angle.repeat_interleave(2, 1)
     return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
 
 
@@ -51,31 +57,36 @@ class _Rotate(torch.autograd.Function):
     """Rotation of pairs, whose adjoint is the rotation back; it keeps nothing of x."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, turn):
+    def forward(ctx, x, cos, sin, pairs, turn):
         """Turn the pairs of x by the rotary angles, which alone are kept."""
-        ctx.angles, ctx.turn = (cos, sin), turn
-        return turn(x.detach(), cos, sin, 1)
+        ctx.angles, ctx.pairs, ctx.turn = (cos, sin), pairs, turn
+        return turn(x.detach(), cos, sin, 1, pairs)
 
     @staticmethod
     def backward(ctx, gradient):
         """Turn the gradient back by the same rotary angles."""
         cos, sin = ctx.angles
-        return ctx.turn(gradient, cos, sin, -1), None, None, None
+        return ctx.turn(gradient, cos, sin, -1, ctx.pairs), None, None, None, None
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    """Turn the pairs of x [..., d_kv] by the angles of rotary position embedding, forth (`way` 1) or back (-1)."""
-    wide, half = widened(x), x.shape[-1] // 2
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int, pairs: str) -> Tensor:
+    """Turn the pairs of x [..., d_kv], or of its last elements if there are fewer angles, by the angles of rotary
+    position embedding, forth (`way` 1) or back (-1). `pairs`: see `angles`."""
+    rest, half = x.shape[-1] - cos.shape[-1], cos.shape[-1] // 2
+    halves = slice(None, half), slice(half, None)
+    first, second = halves if pairs == "halves" else (slice(0, None, 2), slice(1, None, 2))
+    wide = widened(x[..., rest:])
     out = wide * cos
-    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-way)
-    out[..., half:].addcmul_(wide[..., :half], sin[..., :half], value=way)
-    return out.to(x.dtype)
+    out[..., first].addcmul_(wide[..., second], sin[..., first], value=-way)
+    out[..., second].addcmul_(wide[..., first], sin[..., first], value=way)
+    out = out.to(x.dtype)
+    return torch.cat((x[..., :rest], out), -1) if rest else out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor] = rotated) -> Tensor:
-    """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `angles` of a shape that
-    broadcasts against it. `turn`: `rotated`, perhaps compiled."""
-    return _Rotate.apply(x, cos, sin, turn)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, turn: Callable[..., Tensor] = rotated) -> Tensor:
+    """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `angles` of `pairs`, of a
+    shape that broadcasts against its last elements. `turn`: `rotated`, perhaps compiled."""
+    return _Rotate.apply(x, cos, sin, pairs, turn)
 
 
 def sinusoid(length: Tensor, d_model: Tensor, size: int) -> Tensor:

@@ -1,17 +1,21 @@
-"""Einsums of two local tensors with named dims."""
+"""Einsums of two local tensors with named dims; and of rows of several experts with the matrices of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from math import prod
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from platform.parallel.sharding.convert import absent
 
 Dims = tuple[str, ...]
+ALIGNED = 16  # bytes by which torch's grouped product wants matrices' rows to begin
 
 
 @cache
@@ -139,3 +143,54 @@ def add_product(there: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
         torch.mm(x, y, out_dtype=there.dtype, out=there)
     else:
         torch.addmm(there, x, y, out_dtype=there.dtype, out=there)
+
+
+class Groups(Protocol):
+    """Groups of rows, one for each expert: how many rows each has, in host memory, and where each ends, int32 [experts]
+    on the device."""
+
+    @property
+    def each(self) -> Sequence[int]:
+        """Return the number of rows of each expert."""
+
+    @property
+    def ends(self) -> Tensor:
+        """Return the first row that is not of each expert or one before."""
+
+
+def grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return `local_einsum` of rows [rows, d] of dims `a` with matrices of their experts [experts, ..] of dims `b`, or
+    of two activations of the same rows: `out` then has a matrix for each expert, 0 where it has no rows."""
+    matrices = "rows" in b
+    turned = (out[1] == a[1]) if matrices else (b[2] == a[1])
+
+    def product(
+        x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
+        """Return the product, or add it to `into`, which it overwrites if `fresh`."""
+        assert bias is None
+        if matrices:
+            x, y = (x, y) if turned else (y, x)
+            shape: tuple[int, ...] = (len(groups.each), x.shape[1], y.shape[1])
+            x = x.t()
+        else:
+            y = y.transpose(1, 2) if turned else y
+            shape = (x.shape[0], y.shape[2])
+        if has_kernel(x, y):
+            found = F.grouped_mm(x, y, offs=groups.ends)
+            return found if into is None else into.copy_(found) if fresh else into.add_(found)
+        fresh, there = fresh or into is None, x.new_empty(shape) if into is None else into
+        for expert, (end, n) in enumerate(zip(accumulate(groups.each), groups.each, strict=True)):
+            rows = slice(end - n, end)
+            left, right = (x[:, rows], y[rows]) if matrices else (x[rows], y[expert])
+            add_product(there[expert if matrices else rows], left, right, fresh)
+        return there
+
+    return product
+
+
+def has_kernel(x: Tensor, y: Tensor) -> bool:
+    """Return True if one kernel of torch multiplies all groups of matrices x and y: on GPUs, in bf16."""
+    # elsewhere torch's own is a loop as well, which takes fewer types
+    wide = [max(t.stride()) * t.element_size() for t in (x, y)]
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % ALIGNED for n in wide)

@@ -79,20 +79,22 @@ class _SplitNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm over the last dim, which is whole, to x [..., d_model]."""
-    return F.rms_norm(x, x.shape[-1:], gain, eps)
+    """Apply RMSNorm over the dims of the gain, which are whole, to x [..., d_model]."""
+    return F.rms_norm(x, gain.shape, gain, eps)
 
 
 def norm(
     x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float, communicator: Communicator, over: Sequence[str]
 ) -> Tensor:
-    """Apply LayerNorm or RMSNorm (`kind`: layernorm, rmsnorm) over the last dim, which is split over the axes `over`
-    (none: whole): x [..., d_model], gain and bias [d_model], all local blocks; `eps` is added to the variance. Only
-    statistics are communicated."""
+    """Apply LayerNorm or RMSNorm (`kind`: layernorm, rmsnorm) over the dims of the gain, which are split over the axes
+    `over` (none: whole): x [..., d_model], gain and bias [d_model], all local blocks; `eps` is added to the variance.
+    Only statistics are communicated."""
     if over:
-        return _SplitNorm.apply(x, gain, bias, kind, eps, communicator, over)
+        vectors = [None if v is None else v.flatten() for v in (gain, bias)]
+        rows = x.flatten(x.dim() - gain.dim())
+        return _SplitNorm.apply(rows, *vectors, kind, eps, communicator, over).view(x.shape)
     if kind == "layernorm":
-        return F.layer_norm(x, x.shape[-1:], gain, bias, eps)
+        return F.layer_norm(x, gain.shape, gain, bias, eps)
     return rms_norm(x, gain, eps)
 
 

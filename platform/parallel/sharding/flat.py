@@ -38,22 +38,22 @@ class FlatBucket:
         self.bucket, self._plan, self._communicator = bucket, plan, communicator
         self._low, self._high = low, high
         # gradients are summed where kernels add them; else a pass's are collected in `_coming` first
-        self._direct = plan.adds_at_once(communicator.device.type)
-        self.adds_in = high if self._direct and plan.zero < 2 else low  # dtype of the memory that kernels add them to
+        self._direct = plan.adds_at_once(bucket, communicator.device.type)
+        self.adds_in = high if self._direct and bucket.zero < 2 else low  # dtype of the memory that kernels add them to
         self.here = at_zero(bucket.only, communicator.coordinates)
-        self._shards, self._index = plan.shards, communicator.index(plan.sharded)
+        self._index = communicator.index(bucket.sharded)  # of its shard
         self._shapes = {p.name: plan.local_shape(p) for p in bucket.parameters}
         self._elements = bucket.elements if self.here else 0
-        self.masters = self._new(self._elements // self._shards, high)
-        whole = not plan.sharded
-        one = low == high and (whole or bool(plan.storage))  # compute and master copies are the same memory
+        self.masters = self._new(self._elements // bucket.shards, high)
+        whole = not bucket.sharded
+        one = low == high and (whole or bucket.stored)  # compute and master copies are the same memory
         self._whole = self.masters if one and whole else self._new(self._elements, low)
-        rows = self._whole.view(self._shards, -1)
+        rows = self._whole.view(self.bucket.shards, -1)
         # what is kept of the compute copies: under ZeRO-3 this rank's shard, beside the buffer that it is gathered into
-        self.part = self.masters if one else torch.zeros_like(rows[0]) if plan.storage else rows[self._index]
+        self.part = self.masters if one else torch.zeros_like(rows[0]) if bucket.stored else rows[self._index]
         # Written through an alias with a version counter of its own: autograd would take a gather in the backward pass
         # for a change of what the forward pass saved.
-        self._written = self._whole.data.view(self._shards, -1)
+        self._written = self._whole.data.view(self.bucket.shards, -1)
         views = {name: self._block(self._whole, name) for name in self._shapes}
         self.compute = {name: view.detach().requires_grad_() for name, view in views.items()}
         own = {name: w.detach().requires_grad_() for name, w in self._masters(self.masters).items()}
@@ -94,12 +94,12 @@ class FlatBucket:
         shard."""
         if not self.here:
             return {name: flat.new_empty(0) for name in self._shapes}
-        if not self._plan.sharded:
+        if not self.bucket.sharded:
             pieces = flat.split([*self.bucket.sizes, len(flat) - sum(self.bucket.sizes)])
             return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=False)}
         first, out = self._index * len(flat), {}
         for name, (start, _) in self.bucket.ranges.items():
-            a, b = (start + at for at in self.bucket.shard(name, self._index, self._shards))
+            a, b = (start + at for at in self.bucket.shard(name, self._index))
             out[name] = flat[a - first : b - first] if a < b else flat[:0]
         return out
 
@@ -109,10 +109,10 @@ class FlatBucket:
     def fill(self, name: str, block: Tensor) -> None:
         """Set a parameter's master copy and compute copy from the tensor `block`, this rank's block of its initial
         values. Without ZeRO, `block` is the master copy itself."""
-        if self._plan.sharded:
-            start, stop = self.bucket.shard(name, self._index, self._shards)
+        if self.bucket.sharded:
+            start, stop = self.bucket.shard(name, self._index)
             self.master[name].copy_(block.view(-1)[start:stop])
-        if self._plan.storage:
+        if self.bucket.stored:
             self.part.copy_(self.masters)
         elif self.compute is not self.master:
             self.compute[name].copy_(block)
@@ -123,7 +123,7 @@ class FlatBucket:
         all-gather of the ranks' shards, for which `gather` waits."""
         if self.part is not self.masters:
             self.part.copy_(self.masters)
-        if self._plan.sharded and not self._plan.storage:
+        if self.bucket.sharded and not self.bucket.stored:
             self._gathering = self._gather_into(self._written)
             self.resident = not self._gathering
 
@@ -132,8 +132,8 @@ class FlatBucket:
         all ranks that share the bucket call it together."""
         part = self.masters.detach().to(self._low)
         whole = part
-        if self._plan.sharded:
-            whole = self._communicator.launch("all_gather", part, self._plan.sharded).wait()
+        if self.bucket.sharded:
+            whole = self._communicator.launch("all_gather", part, self.bucket.sharded).wait()
         return {name: self._block(whole.view(-1), name) for name in self._shapes}
 
     def _gather_into(self, out: Tensor) -> Handle | Arrived | None:
@@ -141,7 +141,7 @@ class FlatBucket:
         if not self.here:
             return None
         name = f"gather {self.bucket.name}"
-        return self._communicator.launch("all_gather", self.part, self._plan.sharded, into=out, name=name)
+        return self._communicator.launch("all_gather", self.part, self.bucket.sharded, into=out, name=name)
 
     def prefetch(self) -> None:
         """Start the all-gather of this bucket's parameters (ZeRO-3), unless they are in memory or under way."""
@@ -158,7 +158,7 @@ class FlatBucket:
 
     def release(self) -> None:
         """Free the memory of the gathered parameters (ZeRO-3); views of it are readable again after `gather`."""
-        if self._plan.storage:
+        if self.bucket.stored:
             self._whole.untyped_storage().resize_(0)
             self.resident = False
 
@@ -167,20 +167,20 @@ class FlatBucket:
         """Gather this rank's and its peers' `parts` of parameters into whole blocks: name -> block in new memory. Each
         part is laid out as the master copy; a part that no rank gives is zeros. All ranks of the bucket call it
         together."""
-        flat = self._new(self._elements // self._shards, self._high)
+        flat = self._new(self._elements // self.bucket.shards, self._high)
         for name, there in self._masters(flat).items():
             if name in parts:
                 there.copy_(parts[name])
-        if self._plan.sharded:
+        if self.bucket.sharded:
             steps = self._plan.gathering(self.bucket)
             flat = convert(self._communicator, flat, steps, name=f"join {self.bucket.name}").wait()
         return {name: self._block(flat, name) for name in self._shapes}
 
     def own(self, name: str, block: Tensor) -> Tensor:
         """Return this rank's master part of a parameter's tensor `block`: its ZeRO shard, or the whole block."""
-        if not self._plan.sharded:
+        if not self.bucket.sharded:
             return block
-        start, stop = self.bucket.shard(name, self._index, self._shards)
+        start, stop = self.bucket.shard(name, self._index)
         return block.reshape(-1)[start:stop]
 
     # gradients
@@ -228,7 +228,7 @@ class FlatBucket:
     def _sums(self) -> Tensor:
         """Return the flat buffer of the bucket's gradients summed over microbatches, allocated on first use."""
         if self.sums is None:
-            dtype = self._low if self._plan.zero >= 2 else self._high
+            dtype = self._low if self.bucket.zero >= 2 else self._high
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
@@ -297,7 +297,7 @@ class FlatBucket:
         if (used := sum(self.bucket.sizes)) < self._elements:
             sums[used:].zero_()
         each, last = self._plan.reduction(self.bucket)
-        rows = sums.view(self._shards, -1)
+        rows = sums.view(self.bucket.shards, -1)
         self.launched = True
         self._reducing = self._reduction(rows, each or last)
         if each:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from platform.plan.check.spreads import Spread, Unsound, plus, unordered
+from platform.plan.check.spreads import Spread, Unsound, after, plus, unordered
 from platform.plan.communication.planned import Collective, Panels, PlannedOperation
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
-from platform.plan.operations.tables.rows import Ends
 
 STAYS = Conversion()
 SLOTS = "length", "experts", "slots"  # whole where tokens go to slots, or come back
@@ -39,8 +38,9 @@ class Operand(NamedTuple):
 class Form(NamedTuple):
     """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
     conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
-    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `beside`: collectives
-    that the operation takes beside all conversions."""
+    dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `linear`: the operation
+    is linear in each operand, of which one may be partial; `beside`: collectives that it takes beside all conversions.
+    """
 
     operands: Sequence[Operand]
     out: Spec | None
@@ -49,6 +49,7 @@ class Form(NamedTuple):
     statistics: Sequence[str] = ()
     whole: Sequence[str] = ()
     merged: Sequence[str] = ()
+    linear: bool = False
     beside: Sequence[Collective] = ()
 
 
@@ -213,7 +214,7 @@ def _dispatch(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
     assert isinstance(x, Spec)
-    slots = Spread({"slots": ()}, frozenset(), frozenset(plan.layout(x).only))
+    slots = Spread({"slots": ()}, frozenset(), frozenset(planned.only))
     yield Form((Operand(x, enter), Operand(weights, given, constant=True)), out, leave, [slots], whole=SLOTS)
 
 
@@ -221,7 +222,7 @@ def _combine(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a weighted sum over experts, where all slots of a sequence are."""
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
-    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS)
+    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS, linear=True)
 
 
 def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -229,9 +230,13 @@ def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
     assert isinstance(x, Spec)
-    ends = Ends.of(plan.planner, x, out)
-    operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_held(ends))
-    yield Form(operands, out, leave, whole=("length",), beside=ends.numbers(plan.planner))
+    held = _held(plan, out, leave)
+    told = [
+        Collective("all_to_all", s.axes, plan.sizes["experts"] // plan.mesh.extent(held), "integers", "forward", s.only)
+        for s in leave.forward
+    ]
+    operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_apart(held))
+    yield Form(operands, out, leave, whole=("length",), beside=told)
 
 
 def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -239,22 +244,32 @@ def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, given, leave = planned.conversions
     assert isinstance(y, Spec)
-    ends = Ends.of(plan.planner, out, y)
-    operands = Operand(y, enter, renamed=_held(ends)), Operand(weights, given, renamed=_held(ends))
-    yield Form(operands, out, leave, whole=("length",))
+    there = Spread.lying(weights.dims, plan.layout(weights))
+    for step in given.forward:
+        there = after(there, step)
+    apart, back = _apart(_held(plan, y, enter)), _apart(_held(plan, y, enter), there.split["batch"])
+    operands = Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)
+    yield Form(operands, out, leave, whole=("length",), linear=True)
 
 
-def _held(ends: Ends) -> Callable[[Spread], Spread]:
-    """Return the function that gives the spread of what ranks read of it that hold experts apart, with the tokens' axes
-    in order."""
+def _held(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
+    """Return the axes along which ranks hold experts apart for the same tokens: those over which none are exchanged."""
+    return tuple(
+        a for a in plan.scheme.regions[rows.region]["experts"] if all(a not in s.axes for s in exchange.forward)
+    )
+
+
+def _apart(held: tuple[str, ...], batch: tuple[str, ...] = ()) -> Callable[[Spread], Spread]:
+    """Return the function that gives the spread of what ranks read that hold experts apart along `held`; `batch`: the
+    axes of the tokens in order, where the spread has them in any."""
 
     def renamed(spread: Spread) -> Spread:
-        """Return the spread over the experts of `ends`. Raises Unsound if rows are not where their tokens are."""
-        split, batch = dict(spread.split), ends.tokens["batch"]
-        if sorted(split["batch"]) != sorted(batch) or (split["experts"] and set(split["experts"]) != set(ends.held)):
-            found = plus(split["batch"]), plus(split["experts"])
-            raise Unsound(f"tokens are split over {plus(batch)}, and rows' batch over {found[0]}, experts {found[1]}")
-        return spread._replace(split={**split, "batch": batch, "experts": ends.held})
+        """Return the spread over the experts that a rank holds. Raises Unsound if rows are not where tokens are."""
+        there, experts = spread.split["batch"], spread.split["experts"]
+        if (batch and sorted(there) != sorted(batch)) or (experts and sorted(experts) != sorted(held)):
+            places = f"batch over {plus(there)} and experts over {plus(experts)}"
+            raise Unsound(f"rows are back with {places}, their tokens lie over {plus(batch)}, held over {plus(held)}")
+        return spread._replace(split={**spread.split, "batch": batch or there, "experts": held})
 
     return renamed
 
@@ -294,7 +309,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "rotate": _rowwise(whole=lambda planned: ("d_kv",)),
     "recurrence": _rowwise(whole=lambda planned: ("length",)),
     "concatenate": _rowwise(whole=lambda planned: (planned.operation["dim"],)),
-    "norm": _rowwise(lambda planned: planned.operation.inputs[0].dims[-1:]),
+    "norm": _rowwise(lambda planned: planned.operation.parameters[0].dims),
     "softmax": _rowwise(lambda planned: (planned.operation["dim"],)),
     "route": _route,
     "dispatch": _dispatch,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from platform.plan.check.forms import Form, Operand, forms, misread
+from platform.plan.check.forms import STAYS, Form, Operand, forms, misread
 from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, dims_of, plus, unordered
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, Conversion, Step
@@ -32,11 +32,13 @@ class Walk:
     def check(self, planned: PlannedOperation) -> None:
         """Check one planned operation of the plan. Raises Unsound for the first mistake."""
         self._launches.clear()
-        merging = False
+        merging, computed = False, set[str]()
         for form in forms(self._plan, planned):
-            self._check(planned, form)
+            computed |= self._check(planned, form)
             merging |= bool(form.statistics)
             self._launches.update((c.op, c.axes, c.elements, c.phase, frozenset(c.only), c.dtype) for c in form.beside)
+        if computed != set(planned.compute_axes):
+            raise Unsound(f"computes on {plus(computed)}, and says on {plus(planned.compute_axes)}")
         moved = [c for c in planned.collectives if c.dtype == "compute" or not merging]
         listed = Counter((c.op, c.axes, c.elements, c.phase, frozenset(c.only), c.dtype) for c in moved)
         if listed != self._launches:
@@ -47,14 +49,15 @@ class Walk:
                 f" {plus(axes)} in its {phase} pass, in the {dtype} type"
             )
 
-    def _check(self, planned: PlannedOperation, form: Form) -> None:
-        """Check one form of a planned operation."""
+    def _check(self, planned: PlannedOperation, form: Form) -> set[str]:
+        """Check one form of a planned operation. Return the axes that split what it computes."""
         entered = [self._enter(operand) for operand in form.operands]
         read = [
             (operand.renamed(s), title_of(operand.tensor)) for operand, s in zip(form.operands, entered, strict=True)
         ]
-        space, only = _space([*((spread, "what it makes") for spread in form.given), *read])
-        axes = {a for found in space.values() for a in found}
+        partial = [spread.partial if form.linear else frozenset[str]() for spread in entered]
+        space, only = _space([*((spread, "what it makes") for spread in form.given), *_completed(read, partial)])
+        summed = axes = {a for found in space.values() for a in found}
         _check_dims(planned, form, space)
         if planned.operation.reads and (wrong := misread(planned, space, only)):
             raise Unsound(f"{', '.join(planned.operation.reads)} {wrong}")
@@ -62,15 +65,19 @@ class Walk:
             exchanged = {a for d in form.statistics for a in space[d]}
             result = Spread({d: space[d] for d in dims_of(form.out)}, frozenset(), only)
             result = unordered(result) if "rows" in form.out.dims else result
-            self._leave(form.out, form.output, result, frozenset(axes - result.axes - exchanged))
-        for operand, spread in zip(form.operands, entered, strict=True):
+            summands = frozenset(axes - result.axes - exchanged).union(*partial)
+            summed = axes | self._leave(form.out, form.output, result, summands)
+        for number, (operand, spread) in enumerate(zip(form.operands, entered, strict=True)):
             if operand.constant:
                 continue
-            self._return(operand, spread._replace(partial=frozenset(axes - spread.axes)))
+            others = summed.union(*partial[:number], *partial[number + 1 :])
+            self._return(operand, spread._replace(partial=frozenset(others - spread.axes)))
+        return axes
 
     def _enter(self, operand: Operand) -> Spread:
         """Return the spread in which an operand is read, converted for the operation."""
         tensor, conversion = operand.tensor, operand.conversion
+        _check_dtype(tensor, conversion)
         phases = () if operand.shared else (FORWARD, BACKWARD) if operand.regathered else (FORWARD,)
         lying, sizes = self._lying_of(tensor)
         spread = self._follow_steps(tensor, lying, conversion.forward, phases, title_of(tensor))
@@ -81,15 +88,19 @@ class Walk:
                 self._launches[key] += operand.panels.count
         return self._follow_steps(tensor, spread, _steps("all_gather", operand, spread), (), title_of(tensor))
 
-    def _leave(self, out: Spec, output: Conversion, result: Spread, partial: frozenset[str]) -> None:
-        """Check that a result, complete but `partial`, comes to lie as its type says, and its gradient as it was."""
+    def _leave(self, out: Spec, output: Conversion, result: Spread, partial: frozenset[str]) -> frozenset[str]:
+        """Check that a result, complete but `partial`, comes to lie as its type says, and its gradient as it was;
+        return the axes over which the gradient is partial then."""
         lying, _ = self._lying_of(out)
+        _check_dtype(out, output)
         there = self._follow_steps(out, result._replace(partial=partial), output.forward, (FORWARD,), f"result {out}")
         if wrong := difference(there, lying):
             raise Unsound(f"result {out} {wrong}")
-        name = f"gradient of {out}"
-        if wrong := difference(self._follow_steps(out, lying, output.backward, (BACKWARD,), name), result):
+        name, left = f"gradient of {out}", frozenset(self._plan.layout(out).gradient)
+        gradient = self._follow_steps(out, lying._replace(partial=left), output.backward, (BACKWARD,), name)
+        if wrong := difference(gradient, result._replace(partial=gradient.partial & left)):
             raise Unsound(f"{name} {wrong}")
+        return gradient.partial
 
     def _return(self, operand: Operand, gradient: Spread) -> None:
         """Check that the gradient of an operand arrives complete or, of a parameter, partial over just the axes over
@@ -106,6 +117,8 @@ class Walk:
                 axis = min(twice)
                 raise Unsound(f"{name} is {gradient.said(axis)} over {axis}, and summed there at the end of the step")
             wanted = wanted._replace(partial=summed)
+        else:
+            wanted = wanted._replace(partial=frozenset(self._plan.layout(tensor).gradient))
         if wrong := difference(gradient, wanted):
             raise Unsound(f"{name} {wrong}")
 
@@ -114,7 +127,8 @@ class Walk:
         if (found := self._lying.get(tensor)) is None:
             layout = self._plan.layout(tensor)
             if rows := isinstance(tensor, Spec) and "rows" in tensor.dims:
-                layout = self._plan.scheme.activation(tensor.region, dims_of(tensor))
+                there = self._plan.scheme.activation(tensor.region, dims_of(tensor))
+                layout = replace(there, partial=layout.partial)
             spread = Spread.lying(dims_of(tensor), layout)
             self._lying[tensor] = found = unordered(spread) if rows else spread, self._plan.planner.sizes_of(tensor)
         return found
@@ -141,8 +155,7 @@ class Walk:
         return spread
 
     def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
-        """Return the elements of the most rows that a rank can have: of each of its tokens as many as it chooses
-        experts, or as the rank has."""
+        """Return the elements of the most rows that a rank can have."""
         own = self._plan.sizes
         experts = own["experts"] // prod(self._extents[a] for a in spread.split["experts"])
         of_token = min(own["rows"] // (own["length"] * own["batch"]), experts)
@@ -150,9 +163,25 @@ class Walk:
         return own["length"] * of_token * rest.elements(sizes, self._extents)
 
 
+def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:
+    """Yield an operation's spreads and names of operands, each without what it may be `partial` over, not twice."""
+    for number, ((spread, name), axes) in enumerate(zip(read, partial, strict=True)):
+        if twice := axes & frozenset().union(*partial[:number]):
+            raise Unsound(f"{name} and another operand are partial over {plus(twice)}")
+        yield spread._replace(partial=spread.partial - axes), name
+
+
 def title_of(tensor: Tensor) -> str:
     """Return the name of a parameter, or the type of an activation, for messages."""
     return tensor.name if isinstance(tensor, Parameter) else str(tensor)
+
+
+def _check_dtype(tensor: Tensor, conversion: Conversion) -> None:
+    """Raise Unsound for a conversion that moves a tensor, or computes it, in another type than it has."""
+    if conversion != STAYS and conversion.dtype != dtype_of(tensor):
+        raise Unsound(
+            f"{title_of(tensor)} moves in the {conversion.dtype} type, and it is of the {dtype_of(tensor)} type"
+        )
 
 
 def _steps(op: str, operand: Operand, spread: Spread) -> list[Step]:

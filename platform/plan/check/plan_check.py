@@ -111,15 +111,16 @@ def _reduced(plan: Plan, bucket: Bucket) -> tuple[str, ...]:
     each, last = plan.reduction(bucket)
     for step in (*each, *last):
         gradient = after(gradient, step)
-    sharded = Spread({"elements": tuple(plan.sharded)}, frozenset(), gradient.only)
+    sharded = Spread({"elements": bucket.sharded}, frozenset(), gradient.only)
     if wrong := difference(gradient, sharded):
         raise Unsound(f"the gradient {wrong}")
-    for step in plan.gathering(bucket) if plan.sharded else ():
+    for step in plan.gathering(bucket):
         gradient = after(gradient, step)
     if wrong := difference(gradient, sharded._replace(split={"elements": ()})):
         raise Unsound(f"the gathered parameters: {wrong}")
-    if bucket.elements % plan.shards or bucket.elements < sum(bucket.sizes):
-        raise Unsound(f"{bucket.elements} elements do not hold {sum(bucket.sizes)} in {plan.shards} equal shards")
+    ranks = plan.mesh.extent(bucket.sharded)
+    if bucket.shards != ranks or bucket.elements % ranks or bucket.elements < sum(bucket.sizes):
+        raise Unsound(f"{bucket.elements} elements do not hold {sum(bucket.sizes)} in {ranks} equal shards")
     return sharded.split["elements"]
 
 

@@ -44,8 +44,8 @@ class Spread(NamedTuple):
 
     @classmethod
     def lying(cls, dims: Iterable[str], layout: Layout) -> Spread:
-        """Return the spread of a complete tensor with dims `dims` in `layout`."""
-        return cls({d: layout[d] for d in dims}, frozenset(), frozenset(layout.only))
+        """Return the spread of a tensor with dims `dims` in `layout`."""
+        return cls({d: layout[d] for d in dims}, frozenset(layout.partial), frozenset(layout.only))
 
     @property
     def axes(self) -> set[str]:

@@ -18,8 +18,9 @@ class Collective:
     for a scatter, of one rank's output.
 
     `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients),
-    `integers` (numbers of rows) or `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation, `reduce` or `update` at the end
-    of a step. `rows`: where the elements are those of rows of experts, the most rows that there can be.
+    `integers` (numbers of rows) or `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation,
+    `reduce` or `update` at the end of a step. `rows`: the most rows that there can be, of a collective of experts'
+    rows, whose elements these are; else 0.
     """
 
     op: str

@@ -29,19 +29,21 @@ class Planner:
     of the model's dims in one microbatch of all replicas, vocab padded.
 
     `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
-    backward, because the parameter's uses differ in their partial axes.
+    backward, because the parameter's uses differ in their partial axes. `open_sums`: axes over which an activation, or
+    its gradient, stays partial between operations, as its type says (`Spec.open`).
     """
 
     mesh: Mesh
     scheme: Scheme
     sizes: Mapping[str, int]
     reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
+    open_sums: Mapping[Spec, tuple[str, ...]] = field(default_factory=dict)
     _layouts: dict[Spec | Parameter, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
-        they take the longest prefix of the axes of heads whose product divides their number. Rows lie with their
-        experts, and those of different sequences where the region has these."""
+        they take the longest prefix of the axes of heads whose product divides their number. Dim rows is split over
+        the axes of the region's experts and of its batch."""
         if tensor not in self._layouts:
             self._layouts[tensor] = self._layout(tensor)
         return self._layouts[tensor]
@@ -63,11 +65,14 @@ class Planner:
         if "rows" in dims:
             rules = {"rows": (*layout["experts"], *layout["batch"])}
             layout = Layout.of({**layout.restrict(d for d in dims if d != "rows"), **rules}, layout.only)
+        if isinstance(tensor, Spec) and (axes := self.open_sums.get(tensor)):
+            layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)
         return layout
 
-    def picked(self, spec: Spec) -> dict[str, tuple[str, ...]]:
-        """Return the axes that split the experts whose rows an activation has, by dim; {} for one without rows."""
-        return {"experts": self.scheme.regions[spec.region]["experts"]} if "rows" in spec.dims else {}
+    def picked(self, tensor: Spec | Parameter) -> dict[str, tuple[str, ...]]:
+        """Return the axes of the experts whose rows an activation has, by dim; {} for a tensor without rows."""
+        rows = isinstance(tensor, Spec) and "rows" in tensor.dims
+        return {"experts": self.scheme.regions[tensor.region]["experts"]} if rows else {}  # type: ignore[union-attr]
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
         """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads."""
@@ -83,7 +88,12 @@ class Planner:
 
     def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
         """Return a tensor's global size of every dim: the model's (vocab padded), overridden by the tensor's own."""
-        return {**self.sizes, **dict(tensor.sizes)}
+        sizes = {**self.sizes, **dict(tensor.sizes)}
+        # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
+        if experts := self.picked(tensor):
+            ranks, tokens = self.mesh.extent(experts["experts"]), sizes["length"] * sizes["batch"]
+            sizes["rows"] = ranks * tokens * min(sizes["rows"] // tokens, max(1, sizes["experts"] // ranks))
+        return sizes
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
@@ -111,9 +121,9 @@ class Planner:
         return self.shaped(found, tensor, source, target)
 
     def split(self, out: Spec, source: Layout) -> Conversion:
-        """Return the conversion of an operation's result `out`, already complete (not partial) on every rank in layout
-        `source`, to its own layout: it is only split further, by the communication rule's `leave`."""
-        return self.shaped(leave(out.dims, source, self.layout(out), ()), out, source, self.layout(out))
+        """Return the conversion of an operation's result `out`, in layout `source`, to its own layout, by the
+        communication rule's `leave`: it is only split further, and summed where it is partial."""
+        return self.shaped(leave(out.dims, source, self.layout(out), source.partial), out, source, self.layout(out))
 
     def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
         """Fill in the local shapes and the dtype of a conversion of `tensor` from layout `source` to `target`, and

@@ -180,7 +180,28 @@ def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
             return [Step(op, axes) for op, axes in (("drop", same), ("reduce", summed)) if axes]
     if parameter and step.op in ("drop", "gather"):
         raise ValueError("a parameter of every rank would be used at index 0 alone")
-    return [replace(step, op={"scatter": "gather", "gather": "scatter", "drop": "broadcast"}[step.op])]
+    return [replace(step, op=_ADJOINT[step.op])] if step.op != "all_reduce" else []
+
+
+_ADJOINT = {"scatter": "gather", "gather": "scatter", "drop": "broadcast", "reduce": "broadcast",
+            "reduce_scatter": "all_gather"}  # fmt: skip
+
+
+def _summing(steps: Sequence[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
+    """Return the steps of a conversion with the sums of a tensor that is partial in layout `source`. Where a step takes
+    a part of it, that is summed, and what `target` does not leave partial in the end."""
+    if not source.partial:
+        return tuple(steps)
+    out = list[Step]()
+    for step in steps:
+        if step.op == "slice" and step.axes[0] in source.partial:
+            step = replace(step, op="reduce_scatter")
+        summed = tuple(a for a in step.axes if step.op == "drop" and a in source.partial)
+        rest = tuple(a for a in step.axes if a not in summed)
+        out += [replace(step, axes=rest)] if rest else []
+        out += [Step("reduce", summed)] if summed else []
+    left = tuple(a for a in source.partial if a not in (*target.axes, *target.only, *target.partial))
+    return _located([*out, *([Step("all_reduce", left)] if left else [])], source.only)
 
 
 def _located(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
@@ -208,16 +229,17 @@ def enter(
     """Return the conversion by which an operand with dims `dims` enters an operation that computes on `compute_axes`
     (the communication rule, steps 2 and 3): from its layout `source` to `target`, and its gradient back.
 
-    The gradient of an activation is all-reduced over the compute axes that it lacks; a parameter's (`parameter`) stays
-    partial over `partial_axes`. Raises ValueError for a parameter that all ranks have and only ranks at index 0 would
-    use.
+    The gradient of an activation is all-reduced over the compute axes that it lacks, but for those over which `source`
+    leaves it partial (`Layout.gradient`); a parameter's (`parameter`) stays partial over `partial_axes`. Raises
+    ValueError for a parameter that all ranks have and only ranks at index 0 would use.
     """
-    forward = relayout_steps(dims, source, target)
+    forward = _summing(relayout_steps(dims, source, target), source, target)
     # The gradient is partial over the compute axes that do not split this operand: undoing a slice gives every
     # rank the whole gradient (for a parameter, zeros around its block).
     partial = [a for a in compute_axes if parameter or a not in target.axes]
     backward = [adjoint for s in reversed(forward) for adjoint in _adjoint(s, partial, parameter)]
-    lacking = tuple(a for a in partial_axes(source, compute_axes) if a not in target.axes)
+    left = (*target.axes, *source.gradient)
+    lacking = tuple(a for a in partial_axes(source, compute_axes) if a not in left)
     if lacking and not parameter:
         # all-reduce the smallest tensor: after steps that shrink it or leave fewer ranks, before steps that widen it
         at = next((i for i, s in enumerate(backward) if s.op in WIDEN), len(backward))
@@ -250,7 +272,7 @@ def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence
     forward += [Step(op, axes) for op, axes in (("drop", dropped), ("reduce", to_zero)) if axes]
     if dropped or to_zero:
         backward.insert(0, Step("broadcast", (*dropped, *to_zero)))
-    if rest := tuple(a for a in left if a not in to_zero):
+    if rest := tuple(a for a in left if a not in (*to_zero, *target.partial)):
         forward.append(Step("all_reduce", rest))
     return Conversion(_located(forward, source.only), _located(backward, target.only))
 

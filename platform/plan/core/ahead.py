@@ -90,7 +90,7 @@ class Ahead(Generic[T]):
         times = Counter(fetch.use for found in chunks for fetch in found)  # chunks may share one (relative positions)
         chunks = [[fetch for fetch in found if times[fetch.use] == 1] for found in chunks]
         self._converted: Mapping[Use, Converted] = {f.use: f.converted for found in chunks for f in found}
-        alone = bool(plan.storage)
+        alone = plan.zero == 3
         self._forward = _Order.of(chunks, within=alone, on=on)
         self._within = _Order.of(chunks, within=True, on=on)
         products = [[f for f in reversed(found) if f.again] for found in chunks]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import prod
 
 from platform.plan.language.layout import padded
 from platform.plan.language.ops import Parameter
@@ -27,9 +28,10 @@ BUCKET_BYTES = 25 << 20  # most bytes of gradients that are reduced together, un
 class Bucket:
     """Parameters whose local blocks lie one after another in one flat buffer on every rank that has them.
 
-    Their gradients are summed over the mesh axes `axes`, by the ranks at index 0 of the axes `only`. `sizes`: elements
-    of each block; `elements`: size of the buffer in elements, with zeros at its end so that the ranks that divide it
-    (ZeRO) have equal shards, large ones in multiples of SHARD_UNIT.
+    Their gradients are summed over the mesh axes `axes`, by the ranks at index 0 of the axes `only`; the ranks along
+    `sharded`, some of these axes, divide the buffer into `shards` equal ones at stage `zero` of ZeRO (0: one shard).
+    `sizes`: elements of each block; `elements`: size of the buffer in elements, with zeros at its end so that shards
+    are equal, large ones in multiples of SHARD_UNIT.
     """
 
     axes: tuple[str, ...]
@@ -37,11 +39,24 @@ class Bucket:
     parameters: tuple[Parameter, ...]
     sizes: tuple[int, ...]
     elements: int
+    sharded: tuple[str, ...] = ()
+    shards: int = 1
+    zero: int = 0
 
     @cached_property
     def name(self) -> str:
         """Return the bucket's display name: the layers of its parameters, such as `layers.0 ... layers.3`."""
         return common_name([p.name for p in self.parameters])
+
+    @property
+    def stored(self) -> bool:
+        """Return True if ranks keep a shard of this bucket's compute copies, and gather them span by span (ZeRO-3)."""
+        return self.zero == 3
+
+    @property
+    def shard_elements(self) -> int:
+        """Return the elements of one of this bucket's equal shards."""
+        return self.elements // self.shards
 
     @cached_property
     def ranges(self) -> dict[str, tuple[int, int]]:
@@ -56,12 +71,11 @@ class Bucket:
         adjacent = all(stop == start for (_, stop), (start, _) in pairwise(found))
         return (found[0][0], found[-1][1]) if adjacent and found[0][0] >= 0 else None
 
-    def shard(self, name: str, index: int, ranks: int) -> tuple[int, int]:
-        """Return (start, stop) within the flattened block of the parameter `name` of its elements in shard number
-        `index`, if `ranks` ranks divide the buffer; equal numbers if there is none."""
+    def shard(self, name: str, index: int) -> tuple[int, int]:
+        """Return (start, stop) within the flattened block of the parameter `name` of its elements in this bucket's
+        shard number `index`; equal numbers if there is none."""
         start, stop = self.ranges[name]
-        each = self.elements // ranks
-        first, last = (min(max(each * i, start), stop) - start for i in (index, index + 1))
+        first, last = (min(max(self.shard_elements * i, start), stop) - start for i in (index, index + 1))
         return first, last
 
 
@@ -96,7 +110,7 @@ def spans_of(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str
 
 def moves(spans: Sequence[Sequence[Bucket]], kept: bool) -> tuple[list[Bucket], list[Bucket]]:
     """Return the parameter buckets that ZeRO-3 gathers in a model chunk's forward pass, and in its backward pass: each
-    on entering a span of layers, unless the span before has it gathered. `spans`: the buckets that each span needs;
+    on entering a span of layers, unless the span before has it gathered. `spans`: the buckets that each span gathers;
     `kept`: True if the buckets of the last span stay gathered from the forward to the backward pass."""
     forward = [b for before, here in pairwise([(), *spans]) for b in here if b not in before]
     turn = spans[-1] if kept else ()
@@ -108,14 +122,15 @@ def make_buckets(
     groups: Iterable[tuple[int | str, Sequence[Parameter]]],
     reductions: Mapping[Parameter, tuple[tuple[str, ...], tuple[str, ...]]],
     sizes: Mapping[Parameter, int],
-    ranks: int,
+    shards: Mapping[str, int],
+    zero: int,
     most: int,
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `most` elements.
     `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets. `sizes`: elements
-    of the local blocks; `ranks`: number of ranks that divide a bucket into shards.
+    of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards.
     """
     out: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled
@@ -125,9 +140,11 @@ def make_buckets(
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
         for (axes, only), found in open_.items():
             each = tuple(sizes[p] for p in found)
+            sharded = tuple(axis for axis in axes if axis in shards)
+            ranks = prod(shards[axis] for axis in sharded)
             large = ranks > 1 and sum(each) >= SHARD_UNIT * SHARD_UNIT * ranks
-            unit = SHARD_UNIT if large else 1
-            out.append(Bucket(axes, only, tuple(found), each, padded(sum(each), ranks * unit)))
+            size = padded(sum(each), ranks * (SHARD_UNIT if large else 1))
+            out.append(Bucket(axes, only, tuple(found), each, size, sharded, ranks, zero if sharded else 0))
         open_.clear()
 
     for key, parameters in groups:

@@ -12,13 +12,12 @@ from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import partial_axes
 from platform.plan.core.chunks import RecordableModel, record
 from platform.plan.core.plan import Plan
-from platform.plan.core.rows import all_rows, most_rows
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
 from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
-from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 from platform.plan.operations.legality import IllegalPlan, illegal_operation, violations
 from platform.plan.operations.recorder import Recorder
@@ -57,7 +56,7 @@ def build_plan(
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO
-    (Rajbhandari et al. 2020), which shards over `data`: 0 nothing, 1 master copies and optimizer state, 2 gradients
+    (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients
     too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
@@ -67,13 +66,9 @@ def build_plan(
         recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
-    planner = Planner(mesh, scheme, most_rows(_with_vocab_padded(sizes, scheme, mesh), scheme, mesh), {})
-    planned = plan_operations(planner, operations, microbatch)
-    reductions, reduced_at_use = _reductions(planner, operations)
-    sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
-    assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
-    planner = replace(planner, reduced_at_use=reduced_at_use)
-    planned |= plan_operations(planner, [planned[kind, name].operation for name, kind, _ in reduced_at_use], microbatch)
+    planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
+    planner, planned, reductions = _planned(planner, operations, microbatch)
+    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert")) if zero else ()
     chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
         planner=planner,
@@ -106,6 +101,11 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
     return parameters, sizes
 
 
+def all_rows(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return a model's `sizes` with dim rows, which it gives for one token, as all tokens have."""
+    return {**sizes, **({"rows": sizes["rows"] * sizes["length"] * sizes["batch"]} if "rows" in sizes else {})}
+
+
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:
     """Return the sizes of a model's dims with vocab padded to a multiple of the ranks along all axes that split it in
     any layout of the scheme; where each of them gets LARGE columns or more, to ALIGNED columns for each."""
@@ -115,6 +115,21 @@ def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> 
         return dict(sizes)
     large = sizes["vocab"] >= LARGE * ranks
     return {**sizes, "vocab": padded(sizes["vocab"], ranks * (ALIGNED if large else 1))}
+
+
+def _planned(
+    planner: Planner, operations: Sequence[Operation], microbatch: int
+) -> tuple[Planner, PlannedOperations, Reductions]:
+    """Plan the operations of a model; return them, the planner that knows which sums they leave to others, and the axes
+    over which each parameter's gradient is summed once a step. Raises IllegalPlan, with all violations."""
+    planned = plan_operations(planner, operations, microbatch)
+    reductions, reduced_at_use = _reductions(planner, operations)
+    open_sums = _open_sums(planner, planned)
+    planner = replace(planner, reduced_at_use=reduced_at_use, open_sums=open_sums)
+    again = {(kind, name) for name, kind, _ in reduced_at_use}
+    again |= {(o.kind, o.name) for o in operations if not open_sums.keys().isdisjoint((*o.inputs, *o.outputs))}
+    planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in again], microbatch)
+    return planner, planned, reductions
 
 
 def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Reductions, ReducedAtUse]:
@@ -137,6 +152,20 @@ def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Redu
             if extra := tuple(a for a in axes if a not in common):
                 at_use[operation.name, operation.kind, name] = extra
     return reductions, at_use
+
+
+def _open_sums(planner: Planner, planned: PlannedOperations) -> dict[Spec, tuple[str, ...]]:
+    """Return, by type of activation, the axes of the sums of it or of its gradient (`Spec.open`) that every product
+    which would take them leaves to another operation."""
+    sums: dict[Spec, list[set[str]]] = defaultdict(list)
+    for o in planned.values():
+        x, outputs = o.operation.inputs[0] if o.operation.inputs else None, o.operation.outputs
+        for group in o.groups:
+            for spec, steps in ((x, group.x.backward), *((outputs[e.index], e.output.forward) for e in group.einsums)):
+                if isinstance(spec, Spec) and spec.open:
+                    sums[spec].append({a for step in steps if step.op == "all_reduce" for a in step.axes})
+    found = {spec: planner.mesh.ordered(set.intersection(*axes)) for spec, axes in sums.items()}
+    return {spec: axes for spec, axes in found.items() if axes}
 
 
 def plan_operations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> PlannedOperations:

@@ -32,7 +32,7 @@ def counted_stretches(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
     slices are joined. `plan`: the plan of the rank's stage."""
     out: dict[str, list[slice]] = {}
     for bucket in plan.buckets:
-        before = plan.mesh.index(at, plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards
+        before = plan.mesh.index(at, bucket.sharded) * bucket.shard_elements  # elements of other shards
         stretches = out.setdefault(bucket.parameters[0].name, [])
         for p in bucket.parameters:
             start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))

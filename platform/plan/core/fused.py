@@ -25,15 +25,18 @@ def kernels_of(plan: Plan) -> dict[str, int]:
 def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, deterministic: bool = False) -> AttentionTraits:
     """Return the traits of a fused attention of the plan that decide which kernels can compute it. `dropout`: the
     model's rate; `deterministic`: sums are to be taken in a fixed order."""
-    spec, operation = planned.operation.outputs[0], planned.operation
+    operation = planned.operation
+    query, _, value = operation.inputs
+    d_kv, d_value = (plan.local_shape(t)[t.dims.index("d_kv")] for t in (query, value))
     return AttentionTraits(
         precision=plan.precision,
-        d_kv=plan.local_shape(spec)[spec.dims.index("d_kv")],
+        d_kv=d_kv,
         bias=operation["biased"],
         mask=bool(operation.reads) or operation["window"] > 0,
         dropout=dropout,
         grouped=_grouped(plan, operation.name),
         deterministic=deterministic,
+        d_value=0 if d_value == d_kv else d_value,
     )
 
 

@@ -13,10 +13,9 @@ from math import lcm
 from typing import Any
 
 from platform.plan.communication.planner import Planner
-from platform.plan.core.build import plan_operations
+from platform.plan.core.build import all_rows, plan_operations
 from platform.plan.core.chunks import Chunk, RecordableModel, Recorded
 from platform.plan.core.plan import Plan
-from platform.plan.core.rows import all_rows, most_rows
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes
@@ -116,8 +115,7 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
         own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
         own |= {"slots": tokens} if "slots" in own else {}  # whatever tokens it has, a pass drops none
         own = all_rows(own)
-        most = most_rows({**own, "vocab": plan.planner.sizes["vocab"]}, scheme, plan.mesh)
-        planner = PassPlanner(plan.mesh, scheme, most, {}, lying)
+        planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
         chunks = tuple(_chunk(planner, model, shape, flow, *part) for part in parts)
         return replace(
             plan,

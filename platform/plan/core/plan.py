@@ -38,8 +38,9 @@ class Plan:
     the planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over
     which its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it,
     the others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
-    replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
-    parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without.
+    replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards:
+    each bucket divides its gradients over the axes among them that sum these. `zero`: 1 to 3, how much is sharded, see
+    `build_plan`; 0 without.
     `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
@@ -139,17 +140,6 @@ class Plan:
         """Map the regions that the model has to their layouts: all, but experts where it has none."""
         return {r: layout for r, layout in self.scheme.regions.items() if r != "experts" or r in self.sizes}
 
-    @property
-    def storage(self) -> tuple[str, ...]:
-        """Return the axes, all in `sharded`, over which the parameters' compute copies too are stored in shards and
-        gathered span by span (ZeRO-3); () for none."""
-        return self.sharded if self.zero == 3 else ()
-
-    @property
-    def shards(self) -> int:
-        """Return the number of equal ZeRO shards into which every bucket's flat buffer is divided."""
-        return self.mesh.extent(self.sharded)
-
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """Return the layout of an activation or parameter under the plan's scheme: which mesh axes split which dim."""
         return self.planner.layout(tensor)
@@ -174,11 +164,11 @@ class Plan:
         optimizer state the rank at `coordinates` keeps: the whole block without ZeRO, else its part in the rank's shard
         of the bucket (start equals stop if there is none)."""
         bucket = self.bucket_of[p.name]
-        return bucket.shard(p.name, self.mesh.index(coordinates, self.sharded), self.shards)
+        return bucket.shard(p.name, self.mesh.index(coordinates, bucket.sharded))
 
     def split_over(self, p: Parameter) -> tuple[str, ...]:
         """Return the mesh axes along which ranks hold different parts of the master copy of parameter `p`."""
-        return (*self.layout(p).axes, *self.sharded)
+        return (*self.layout(p).axes, *self.bucket_of[p.name].sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """Return the global shape of an activation or parameter as the model declares it: vocab without padding."""
@@ -208,34 +198,29 @@ class Plan:
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
         most = 0 if self.zero == 3 else BUCKET_BYTES // self.itemsize["master"]
-        return make_buckets(groups, reduced, sizes, self.shards, most)
+        return make_buckets(groups, reduced, sizes, {a: self.mesh.axes[a] for a in self.sharded}, self.zero, most)
 
     @cached_property
     def bucket_of(self) -> dict[str, Bucket]:
         """Map the name of every parameter to its bucket."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
-    def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes among `axes` along which gradients' reduce-scatter leaves each rank a shard (ZeRO)."""
-        return tuple(a for a in axes if a in self.sharded)
-
     def reduction(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
         """Return two lists of collective steps that sum a bucket's gradients over ranks, laid out as [shards, elements
         of a shard]: the steps of each microbatch (ZeRO-2 and 3, else none), and the steps at the end of the training
         step. A reduce-scatter comes before an all-reduce, the order that moves the fewest bytes."""
-        scattered = self.scattered(bucket.axes)
-        summed = tuple(a for a in bucket.axes if a not in scattered)
-        scatter = [Step("reduce_scatter", scattered, only=bucket.only)] if scattered else []
+        summed = tuple(a for a in bucket.axes if a not in bucket.sharded)
+        scatter = [Step("reduce_scatter", bucket.sharded, only=bucket.only)] if bucket.sharded else []
         add = [Step("all_reduce", summed, only=bucket.only)] if summed else []
-        return (scatter, add) if self.zero >= 2 else ([], scatter + add)
+        return (scatter, add) if bucket.zero >= 2 else ([], scatter + add)
 
-    def adds_at_once(self, device: str) -> bool:
-        """Return True if kernels on a kind of `device` add gradients of parameters straight to their sums."""
-        return self.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
+    def adds_at_once(self, bucket: Bucket, device: str) -> bool:
+        """Return True if kernels on a kind of `device` add gradients straight to the sums of a bucket."""
+        return bucket.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
 
     def gathering(self, bucket: Bucket) -> list[Step]:
         """Return the collective steps that gather a bucket's parameters from their ZeRO shards on all ranks."""
-        return [Step("all_gather", self.sharded, only=bucket.only)]
+        return [Step("all_gather", bucket.sharded, only=bucket.only)] if bucket.sharded else []
 
     def joining(self, p: Parameter) -> tuple[Step, ...]:
         """Return the collective steps that gather a parameter's blocks into the whole, to update whole matrices."""
@@ -244,8 +229,7 @@ class Plan:
 
     @cached_property
     def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:
-        """Map the number of each chunk to the buckets whose parameters must be gathered in each span of its forward
-        pass (ZeRO-3)."""
+        """Map the number of each chunk to the buckets whose parameters each span of its forward pass reads."""
         order = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         by_span = {c.number: [{id(b): b for b in map(self.bucket_of.get, names) if b} for names in c.spans]
                    for c in self.chunks}  # fmt: skip
@@ -266,11 +250,11 @@ class Plan:
 
     def parameters_at(self, coordinates: Mapping[str, int]) -> int:
         """Return how many parameter elements the worker at `coordinates` keeps between uses, as compute copies."""
-        return self._elements(coordinates, self.mesh.extent(self.storage))
+        return sum(b.shard_elements if b.stored else b.elements for b in self.buckets_at(coordinates))
 
     def masters_at(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of elements whose master copy and optimizer state the worker at `coordinates` keeps."""
-        return self._elements(coordinates, self.shards)
+        return sum(b.shard_elements for b in self.buckets_at(coordinates))
 
     def masters_of(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
         """Return how many elements of the parameters `names` the worker at `coordinates` keeps as master copies."""
@@ -278,9 +262,9 @@ class Plan:
         ranges = (self.shard_range(p, coordinates) for p in here if self.present(p, coordinates))
         return sum(max(0, stop - start) for start, stop in ranges)
 
-    def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
-        """Return the elements, padded, of the worker at `coordinates` in one of `shards` ZeRO shards per bucket."""
-        return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
+    def buckets_at(self, coordinates: Mapping[str, int]) -> list[Bucket]:
+        """Return the buckets of which the worker at `coordinates` has a part."""
+        return [b for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)]
 
     @cached_property
     def elsewhere(self) -> dict[str, int] | None:

@@ -100,7 +100,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision,
         "microbatches": plan.microbatches,
         "sharded": list(plan.sharded),
-        "storage": list(plan.storage),
+        "storage": list(plan.sharded if plan.zero == 3 else ()),
         "sizes": dict(plan.sizes),
         "regions": {r: dict(layout) for r, layout in plan.regions.items()},
         "only": {r: list(layout.only) for r, layout in plan.scheme.regions.items() if layout.only},

@@ -53,7 +53,7 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
             yield "factors", c, 1, (stage,)
     for name, (owner, *others) in plan.tied.items():
         bucket = plan.at(owner).bucket_of[name]
-        c = Collective("send", ("stage",), bucket.elements // plan.shards, "accumulate", "reduce", bucket.only)
+        c = Collective("send", ("stage",), bucket.shard_elements, "accumulate", "reduce", bucket.only)
         for other in others:
             for stages in ((other, owner), (owner, other)):
                 yield f"tied {name}", c, 1, stages
@@ -79,30 +79,29 @@ def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
     The collectives of updates made of whole matrices (`Plan.matrices`) are `matrices`. `plan`: the plan of that stage,
     see `Plan.at`.
     """
-    launches, shards = plan.planner.launches, plan.shards
+    launches = plan.planner.launches
     passes = Counter(id(b) for spans in plan.resident.values() for b in {id(b): b for s in spans for b in s}.values())
     for b in plan.buckets:
         each, last = plan.reduction(b)
-        shape = (shards, b.elements // shards)
+        shape = (b.shards, b.shard_elements)
         for c in launches(each, shape, "backward", "compute"):
             yield BucketCollective("gradients", c, plan.microbatches * passes[id(b)], b, b.parameters)
         for c in launches(last, (1, shape[1]) if each else shape, "reduce", "accumulate"):
             yield BucketCollective("gradients", c, 1, b, b.parameters)
     for b in plan.buckets:
         matrices = [p for p in b.parameters if p.name in plan.matrices]
-        if matrices and plan.sharded:
-            for c in launches(plan.gathering(b), (b.elements // shards,), "update", "accumulate"):
+        if matrices:
+            for c in launches(plan.gathering(b), (b.shard_elements,), "update", "accumulate"):
                 yield BucketCollective("matrices", c, 1, b, b.parameters)
         for p in matrices:
             for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate"):
                 yield BucketCollective("matrices", c, 1, b, [p])
-    gathered = [("update", b, 1) for b in plan.buckets] if plan.sharded and not plan.storage else []
-    if plan.storage:
-        for spans in plan.resident.values():
-            for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
-                gathered += [(phase, b, plan.microbatches) for b in buckets]
+    gathered = [("update", b, 1) for b in plan.buckets if not b.stored]
+    for spans in plan.resident.values():
+        for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
+            gathered += [(phase, b, plan.microbatches) for b in buckets if b.stored]
     for phase, b, times in gathered:
-        for c in launches(plan.gathering(b), (b.elements // shards,), phase):
+        for c in launches(plan.gathering(b), (b.shard_elements,), phase):
             yield BucketCollective("parameters", c, times, b, b.parameters)
 
 

@@ -20,7 +20,7 @@ class AttentionTraits:
     """All of one fused attention on which depends whether a kernel computes it. `bias`: a learned bias is added to the
     scores; `mask`: padding, what lies before a window or in other documents is hidden; `dropout`: probability with
     which the kernel drops; `grouped`: K and V come with fewer heads than Q; `deterministic`: sums are to be taken in a
-    fixed order."""
+    fixed order; `d_value`: the d_kv of V if it is another, else 0."""
 
     precision: str
     d_kv: int
@@ -29,6 +29,7 @@ class AttentionTraits:
     dropout: float = 0.0
     grouped: bool = False
     deterministic: bool = False
+    d_value: int = 0
 
     @property
     def wide(self) -> bool:
@@ -45,9 +46,15 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object],
     (("flash",), "cuda", lambda t: t.bias or t.mask, "takes neither a bias nor a mask of padding, window or documents"),
     (("flash", "cudnn"), "cuda", lambda t: t.wide, "computes in 16 bits: precision=bf16 or fp16"),
     (("efficient",), "cuda", lambda t: t.precision == "fp64", "does not compute in fp64"),
+    *((("flash",), kind, lambda t: t.d_value, "takes values as wide as keys: model.d_value=0") for kind in PREFERRED),
     (("flash", "cudnn"), "cuda", lambda t: t.d_kv > 256, "takes a d_kv of at most 256"),
-    (("cudnn",), "cuda", lambda t: t.d_kv % 8, "takes a d_kv that is a multiple of 8"),
-    (("efficient",), "cuda", lambda t: t.d_kv % (4 if t.wide else 8), "takes a d_kv that is a multiple of 8 (fp32: 4)"),
+    (("cudnn",), "cuda", lambda t: (t.d_kv | t.d_value) % 8, "takes a d_kv that is a multiple of 8"),
+    (
+        ("efficient",),
+        "cuda",
+        lambda t: (t.d_kv | t.d_value) % (4 if t.wide else 8),
+        "takes a d_kv that is a multiple of 8 (fp32: 4)",
+    ),
     (("efficient",), "cuda", lambda t: t.grouped, "takes as many heads of K and V as of Q: model.kv_heads=0"),
     (("cudnn",), "cuda", lambda t: t.dropout * 16 % 1, "drops with multiples of 1/16: model.dropout=0.0625 or 0.125"),
     (("cudnn",), "cuda", lambda t: t.deterministic, "adds gradients in no fixed order: train.deterministic=true"),

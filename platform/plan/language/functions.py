@@ -37,7 +37,8 @@ class RotaryScaling:
 class Router:
     """Choice of experts for a token by their scores. `function`, softmax or sigmoid, makes probabilities of them. The
     `chosen` experts with the largest ones compute the token; their weights are their probabilities, divided by the sum
-    of these if `normalised`, times `scale`.
+    of these if `normalised`, times `scale`. They are chosen within `groups_kept` of the `groups` of consecutive experts
+    (DeepSeek-AI 2024); the score of a group is the sum of its `group_best` largest probabilities.
 
     `balance` times the balance loss of its sequence, and `z` times the square of the log-sum-exp of its scores, are
     what a token adds to the loss. A balance loss is the sum over experts of the share of tokens that chose it times its
@@ -50,6 +51,9 @@ class Router:
     scale: float = 1.0
     balance: float = 0.0
     z: float = 0.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 1
 
 
 CROSS_ENTROPY = "cross_entropy"

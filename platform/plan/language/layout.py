@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from platform.plan.language.mesh import Mesh
 
 # Dim names, as in Mesh-TensorFlow (Shazeer et al. 2018): a Transformer's, then its two-layer example's (io, hidden),
-# then experts' (the places that each has for the tokens of a sequence; or rows, as many as chose it), then stacked
-# branches'.
+# then experts' (the places that each has for the tokens of a sequence; or rows, as many as chose it), the widths of
+# latent attention's latents, then stacked branches'.
 DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab", "io", "hidden",
-        "experts", "slots", "rows", "branch", "d_branch")  # fmt: skip
+        "experts", "slots", "rows", "q_latent", "kv_latent", "branch", "d_branch")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,15 @@ class Layout(Mapping[str, tuple[str, ...]]):
     """Maps each tensor dim to the mesh axes that split it, major to minor.
 
     A dim without axes is whole on every rank; the order of the dims does not matter. `only`: the axes, in mesh order,
-    at whose index 0 alone the tensor exists (D&SP puts its common layers on one sub-grid). None of them splits a dim.
+    at whose index 0 alone the tensor exists (D&SP puts its common layers on one sub-grid). `partial`: the axes along
+    which ranks hold summands of the tensor, `gradient`: those along which they hold summands of its gradient. None of
+    them splits a dim.
     """
 
     items_: tuple[tuple[str, tuple[str, ...]], ...] = ()
     only: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+    gradient: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
@@ -54,9 +58,14 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return tuple(a for _, axes in self.items_ for a in axes)
 
     def restrict(self, dims: Iterable[str]) -> Layout:
-        """Return the layout of a tensor that has only the dims `dims`, split over the same mesh axes as here."""
+        """Return the layout of a complete tensor that has only the dims `dims`, split over the same mesh axes."""
         kept = set(dims)
         return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
+
+    def without(self, axes: Sequence[str]) -> Layout:
+        """Return the layout of a complete tensor that is whole along the mesh axes `axes`, and else lies as here."""
+        rules = {d: [a for a in split if a not in axes] for d, split in self.items_}
+        return Layout.of(rules, [a for a in self.only if a not in axes])
 
     def present(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at mesh `coordinates` has a block of a tensor in this layout."""
@@ -76,7 +85,8 @@ class Layout(Mapping[str, tuple[str, ...]]):
     def __str__(self) -> str:
         """Format this layout as text, such as "batch: data; only at b=0"."""
         split = ", ".join(f"{d}: {'+'.join(axes)}" for d, axes in self.items_) or "whole"
-        return split + (f"; only at {'+'.join(self.only)}=0" if self.only else "")
+        partial = f"; partial over {'+'.join(self.partial)}" if self.partial else ""
+        return split + (f"; only at {'+'.join(self.only)}=0" if self.only else "") + partial
 
 
 def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:

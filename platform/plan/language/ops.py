@@ -21,13 +21,15 @@ class Spec:
 
     `sizes`: sizes of the dims that differ from the model's, such as the length of an encoder's input. A layout
     depends on the name of a dim alone, as in Mesh-TensorFlow. `dtype`: compute or accumulate, as in Collective; a
-    product whose result is of the latter is computed in it (a router's scores).
+    product whose result is of the latter is computed in it (a router's scores). `open`: its sums over ranks
+    are left to an operation that is linear in it: of its `value` to the reader, of its `gradient` to the maker.
     """
 
     region: str
     dims: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...] = ()
     dtype: str = "compute"
+    open: str = ""
 
     @classmethod
     def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = (), dtype: str = "compute") -> Spec:
@@ -40,8 +42,9 @@ class Spec:
         return replace(self, dims=tuple(new if d == old else d for d in self.dims), sizes=sizes)
 
     def __str__(self) -> str:
-        """Format this type of an activation as "region[dim dim ...]", and its dtype unless that is the compute type."""
-        return f"{self.region}[{' '.join(self.dims)}]" + (f" {self.dtype}" if self.dtype != "compute" else "")
+        """Format this type of an activation as "region[dim dim ...]", then its dtype and `open`, if not the usual."""
+        dtype = f" {self.dtype}" if self.dtype != "compute" else ""
+        return f"{self.region}[{' '.join(self.dims)}]{dtype}" + (f" of open {self.open}" if self.open else "")
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,6 @@ def scores_of(query: Spec, key: Spec) -> Spec:
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
 
 
-def lengthened(spec: Spec, length: int) -> Spec:
-    """Return the type of an activation with another size of dim length, such as of all keys in a cache."""
-    return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != "length"), ("length", length)))
+def resized(spec: Spec, dim: str, size: int) -> Spec:
+    """Return the type of an activation with another size of a dim, such as the length of all keys in a cache."""
+    return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != dim), (dim, size)))

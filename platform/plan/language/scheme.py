@@ -44,7 +44,7 @@ class Scheme:
     parameters_only: tuple[str, ...] = ()  # axes at whose index 0 alone a parameter exists, unless they split it
     gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
-    zero: int = 1  # replicas next to each other that divide one state among them, along the axis `zero`
+    zero: int = 0  # replicas of an expert next to each other that divide one state (axis `zero`), 0: all do
     experts: int = 1  # replicas next to each other that divide the experts among them, along the axis `expert`
 
     def mesh_axes(self, data: int) -> dict[str, int]:
@@ -82,7 +82,7 @@ class Scheme:
 def _replicas(data: int, zero: int, experts: int) -> dict[str, int]:
     """Return the mesh axes, with sizes, of `data` replicas in groups that share shards or experts."""
     inner = {axis: n for axis, n in (("zero", zero), ("expert", experts)) if n > 1}
-    return {"data": data // (zero * experts), **inner}
+    return {"data": data // (max(zero, 1) * experts), **inner}
 
 
 def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
@@ -96,11 +96,11 @@ def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
 
 
 def compose_scheme(
-    tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 1, experts: int = 1
+    tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 0, experts: int = 1
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
-    (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `zero`, and in groups of
-    `experts`.
+    (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
+    `zero` such groups together (0: all).
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. A region's map replaces the stream's; a region

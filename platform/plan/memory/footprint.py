@@ -301,24 +301,23 @@ class _Walk:
     # once a step
 
     def _reduce(self, completed: int, incomplete: Collection[int]) -> None:
-        """Account for the shards that reduce-scatters leave at the end of a step (ZeRO-1), of the buckets that chunk
-        `completed` completes; all-reduces are in place. `incomplete`: chunks with backward passes to run."""
-        if self.plan.zero == 1:
-            others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
-            done = self.chunks[completed].parameters - others
-            for n, b in enumerate(self.buckets):
-                if not done.isdisjoint(b.ranges) and others.isdisjoint(b.ranges):
-                    self.held["shard", n, 0] = b.elements // self.plan.shards * self.master
+        """Account for the shards that ZeRO-1 leaves of buckets whose gradients chunk `completed` completes, as no chunk
+        in `incomplete` uses them."""
+        others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
+        done = self.chunks[completed].parameters - others
+        for n, b in enumerate(self.buckets):
+            if b.zero == 1 and not done.isdisjoint(b.ranges) and others.isdisjoint(b.ranges):
+                self.held["shard", n, 0] = b.shard_elements * self.master
         self.reach()
 
     def _finish(self, scratch: int) -> None:
         """Account for the memory at the end of a step: sums of tied gradients over stages, and reduced gradients while
         their norm is taken and during the update; updated shards are gathered in place."""
         self.sending.clear()
-        each = {p.name: b.elements // self.plan.shards * self.master for b in self.buckets for p in b.parameters}
+        each = {p.name: b.shard_elements * self.master for b in self.buckets for p in b.parameters}
         self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))
         self.held.clear()
-        self.gradients = sum(b.elements for b in self.buckets) // self.plan.shards * self.master
+        self.gradients = sum(b.shard_elements for b in self.buckets) * self.master
         self.reach(max(self._squares(), scratch))
 
     def _squares(self) -> int:

@@ -227,10 +227,15 @@ class Meter(Ops):
 
     def begin(self, chunk: Chunk) -> None:
         """Begin a metered forward pass of a chunk: count the parameters gathered for its first span (ZeRO-3)."""
-        self._spans = self.plan.resident[chunk.number] if self.plan.storage else []
+        self._spans = self._gathered(chunk)
         self._span = 0
         self.ahead.begin()
         self._move(0, 1)
+
+    def _gathered(self, chunk: Chunk) -> Sequence[tuple[Bucket, ...]]:
+        """Return the buckets whose parameters are gathered for each span of a chunk (ZeRO-3); [] without."""
+        spans = self.plan.resident[chunk.number] if self.plan.zero == 3 else []
+        return [tuple(b for b in found if b.stored) for found in spans]
 
     def turn(self) -> None:
         """End a metered forward pass: free gathered parameters (ZeRO-3) unless the backward pass follows at once."""
@@ -239,7 +244,7 @@ class Meter(Ops):
 
     def back(self, chunk: Chunk) -> None:
         """Begin a metered backward pass of a chunk: count the parameters gathered for its last span (ZeRO-3)."""
-        self._spans = self.plan.resident[chunk.number] if self.plan.storage else []
+        self._spans = self._gathered(chunk)
         self._move(len(self._spans) - 1, -1)
 
     def end(self) -> None:

@@ -21,7 +21,6 @@ class MeteredSums(Leaves):
         """Construct the metered gradient sums of the buckets that `chunk` uses; arguments as in the class."""
         self._meter, self._plan, self._early = meter, meter.plan, early
         self._summed, self._reduced = summed, reduced
-        self._direct = self._plan.adds_at_once(meter.device)
         buckets = enumerate(meter.plan.buckets)
         self._buckets = {n: b for n, b in buckets if at_zero(b.only, meter.at) and chunk.parameters & b.ranges.keys()}
         self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
@@ -47,7 +46,7 @@ class MeteredSums(Leaves):
 
     def _add(self, n: int) -> None:
         """Count the bytes of the buffer into which a gradient of bucket number `n` is added when computed."""
-        if self._direct:
+        if self._plan.adds_at_once(self._buckets[n], self._meter.device):
             self._begin(n)
         elif n not in self._coming:
             self._coming[n] = self._meter.new(self._buckets[n].elements)
@@ -55,7 +54,7 @@ class MeteredSums(Leaves):
     def _begin(self, n: int) -> None:
         """Allocate the metered gradient sums of bucket number `n`, if no earlier pass has."""
         if n not in self._sums:
-            wide = 0 if self._plan.zero >= 2 else self._plan.itemsize["master"]
+            wide = 0 if self._buckets[n].zero >= 2 else self._plan.itemsize["master"]
             self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
 
     def _note(self, name: GradientKey) -> None:
@@ -67,7 +66,7 @@ class MeteredSums(Leaves):
             self._came[n].add(name)
         if len(self._came[n]) == len(self._buckets[n].parameters):
             self._flush(n)
-            if self._early and self._plan.zero >= 2:
+            if self._early and self._buckets[n].zero >= 2:
                 self._reduce(n)
 
     def _flush(self, n: int) -> None:
@@ -81,7 +80,7 @@ class MeteredSums(Leaves):
 
     def _reduce(self, n: int) -> None:
         """Count the reduction of a bucket's gradient sums into shards; the third reduction waits for the first."""
-        each = self._buckets[n].elements // self._plan.shards
+        each = self._buckets[n].shard_elements
         self._reducing.append((n, self._sums.pop(n), self._meter.new(each)))
         self._came[n].clear()
         while len(self._reducing) > UNDER_WAY:
@@ -93,7 +92,7 @@ class MeteredSums(Leaves):
         if n in self._parts:
             return
         same = self._plan.itemsize["master"] == self._plan.itemsize["compute"]
-        each = 0 if n in self._reduced else self._buckets[n].elements // self._plan.shards
+        each = 0 if n in self._reduced else self._buckets[n].shard_elements
         self._parts[n] = part if same and each else self._meter.new(each, self._plan.itemsize["master"])
 
     def flush(self) -> None:
@@ -104,11 +103,10 @@ class MeteredSums(Leaves):
     def passed(self) -> None:
         """End a metered backward pass: count its last gradients' sums and (ZeRO-2 and 3) their reductions."""
         self.flush()
-        if self._plan.zero >= 2:
-            for n in list(self._sums):
-                self._reduce(n)
-            while self._reducing:
-                self._settle()
+        for n in [n for n in self._sums if self._buckets[n].zero >= 2]:
+            self._reduce(n)
+        while self._reducing:
+            self._settle()
 
     def held(self) -> list[MeteredStorage]:
         """Return the metered gradient sums and reduced shards that stay in memory for the next pass."""

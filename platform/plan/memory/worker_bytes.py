@@ -23,13 +23,13 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     type per element of a parameter that is not frozen; one less of matrices that it updates as a whole, and of those
     whose second moments are factored, of which it keeps one per row and per column."""
     at = at or plan.mesh.coordinates(0)
-    stored, masters = plan.parameters_at(at), plan.masters_at(at)
+    masters, buckets = plan.masters_at(at), plan.buckets_at(at)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
-    shared = compute == master and plan.sharded == plan.storage
+    apart = [b for b in buckets if compute != master or (b.sharded and not b.stored)]  # copies to compute with
     less = plan.masters_of(plan.frozen, at) * moments + plan.masters_of((*plan.matrices, *plan.factored), at)
     return {
-        "parameters": masters * master + (0 if shared else stored * compute),
-        "gradients": (masters if plan.zero >= 2 else stored) * master,
+        "parameters": masters * master + sum(b.shard_elements if b.stored else b.elements for b in apart) * compute,
+        "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in buckets) * master,
         "optimizer": (masters * moments - less + factors_at(plan, at)) * master,
     }
 

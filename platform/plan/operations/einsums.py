@@ -33,6 +33,7 @@ class _Products(Op):
     computed in it, of operands in the compute type."""
 
     wide = ("outputs",)
+    open = {"inputs": "gradient", "outputs": "value"}
 
     def plan(self, planner, operation):
         """Plan compute layouts, conversions and collectives of the einsums; einsums that convert x to the same compute
@@ -118,13 +119,17 @@ def _by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=
     for number, group in enumerate(planned.groups):
         indices = [e.index for e in group.einsums]
         mine, types, added = ([given[i] for i in indices] if given else () for given in (operands, outs, biases))
-        results.update(zip(indices, of_group(ops, planned, number, x, mine, types, added, deferred, counts), strict=True))
+        results.update(
+            zip(indices, of_group(ops, planned, number, x, mine, types, added, deferred, counts), strict=True)
+        )
     return tuple(results[i] for i in range(len(operands)))
 
 
 def _run_group(ops, planned, number: int, x, operands, outs, biases, deferred, counts):
     """Compute group `number` of a planned operation's einsums of x with `operands`."""
-    return ops.kernels.einsum.einsums(ops.coming(planned, number), x, operands, biases, deferred=deferred, counts=counts)
+    return ops.kernels.einsum.einsums(
+        ops.coming(planned, number), x, operands, biases, deferred=deferred, counts=counts
+    )
 
 
 def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, deferred, counts) -> list[Value]:

@@ -35,7 +35,7 @@ def violations(planner: Planner, operations: Sequence[Operation], microbatch: in
             if clash := layout.conflict():
                 clashes[clash][f"{o.kind} {o.name}: {t if isinstance(t, Spec) else ' '.join(t.dims)}"] = None
             sizes = {**planner.sizes_of(t), "batch": microbatch}
-            for d, axes in layout.items():
+            for d, axes in {**layout, **planner.picked(t)}.items():
                 splits[d, sizes[d], axes][t.region if isinstance(t, Spec) else "parameters"] = None
     lines = [_clash(*clash, list(found)) for clash, found in clashes.items()]
     for (d, size, axes), regions in splits.items():

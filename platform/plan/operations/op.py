@@ -36,6 +36,7 @@ class Op:
 
     kind: str
     wide: Sequence[str] = ()  # which of its inputs and outputs may be in the type of statistics (Spec.dtype)
+    open: Mapping[str, str] = {}  # "inputs" or "outputs" -> what of it may stay partial over ranks (Spec.open)
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Set the operation's `kind` to the name of the attribute of `Ops` that it is."""

@@ -95,7 +95,11 @@ class Recorder(Ops):
                 legal = self.declared if p.name not in self.declared else ()
                 raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
         for end, tensors in (("inputs", inputs), ("outputs", outputs)):
-            if end not in getattr(Ops, kind).wide and (wide := [t for t in tensors if dtype_of(t) != "compute"]):
+            word = getattr(Ops, kind)
+            for t in (t for t in tensors if isinstance(t, Spec) and t.open):
+                if word.open.get(end) != t.open:
+                    raise ModelMistake(name, f"{end} of {kind} are complete, unlike {t}")
+            if end not in word.wide and (wide := [t for t in tensors if dtype_of(t) != "compute"]):
                 raise ModelMistake(name, f"{end} of {kind} are in the compute type, unlike {wide[0]}")
         if (kind, name) in self._names:
             raise ModelMistake(name, f"several operations {kind} have this name")

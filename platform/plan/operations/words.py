@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from platform.plan.communication.planned import PlannedOperation
-from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, lengthened
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, resized
 from platform.plan.operations.attention.attention import AttentionOp
 from platform.plan.operations.attention.cached import KeyValueCache, RecallOp, RememberOp
 from platform.plan.operations.attention.fused_attention import FusedAttentionOp
@@ -30,11 +30,11 @@ from platform.plan.operations.shapes.reduce import ReduceOp
 from platform.plan.operations.shapes.relayout import RelayoutOp
 from platform.plan.operations.shapes.reshape import ReshapeOp
 from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
+from platform.plan.operations.tables.dispatch_rows import CombineRowsOp, DispatchRowsOp
 from platform.plan.operations.tables.from_ids import FeaturesOp, OneHotOp
 from platform.plan.operations.tables.lookup import LookupOp
 from platform.plan.operations.tables.relative_bias import RelativeBiasOp
 from platform.plan.operations.tables.route import RouteOp
-from platform.plan.operations.tables.rows import CombineRowsOp, DispatchRowsOp
 
 
 class Ops:
@@ -80,7 +80,7 @@ class Ops:
     def remembered(self, spec: Spec) -> Spec:
         """Return the type of all keys or values that causal attention reads in a pass that computes ones of type
         `spec`: longer by the tokens of earlier passes that a key-value cache has."""
-        return lengthened(spec, self.cache.capacity) if self.cache else spec
+        return resized(spec, "length", self.cache.capacity) if self.cache else spec
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
         """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""

@@ -74,10 +74,11 @@ def _sharding(plan: Plan) -> str:
     """Return the words on the sharding of parameters or their updates (ZeRO) for the description; "" for none."""
     if not plan.sharded:
         return ""
-    over = f"chunks over {'+'.join(plan.sharded)}"
+    groups = dict.fromkeys("+".join(b.sharded) for b in plan.buckets if b.sharded)
+    over = f"chunks over {' or '.join(groups)}"
     return (
         f", kept in {over}"
-        if plan.storage
+        if plan.zero == 3
         else f", updated in {over} ({plan.masters_at(plan.mesh.coordinates(0)):,} per worker)"
     )
 

@@ -64,7 +64,7 @@ class RankPass:
         passes = (ParallelOps(p, communicator, weights.compute, ahead=False) for p in (found.body, found.head))
         self._body, self._head = passes
         if plan.sharded:
-            residency = self._residency(weights, frees=bool(plan.storage))
+            residency = self._residency(weights, frees=plan.zero == 3)
             self._body.residency = self._head.residency = residency
         self._parts = {c.number: replace(found.body, chunks=(c,)) for c in found.body.chunks}
         self._row = pass_row(found.placement, self._stage)

@@ -102,13 +102,13 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     weights, optimizer moments. ZeRO shards are left out, as no other rank holds them."""
     plan, weights, out = trainer.stage, trainer.weights, {}
     for name, master in weights.owned.items():
-        if not plan.sharded:
+        if not plan.bucket_of[name].sharded:
             out[f"model.{name}"] = master.detach()
             moments = ((k, v) for k, v in trainer.optimizer.state[master].items() if isinstance(v, Tensor))
             out |= {f"{k}.{name}": v for k, v in moments if v.shape == master.shape or k in SIDES}
             out |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
     for name, w in weights.compute.items():
-        if not plan.storage and w.numel() and w is not weights.master[name]:
+        if not plan.bucket_of[name].stored and w.numel() and w is not weights.master[name]:
             out[f"{COPIES}.{name}"] = w.detach()
     return out
 

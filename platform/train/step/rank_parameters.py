@@ -51,7 +51,8 @@ class Weights:
             flat.complete = self._complete
             for p in flat.bucket.parameters if flat.here and seed is not None else ():
                 there = flat.master[p.name]
-                block = torch.empty(plan.local_shape(p), dtype=high, device=there.device) if plan.sharded else there
+                sharded = flat.bucket.sharded
+                block = torch.empty(plan.local_shape(p), dtype=high, device=there.device) if sharded else there
                 initialise(plan, communicator, p, seed, block)
                 flat.fill(p.name, block)
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
@@ -67,7 +68,7 @@ class Weights:
     def _residency(self, communicator: Communicator) -> Residency:
         """Construct the Residency that gathers this rank's ZeRO shards for each span of the stage's model chunks, in
         training."""
-        frees = bool(self._plan.storage)
+        frees = self._plan.zero == 3
         spans = {
             c.number: [
                 ResidentSpan(common_name(names) if frees else "", [f for f in self.buckets if read & f.compute.keys()])
@@ -104,13 +105,13 @@ class Weights:
 
     def _complete(self, flat: FlatBucket) -> None:
         """Start reducing a bucket's gradients over ranks, now complete on this rank, if no later pass adds more."""
-        if self._early and (self._plan.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
+        if self._early and (flat.bucket.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
             self._reduce(flat)
 
     def _reduce(self, flat: FlatBucket) -> None:
         """Start reducing a bucket's gradients over ranks; under ZeRO-2 and 3, settle older reductions beyond two."""
         flat.reduce()
-        if self._plan.zero >= 2:
+        if flat.bucket.zero >= 2:
             self._reducing.append(flat)
             while len(self._reducing) > 2:
                 self._reducing.popleft().settle()
@@ -128,10 +129,9 @@ class Weights:
                 if flat.here and chunk in users:
                     flat.halved()
             return
-        each = self._plan.zero >= 2
         for flat, users in zip(self.buckets, self._users, strict=True):
             if flat.here and chunk in users:
-                if not flat.launched and (each or (done and not self._left & users)):
+                if not flat.launched and (flat.bucket.zero >= 2 or (done and not self._left & users)):
                     self._reduce(flat)
                 flat.passed()
         while self._reducing:
@@ -176,8 +176,8 @@ class Weights:
 
     def settle(self) -> None:
         """Wait for compute copies of weights that are still being gathered since the last training step (ZeRO-1, 2)."""
-        for flat in () if self._plan.storage else self.buckets:
-            if not flat.resident:
+        for flat in self.buckets:
+            if not (flat.bucket.stored or flat.resident):
                 flat.gather()
 
     @torch.no_grad()

@@ -128,7 +128,7 @@ class Trainer:
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
             self.weights.settle()
-            flip(self.weights.owned if plan.storage else self.weights.compute)
+            flip(self.weights.owned if plan.zero == 3 else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
         watched = Watched(self.stage, communicator) if is_due(self.config.monitor.layers, step) else None
         self.ops.watched, self.ops.routed = watched, None

@@ -6,10 +6,10 @@ from platform.weights.families.bert import BERT
 from platform.weights.families.gpt2 import GPT2
 from platform.weights.families.keys import Free, Only, Rule
 from platform.weights.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from platform.weights.families.mixtral import MIXTRAL, QWEN3_MOE
+from platform.weights.families.mixtral import MIXTRAL, OLMOE, QWEN3_MOE
 from platform.weights.families.t5 import T5
 
-FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, BERT, T5)}
+FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, BERT, T5)}
 
 # Keys that any config.json may have, and that matter to neither logits nor gradients.
 _ANY = """

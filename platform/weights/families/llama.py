@@ -27,22 +27,23 @@ def llama_rules(
     vocab: int,
     d_ff: int,
     length: int,
-    heads: int | None,
+    kv_heads: int | None,
     *,
     d_model: int = 4096,
     layers: int = 32,
+    heads: int = 32,
     eps: float = 1e-6,
     width: str = "d_ff",
 ) -> list[Rule]:
     """Return the rules for a config.json that Llama, Mistral and Qwen share, with the defaults in which they differ;
-    `heads`: number of heads of keys and values; `width`: our key for `intermediate_size`."""
+    `kv_heads`: number of heads of keys and values; `width`: our key for `intermediate_size`."""
     return [
         Renamed("vocab_size", "vocab", vocab),
         Renamed("hidden_size", "d_model", d_model),
         Renamed("intermediate_size", width, d_ff),
         Renamed("num_hidden_layers", "layers", layers),
-        Renamed("num_attention_heads", "heads", 32),
-        Renamed("num_key_value_heads", "kv_heads", heads, null=0),
+        Renamed("num_attention_heads", "heads", heads),
+        Renamed("num_key_value_heads", "kv_heads", kv_heads, null=0),
         Words("hidden_act", "activation", GATED, "silu"),
         Renamed("max_position_embeddings", "length", length),
         Renamed("rms_norm_eps", "norm_eps", eps),

@@ -1,9 +1,14 @@
-"""Mixtral (Jiang et al. 2024) and Qwen3-MoE (Yang et al. 2025): Llama's layers, with experts."""
+"""Mixtral (Jiang et al. 2024), Qwen3-MoE (Yang et al. 2025), OLMoE (Muennighoff et al. 2024): Llama's layers, with
+experts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+from platform.config.fields import Model
 from platform.weights.families.family import Family, TensorRow, modules, special_tokens
-from platform.weights.families.keys import Free, Only, Renamed
+from platform.weights.families.keys import Found, Free, Inexpressible, Only, Renamed, Rule, value_of
 from platform.weights.families.llama import HEAD_DIM, LLAMA_FIXED, Biases, llama_names, llama_rules
 
 _LAYER = "model.layers.{i}"
@@ -19,6 +24,30 @@ def _separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
     """Return the rows of names of a family whose experts, at `place` in a layer, are a tensor for each matrix."""
     each = {f"{_LAYER}.{place}.experts.{{e}}.{name}": ours for name, ours in ((down, _DOWN), (gate, _GATE), (up, _UP))}
     return [*modules({**each, f"{_LAYER}.{place}.gate": "layers.{i}.mlp.router"})]
+
+
+@dataclass(frozen=True)
+class WindowsEverywhere(Rule):
+    """Rule that all layers have a window, or none (Qwen3-MoE). `max_window_layers`, which version 5 of transformers
+    does not read, left the layers before it without in version 4."""
+
+    theirs: str = "use_sliding_window sliding_window max_window_layers"
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return our model key window for a Qwen3-MoE config.json. Raises Inexpressible where versions of transformers
+        differ."""
+        if not value_of(found, "use_sliding_window", False, (bool,)):
+            return {"window": 0}
+        width = value_of(found, "sliding_window", 4096, (int, type(None))) or 0
+        first = value_of(found, "max_window_layers", 0, (int,))
+        if width and first:
+            why = "use_sliding_window=true means all layers in transformers 5, those from here on in 4; leave it out"
+            raise Inexpressible("max_window_layers", first, why)
+        return {"window": width}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a Qwen3-MoE config.json that say whether all layers of a model have a window."""
+        return {"use_sliding_window": bool(m.window), "sliding_window": m.window or None}
 
 
 _FREE = {"initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001}
@@ -56,8 +85,25 @@ QWEN3_MOE = Family(
         Renamed("decoder_sparse_step", "experts_every", 1),
         Only("mlp_only_layers", ([], None)),
         Renamed("norm_topk_prob", "router_normalised", False),
-        Only("use_sliding_window", (False,)),
-        Free("max_window_layers", {"sliding_window": None, **_FREE, **special_tokens(None, None)}),
+        WindowsEverywhere(),
+        Free("", {**_FREE, **special_tokens(None, None)}),
+    ],
+    **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
+)
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    ["OlmoeForCausalLM"],
+    {**_DROPLESS, "query_key_norm": True, "query_key_norm_over": "heads"},
+    [
+        *llama_rules(50304, 2048, 4096, None, d_model=2048, layers=16, heads=16, eps=1e-5, width="expert_d_ff"),
+        Biases("attention_bias"),
+        Renamed("num_experts num_local_experts", "experts", 64),
+        Renamed("num_experts_per_tok", "experts_per_token", 8),
+        Renamed("norm_topk_prob", "router_normalised", False),
+        Only("clip_qkv", (None,)),
+        Free("", {**_FREE, "router_aux_loss_coef": 0.01, **special_tokens(None, 50279, 1)}),
     ],
     **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
 )

@@ -93,16 +93,22 @@ def peak_bytes(job: Job, plan: Plan, communicator: Communicator) -> int:
     """Return how much the resident set of this rank's process grew at most while the system `job.alone` was built and
     stepped; what its modules take is not in it. A fresh process is expected."""
     torch.set_num_threads(1)
+    builder(job)
+    return grown(lambda: build(job, job.alone, plan, communicator), job.warmup)
+
+
+def grown(build: Callable[[], Callable[[int], object]], steps: int) -> int:
+    """Return how much the resident set of this process, a fresh one, grows at most while `build` builds a system and
+    steps it, from step 1, so many times."""
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, MAPPED)  # M_MMAP_THRESHOLD
-    builder(job)
     gc.collect()
     libc.malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")  # the high-water mark starts here
     before = resident("VmRSS")
-    step = build(job, job.alone, plan, communicator)
-    for k in range(1, job.warmup + 1):
+    step = build()
+    for k in range(1, steps + 1):
         step(k)
     return resident("VmHWM") - before
 

@@ -43,6 +43,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "interleaved, v = 3": {"pipeline": "interleaved", "stages": 2, "chunks": 3, "tensor": "1d", "axes": {"t": 2}},
     "3 uneven stages": {"pipeline": "1f1b", "stages": 3, "data": 2},
     "data 4, experts of 2, zero 3": {"data": 4, "experts_of": 2, "zero": 3, "global_batch": 16},
+    "experts of 4, zero 1": {"data": 4, "experts_of": 4, "zero": 1, "global_batch": 16},
     "1d, experts of 4": {"tensor": "1d", "axes": {"t": 2}, "data": 4, "experts_of": 4, "global_batch": 16},
     "1d with dsp": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp", "branch_axes": {"g": 2}, "data": 2},
 }  # fmt: skip

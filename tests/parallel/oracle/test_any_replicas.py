@@ -108,14 +108,18 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
     return ranks[0][0]
 
 
+EXPERTS_OF_FOUR = {"data": 4, "experts_of": 4, "microbatch": 4, **MODELS["experts"]}
 SURVIVORS = [
     ({"data": 4, "zero": 3, "microbatch": 4}, 3, {"data": 3}),
     ({"data": 2, "zero": 3, "microbatch": 4}, 1, {}),
     ({"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 3, "microbatch": 2}, 3, {"t": 2}),
+    (EXPERTS_OF_FOUR, 3, {"data": 3}),
 ]
 
 
-@pytest.mark.parametrize(("before", "workers", "mesh"), SURVIVORS, ids=["4 to 3", "2 to 1", "2x2 to 3"])
+@pytest.mark.parametrize(
+    ("before", "workers", "mesh"), SURVIVORS, ids=["4 to 3", "2 to 1", "2x2 to 3", "experts of 4 to 3"]
+)
 def test_fewer_workers_keep_samples_and_losses(before, workers, mesh, tmp_path):
     """Three steps, a worker is lost, three more under the plan for the others: as one process that nothing happened
     to."""
@@ -126,7 +130,8 @@ def test_fewer_workers_keep_samples_and_losses(before, workers, mesh, tmp_path):
     assert {a: n for a, n in after.plan.mesh.axes.items() if n > 1} == mesh
     losses = trained(c, [1, 2, 3], end=middle, storage=storage)
     losses += trained(after.config, [4, 5, 6], start=middle, storage=storage)
-    undisturbed = trained(configure(microbatch=BATCH, **model), [1, 2, 3, 4, 5, 6])
+    alone = {**vars(c.model), "global_batch": BATCH, "microbatch": BATCH}
+    undisturbed = trained(configure(**alone), [1, 2, 3, 4, 5, 6])
     assert losses == pytest.approx(undisturbed, rel=1e-10, abs=0)
 
 

@@ -18,7 +18,7 @@ SCHEMES = {
     "3d_literal": ("3d_literal", {"x": 1, "y": 2, "z": 2}),
 }
 FACTORS = {
-    "model": ["gpt", "bert", "original", "t5", "modern", "packed_gpt", "whole_bert", "whole_t5"],
+    "model": ["gpt", "bert", "original", "t5", "modern", "latent", "packed_gpt", "whole_bert", "whole_t5"],
     "scheme": list(SCHEMES),
     "branch": ["none", "dsp", "dsp_slice"],
     "data": [1, 2],

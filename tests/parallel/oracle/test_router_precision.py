@@ -150,3 +150,11 @@ def test_other_operations_compute_in_the_compute_type():
         ops.reduce("layer", "sum", weights, wide, Spec.of("stream", "length batch"))
     with pytest.raises(ModelMistake, match="inputs " + refused.format("project")):
         ops.project(weights, wide, (Parameter("again", ("experts", "d_model"), "vector"),), (narrow,))
+
+
+def test_what_may_be_partial_is_read_by_what_is_linear():
+    ops, made = Recorder(Scheme("serial", (), {}, {})), Spec("experts", ("experts", "slots"), open="value")
+    with pytest.raises(
+        ModelMistake, match=r"inputs of reduce are complete, unlike experts\[experts slots\] of open value"
+    ):
+        ops.reduce("layer", "max", Symbol(made), made, Spec.of("experts", "experts"))

@@ -44,7 +44,7 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
             where = tuple(slice(o, o + n) for o, n in plan.block(p, communicator.coordinates))
             block = torch.nn.functional.pad(whole[p.name], padding)[where].flatten()
             out[slice(*bucket.ranges[p.name])] = block
-        return out.view(plan.shards, -1)[communicator.index(plan.sharded)].clone()
+        return out.view(bucket.shards, -1)[communicator.index(bucket.sharded)].clone()
 
     def squares(communicator):
         mine = {bucket.parameters[0].name: flat(bucket, communicator) for bucket in plan.buckets}

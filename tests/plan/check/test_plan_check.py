@@ -93,6 +93,17 @@ def chunk(number, **fields):
     return changed
 
 
+def buckets(**fields):
+    """Return the change of fields of all buckets of a plan."""
+
+    def changed(plan: Plan) -> Plan:
+        other = replace(plan)
+        other.__dict__["buckets"] = [replace(bucket, **fields) for bucket in plan.buckets]
+        return other
+
+    return changed
+
+
 def step(kind, name, part, way, change):
     return lambda plan: with_operations(plan, kind, name, with_steps(part, way, change))
 
@@ -162,6 +173,18 @@ MUTANTS = {
     "scores that are summed in 16 bits": (
         "experts, 2d", operation("project", "*.mlp.router", in_16_bits),
         "lists 1 and takes 0 times all_reduce of 128 elements over c in its forward pass, in the compute type"),
+    "a sum of tokens that nobody takes": (
+        "experts", step("combine", "*", "2", "forward", without("all_reduce")),
+        "result stream[length batch d_model] is partial over t, and has to be whole"),
+    "a gradient of tokens that nobody sums": (
+        "experts", step("dispatch", "*", "0", "backward", without("all_reduce")),
+        "gradient of stream[length batch d_model] is partial over t, and has to be whole"),
+    "weights of a part of the sum": (
+        "experts", step("combine", "*", "1", "backward", without("all_reduce")),
+        "gradient of stream[length batch experts] accumulate is partial over t"),
+    "choices of experts that ranks with the same tokens both count": (
+        "experts", operation("route", "*", field("compute_axes", ("data", "expert", "t"))),
+        "computes on expert, and says on data+expert+t"),
     "an all-to-all the other way": (
         "slices", step("relayout", "*", "0", "forward", turned),
         "all_to_all"),
@@ -169,7 +192,9 @@ MUTANTS = {
         "sub_grids", step("lookup", "*", "1", "forward", lambda steps: [replace(s, only=()) for s in steps]),
         "is taken at index 0 of no axis, not of g"),
     "shards of another axis than gradients are summed over": (
-        "zero", lambda plan: replace(plan, sharded=("t",)), "the gradient is whole over t, and has to be split"),
+        "zero", buckets(sharded=("t",)), "reduce_scatter takes what is partial, and it is whole over t"),
+    "shards of experts over the ranks that have others": (
+        "experts, 2d", buckets(sharded=("expert",), shards=2), "takes what is partial, and it is whole over expert"),
     "a tied table whose copies go apart": (
         "stages", lambda plan: replace(plan, stages_of={**plan.stages_of, "embedding": (0,)}),
         "embedding: used in stages [0, 1], its gradient is summed over [0]"),

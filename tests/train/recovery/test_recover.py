@@ -22,7 +22,7 @@ from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
 from tests.harness.seats import seated
 from tests.harness.threads import run_threads
-from tests.train.recovery.test_resume import FACTORED, NAMES, config, moments
+from tests.train.recovery.test_resume import FACTORED, NAMES, ROUTED, ROUTES, config, moments
 from tests.train.recovery.test_resume import copies as live_copies
 from tests.train.recovery.test_resume import whole as assemble
 
@@ -35,7 +35,7 @@ FACTORS: dict[str, list[Any]] = {
     "memory": SHARED,
     "lost": ["first", "last", "nobody"],
 }
-SIZES = {name: make_plan(config(name)).mesh.size for name in (*NAMES, *FACTORED)}
+SIZES = {name: make_plan(config(name)).mesh.size for name in (*NAMES, *FACTORED, *ROUTED)}
 
 
 def domains(name: str, nodes: str) -> list[str]:
@@ -187,6 +187,11 @@ def test_survivors_go_on_under_another_plan(record_count):
 def test_statistics_of_rows_and_columns_survive(nodes):
     old, new = FACTORED[1], FACTORED[2]
     recovered({"old": old, "new": new, "nodes": nodes, "memory": "apart", "lost": "first"})
+
+
+@pytest.mark.parametrize(("old", "new"), ROUTES, ids=map(" -> ".join, ROUTES))
+def test_lost_experts_come_back(old, new):
+    recovered({"old": old, "new": new, "nodes": "two nodes", "memory": "apart", "lost": "first"})
 
 
 @pytest.mark.parametrize("case", SAME[::18], ids=lambda case: " ".join(case.values()))

@@ -41,6 +41,14 @@ RING = list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True))
 REST = [pair for pair in PAIRS if pair not in RING]
 MOMENTS = {"": ["exp_avg", "exp_avg_sq"], "adafactor": ["variance", "row_var", "col_var"]}
 FACTORED = [f"{name} by adafactor" for name in ("dsp_csub, data 2", "1d, data 2, zero 3", "1f1b, zero 1", "3d")]
+ROUTED = {  # what two replicas share, and what more do: shards over two sets of axes
+    "experts of 4, zero 3": {"data": 4, "experts_of": 4, "zero": 3, "microbatch": 1},
+    "experts of 2, data 4, zero 1": {"data": 4, "experts_of": 2, "zero": 1, "microbatch": 1},
+    "experts of 2, 1d, 1f1b, zero 2": {"tensor": "1d", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2, "data": 2,
+                                       "experts_of": 2, "zero": 2, "microbatch": 1},
+}  # fmt: skip
+PLANS |= {name: {**plan, "experts": 4, "expert_d_ff": 16, "shared_experts": 1} for name, plan in ROUTED.items()}
+ROUTES = list(zip(ROUTED, [*ROUTED][1:] + [*ROUTED][:1], strict=True))
 SAME = ["serial", "1d, data 2, zero 3", "dsp_csub, data 2", "interleaved, v = 3"]
 
 
@@ -184,6 +192,11 @@ def test_the_same_plan_goes_on_bit_by_bit(runs, name):
 @pytest.mark.parametrize("pair", RING, ids=" -> ".join)
 def test_another_plan_goes_on_with_the_same_numbers(runs, pair, record_count):
     record_count("training continued under another plan", len(RING[::2]), len(PAIRS))
+    other(runs, *pair)
+
+
+@pytest.mark.parametrize("pair", ROUTES, ids=" -> ".join)
+def test_so_do_experts(runs, pair):
     other(runs, *pair)
 
 

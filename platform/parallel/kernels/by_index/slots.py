@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.functions import Router
 
@@ -48,7 +49,7 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[T
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
     sigmoid = router.function == "sigmoid"
     probabilities = scores.sigmoid() if sigmoid else scores.softmax(-1)
-    _, best = probabilities.detach().topk(router.chosen, -1)
+    best = _best(probabilities.detach(), router)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & counted
     weights = probabilities * chosen
     if router.normalised:
@@ -62,6 +63,18 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[T
     square = scores.logsumexp(-1).square()
     counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
     return weights, (router.balance * even + router.z * square) * real, counts
+
+
+def _best(likely: Tensor, router: Router) -> Tensor:
+    """Return the indices [length, batch, chosen] of the experts that are the most `likely` [length, batch, experts], in
+    the groups that are."""
+    if router.groups_kept < router.groups:
+        by_group = likely.unflatten(-1, (router.groups, -1))
+        groups = by_group.topk(router.group_best, -1).values.sum(-1)
+        kept = groups.topk(router.groups_kept, -1).indices
+        left = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, kept, False)
+        likely = by_group.masked_fill(left.unsqueeze(-1), -torch.inf).flatten(-2)
+    return likely.topk(router.chosen, -1).indices
 
 
 def _places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:
@@ -80,12 +93,6 @@ def _places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:
     return held[:-1].view(experts, batch, slots), lies
 
 
-def _rows(x: Tensor, at: Tensor) -> Tensor:
-    """Return the rows of x [rows, d] at the indices `at`, as a tensor [*at, d]; those at -1 are 0."""
-    found = x.index_select(0, at.clamp_min(0).flatten()).view(*at.shape, x.shape[-1])
-    return found.masked_fill_((at < 0).unsqueeze(-1), 0)
-
-
 def _tokens(held: Tensor) -> Tensor:
     """Return the token in each slot [experts, batch, slots] as its row among the tokens [length, batch], -1: none."""
     batch = held.shape[1]
@@ -100,18 +107,15 @@ class _Dispatch(torch.autograd.Function):
         """Return the tokens in the slots of their experts."""
         held, lies = _places(weights, slots, chosen)
         ctx.save_for_backward(lies)
-        return _rows(x.reshape(-1, x.shape[-1]), _tokens(held))
+        rows = x.reshape(-1, x.shape[-1])
+        return sum_of_rows(rows, _tokens(held).unsqueeze(-1), (held >= 0).unsqueeze(-1).to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the sum of a token's gradients from all slots in which it lies."""
         (lies,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        first, *others = lies.unbind(-1)
-        total = _rows(rows, first)
-        for at in others:
-            total += _rows(rows, at)
-        return total, None, None, None
+        return sum_of_rows(rows, lies, (lies >= 0).to(rows.dtype)), None, None, None
 
 
 def dispatch(x: Tensor, weights: Tensor, slots: int, chosen: int) -> Tensor:
@@ -127,26 +131,20 @@ class _Combine(torch.autograd.Function):
         """Return the weighted sum, for each token, of the slots in which it lies."""
         held, lies = _places(weights, y.shape[2], chosen)
         ctx.save_for_backward(y, weights, held, lies)
-        rows, by_place = y.reshape(-1, y.shape[-1]), widened(weights.gather(-1, _experts(lies, y)))
-        total = torch.zeros((*lies.shape[:2], y.shape[-1]), dtype=by_place.dtype, device=y.device)
-        for at, weight in zip(lies.unbind(-1), by_place.unbind(-1), strict=True):
-            total.addcmul_(_rows(rows, at).to(total.dtype), weight.unsqueeze(-1))
-        return total.to(y.dtype)
+        by_place = widened(weights.gather(-1, _experts(lies, y))).masked_fill_(lies < 0, 0)
+        return sum_of_rows(y.reshape(-1, y.shape[-1]), lies, by_place)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradients of the slots and of the weights."""
         y, weights, held, lies = ctx.saved_tensors
-        rows = y.reshape(-1, y.shape[-1])
-        of_weights = torch.zeros(weights.shape, dtype=widened(weights).dtype, device=y.device)
-        for at in lies.unbind(-1):
-            product = (widened(_rows(rows, at)) * widened(gradient)).sum(-1)
-            of_weights.scatter_add_(-1, _experts(at, y).unsqueeze(-1), product.unsqueeze(-1))
-        tokens = _tokens(held)
-        of_slots = _rows(gradient.reshape(-1, y.shape[-1]), tokens)
-        expert = torch.arange(weights.shape[-1], device=y.device).view(-1, 1, 1)
-        places = tokens.clamp_min(0) * weights.shape[-1] + expert
-        of_slots *= weights.flatten()[places].unsqueeze(-1)
+        found = products_of_rows(y.reshape(-1, y.shape[-1]), lies, gradient).masked_fill_(lies < 0, 0)
+        of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=y.device)
+        of_weights.scatter_add_(-1, _experts(lies, y), found)
+        tokens, expert = _tokens(held), torch.arange(weights.shape[-1], device=y.device).view(-1, 1, 1)
+        by_slot = weights.flatten()[tokens.clamp_min(0) * weights.shape[-1] + expert].masked_fill_(held < 0, 0)
+        rows = gradient.reshape(-1, y.shape[-1])
+        of_slots = sum_of_rows(rows, tokens.unsqueeze(-1), by_slot.unsqueeze(-1))
         return of_slots, of_weights.to(weights.dtype), None
 
 

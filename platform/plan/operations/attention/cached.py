@@ -26,35 +26,35 @@ class KeyValueCache:
 
 
 class RememberOp(Op):
-    """Keys and values of all positions so far for the causal attention `name`, and their type: this pass's k and v, of
-    type `kv`, behind the keys and values of the passes before; k and v themselves in a pass that reads a whole text, as
-    in training."""
+    """Keys and values of all positions so far for the causal attention `name`, `Ops.remembered`: this pass's k and v,
+    of types `kv` and `values`, behind the keys and values of the passes before; k and v themselves in a pass that reads
+    a whole text, as in training."""
 
-    def record(self, ops, name, k, v, kv):
-        out = ops.remembered(kv)
-        return (*ops.record(self.kind, name, [k, v], [kv, kv], [out, out]), out) if ops.cache else (k, v, out)
+    def record(self, ops, name, k, v, kv, values):
+        out = [ops.remembered(kv), ops.remembered(values)]
+        return ops.record(self.kind, name, [k, v], [kv, values], out) if ops.cache else (k, v)
 
-    def run(self, ops, name, k, v, kv):
+    def run(self, ops, name, k, v, kv, values):
         """Append k and v to the key-value cache of the attention `name`, and return all that it holds."""
-        out, cache = ops.remembered(kv), ops.cache
+        cache = ops.cache
         if cache is None or ops.absent(k):
-            return k, v, out
+            return k, v
         if name not in cache.blocks:
-            shape = ops.plan.local_shape(out)
-            cache.blocks[name], cache.first[name] = (k.new_zeros(shape), v.new_zeros(shape)), _first(ops, out)
+            shapes = [ops.plan.local_shape(ops.remembered(t)) for t in (kv, values)]
+            cache.blocks[name] = k.new_zeros(shapes[0]), v.new_zeros(shapes[1])
+            cache.first[name] = _first(ops, ops.remembered(kv))
         pair = cache.blocks[name]
         for whole, new in zip(pair, (k, v), strict=True):
             whole[ops.offset : ops.offset + len(new)].copy_(new)
-        return *pair, out
+        return pair
 
-    def meter(self, ops, name, k, v, kv):
+    def meter(self, ops, name, k, v, kv, values):
         """Count the memory of all keys and values in the cache, allocated by the first use of the attention."""
-        out, cache = ops.remembered(kv), ops.cache
-        if cache is None or ops.absent(k):
-            return k, v, out
-        if name not in cache.blocks:
-            cache.blocks[name] = ops.block(out), ops.block(out)
-        return *cache.blocks[name], out
+        if ops.cache is None or ops.absent(k):
+            return k, v
+        if name not in ops.cache.blocks:
+            ops.cache.blocks[name] = ops.block(ops.remembered(kv)), ops.block(ops.remembered(values))
+        return ops.cache.blocks[name]
 
 
 class RecallOp(Op):

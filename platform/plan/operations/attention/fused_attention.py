@@ -21,16 +21,20 @@ from platform.plan.operations.storages import Value
 
 
 class FusedAttentionOp(BlockOp):
-    """scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v have the same dims with a
-    length of their own; what hides scores, and `bias`, as in softmax. Dropout of its probabilities is drawn by the
+    """scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v (`kv`, `values`) have the
+    same dims with a length of their own, v and the result `out` perhaps another d_kv; what hides scores, and `bias`, as
+    in softmax. Dropout of its probabilities is drawn by the
     kernel itself."""
 
-    def record(self, ops, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+    def record(
+        self, ops, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
+        bias=None,
+    ):  # fmt: skip
         if bias:
             ops.check(bias, scores_of(spec, kv))
         more = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel}
         more |= hides(name, causal, window, mask, begins)
-        return ops.record(self.kind, name, [q, k, v], [spec, kv, kv], [spec], [mask, begins], **more)
+        return ops.record(self.kind, name, [q, k, v], [spec, kv, values], [out], [mask, begins], **more)
 
     def plan(self, planner, operation):
         """Plan the attention in the layout of its result, with the data tensor that hides scores laid out alike."""
@@ -39,11 +43,14 @@ class FusedAttentionOp(BlockOp):
 
     def flops(self, operation, sizes):
         """Return the FLOPs of attention's two products, of all ranks together."""
-        query, key, _ = operation.inputs
-        space = {**extents(query, sizes), **extents(key.renamed("length", "memory_length"), sizes)}
-        return 2 * 2 * prod(space.values())
+        query, key, value = (extents(t, sizes) for t in operation.inputs)
+        scores = prod(query[d] for d in ("batch", "heads", "length")) * key["length"]
+        return 2 * scores * (query["d_kv"] + value["d_kv"])
 
-    def run(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+    def run(
+        self, ops, found, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
+        bias=None,
+    ):  # fmt: skip
         """Compute attention by torch's fused kernel, whose mask is made only if causality is not all that hides."""
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -66,11 +73,14 @@ class FusedAttentionOp(BlockOp):
         with ops.seeded(name, spec, q.device) if rate else nullcontext(), ops.in_kernel(found.operation["kernel"]):
             return scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
-    def meter(self, ops, found, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
+    def meter(
+        self, ops, found, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
+        bias=None,
+    ):  # fmt: skip
         """Count the memory of attention's mask, and of all that the planned kernel of torch allocates and keeps."""
-        query, key = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv))
+        query, key, value = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv, values))
         documents = begins is not None
-        sizes = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"]
+        sizes = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
         if bias is None and mask is None and (window or documents):
             added: Value | None = ops.seen(block, window, documents)
@@ -81,4 +91,4 @@ class FusedAttentionOp(BlockOp):
             q, k, v = (permuted(ops, x) for x in (q, k, v))
         if kernel == MATH:
             return by_math(ops, block, (q, k, v), added, ops.dropout_rate)
-        return in_one_kernel(ops, block, ops.block(spec), (q, k, v), added)
+        return in_one_kernel(ops, block, ops.block(out), (q, k, v), added)

@@ -13,14 +13,15 @@ KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Extents of a worker's block of an attention, and what hides scores in it: `causal`, `masked` (padding); `biased`:
-    a learned bias is added to them."""
+    """Extents of a worker's block of an attention (`d_value`: the d_kv of values), and what hides scores in it:
+    `causal`, `masked` (padding); `biased`: a learned bias is added to them."""
 
     batch: int
     heads: int
     length: int
     memory_length: int
     d_kv: int
+    d_value: int
     causal: bool
     masked: bool
     biased: bool
@@ -91,20 +92,20 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
         q, k, v = (step(x.elements, [x]) for x in operands)
     scaled = [step(q.elements, [q])]
     ahead = [ops.new(a.length * a.memory_length, ops.wide)] if a.causal and not added else []
-    whole = a.batch * a.heads * a.memory_length * a.d_kv
-    if k.elements < whole:  # every head's own copy of K and V
-        k, v = (step(whole, [x]) for x in (k, v))
-    scaled.append(step(whole, [k]))
+    whole = a.batch * a.heads * a.memory_length
+    if k.elements < whole * a.d_kv:  # every head's own copy of K and V
+        k, v = step(whole * a.d_kv, [k]), step(whole * a.d_value, [v])
+    scaled.append(step(whole * a.d_kv, [k]))
     scores = step(a.scores, scaled, tuple(x.storage for x in scaled))
     if a.causal or added:
         scores = ops.sum(ops.tensor(a.scores, ops.wide), [scores, added] if a.biased else [scores])
     scores = step(a.scores, [scores], keeps=True)  # softmax
     if dropout:
         scores = step(a.scores, [scores], (ops.new(a.scores, ops.wide),))
-    # values that are a slice of a larger tensor do not lie as their matrix product wants them: it copies them
-    sliced = not narrow and v.storage is not None and v.storage.counted > v.elements
+    # values that are a slice of a larger tensor do not lie as the products of several heads and sequences want them
+    sliced = not narrow and min(a.batch, a.heads) > 1 and v.storage is not None and v.storage.counted > v.elements
     values = ops.new(v.elements) if sliced else v.storage
     probabilities = ops.new(a.scores) if narrow else None  # which torch returns beside the result
-    out = step(a.rows * a.d_kv, [scores, v], (scores.storage, values))
+    out = step(a.rows * a.d_value, [scores, v], (scores.storage, values))
     del ahead, probabilities
     return ops.plain(ops.tensor(out.elements), [out]) if narrow else out

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim."""
+"""Normalisation over the last dim, or the last dims together."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from platform.plan.operations.storages import Value
 
 
 class NormOp(BlockOp):
-    """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over its last dim (d_model in Transformers), the
-    only dim of the parameters `gain` and `bias`. `eps` is added to the variance."""
+    """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`,
+    its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
 
     def record(self, ops, x, spec, kind, gain, bias, eps=EPS):
         parameters = [gain] if bias is None else [gain, bias]
         return ops.record(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
 
     def plan(self, planner, operation):
-        """Plan LayerNorm or RMSNorm: its statistics are merged by collectives over the axes that split its dim."""
-        spec = operation.inputs[0]
+        """Plan LayerNorm or RMSNorm: its statistics are merged by collectives over the axes that split its dims."""
+        spec, dims = operation.inputs[0], operation.parameters[0].dims
         have = planner.layout(spec)
-        over, rows = have[spec.dims[-1]], prod(planner.shape(spec)[:-1])
+        over, rows = tuple(a for d in dims for a in have[d]), prod(planner.shape(spec)[: -len(dims)])
         op, merged = ("all_gather", 2 * rows) if operation["norm"] == "layernorm" else ("all_reduce", rows)
         found = [
             *planner.statistics(over, have.only, merged, "forward", op),
@@ -38,8 +38,8 @@ class NormOp(BlockOp):
 
     def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
         """Count the bytes of LayerNorm or RMSNorm: kept normalised rows and deviations, and temporaries."""
-        vectors = [v for v in (gain, bias) if v]
-        n, rows = x.elements, prod(ops.plan.local_shape(spec)[:-1])
+        vectors, dims = [v for v in (gain, bias) if v], found.operation.parameters[0].dims
+        n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
         if not found.over and kind == "layernorm":
             saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
             return ops.plain(ops.block(spec), [x, *vectors], saved)

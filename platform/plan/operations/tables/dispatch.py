@@ -25,9 +25,11 @@ class DispatchOp(BlockOp):
     """Activation x of type `spec` [length batch d_model] in the slots of experts: `out` [experts batch slots d_model].
     A token lies in the next free slot of each of its sequence's experts whose weight, of type `of_weights`, is not 0:
     at most `chosen` of them; empty slots are 0. It computes where the sequences are, each of them whole; the result is
-    then converted, by an all-to-all where an axis moves from batch to experts."""
+    then converted, by an all-to-all where an axis moves from batch to experts. The slots' gradient may be partial: it
+    is summed as the tokens' gradient, which is smaller."""
 
     wide = ("inputs",)
+    open = {"outputs": "gradient"}
 
     def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check(name, spec, out)
@@ -36,10 +38,12 @@ class DispatchOp(BlockOp):
     def plan(self, planner, operation):
         """Plan the gathers of whole sequences, and the conversion of the slots; weights get no gradient from here."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
-        layout, goal = planner.layout(spec).restrict(spec.dims[1:]), planner.layout(out)
+        goal = planner.layout(out)
+        layout = planner.layout(spec).restrict(spec.dims[1:]).without(goal.gradient)
         given = planner.enter(of_weights, layout.restrict(of_weights.dims), layout.axes)
+        enter = planner.enter(spec, layout, (*layout.axes, *goal.gradient))
         leave = planner.enter(out, goal, goal.axes, source=layout)
-        conversions = [planner.enter(spec, layout, layout.axes), replace(given, backward=()), leave]
+        conversions = [enter, replace(given, backward=()), leave]
         return planned(planner, operation, layout, conversions)
 
     def run(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
@@ -50,15 +54,17 @@ class DispatchOp(BlockOp):
         """Count the memory of the slots; of the tokens' places integers are kept."""
         slots, n = ops.inner(found, found.conversions[-1]), x.elements
         places = _places(ops, found.conversions[-1].before, weights.elements, chosen)
-        ops.note([slots], [x], (places,), lambda gs, _: [_with_scratch(ops, n, n)])
+        ops.note([slots], [x], (places,), lambda gs, _: [ops.new(n)])
         return slots
 
 
 class CombineOp(BlockOp):
     """Sum over its experts of what they made of each token, `y` of type `spec` [experts batch slots d_model], times
-    their weights: `out` [length batch d_model], 0 for tokens without an expert."""
+    their weights: `out` [length batch d_model], 0 for tokens without an expert. If `y` is partial, so are these sums,
+    which are smaller, and summed over ranks last."""
 
     wide = ("inputs",)
+    open = {"inputs": "value"}
 
     def record(self, ops, name, y, spec, weights, of_weights, out, chosen):
         _check(name, out, spec)
@@ -67,9 +73,12 @@ class CombineOp(BlockOp):
     def plan(self, planner, operation):
         """Plan the sum where the sequences are: the slots of all experts are converted to there."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
-        layout = planner.layout(out).restrict(out.dims[1:])
-        conversions = [planner.enter(t, layout.restrict(t.dims), layout.axes) for t in (spec, of_weights)]
-        return planned(planner, operation, layout, [*conversions, planner.split(out, layout)])
+        partial = planner.layout(spec).partial
+        layout = planner.layout(out).restrict(out.dims[1:]).without(partial)
+        enter = planner.enter(spec, replace(layout.restrict(spec.dims), partial=partial), layout.axes)
+        given = planner.enter(of_weights, layout.restrict(of_weights.dims), (*layout.axes, *partial))
+        leave = planner.split(out, replace(layout, partial=partial))
+        return planned(planner, operation, layout, [enter, given, leave])
 
     def run(self, ops, found, name, y, spec, weights, of_weights, out, chosen):
         """Add up what the experts made of this rank's tokens, in the type of statistics."""
@@ -80,14 +89,15 @@ class CombineOp(BlockOp):
         total = ops.inner(found, found.conversions[-1])
         places = _places(ops, found.conversions[0].after, weights.elements, chosen)
         n, slots, by_expert = total.elements, y.elements, weights.elements
-        ops.new(2 * n, ops.wide)
+        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
+        ops.new(scratch, ops.wide)
         saved = y.storage, weights.storage, places
         of_weights = ops.plan.itemsize[of_weights.dtype]
         ops.note(
             [total],
             [y, weights],
             saved,
-            lambda gs, _: [ops.new(slots), _with_scratch(ops, by_expert, 2 * n, of_weights)],
+            lambda gs, _: [ops.new(slots), _with_scratch(ops, by_expert, scratch, of_weights)],
         )
         return total
 

@@ -1,7 +1,7 @@
 """Rows of tokens at the ranks of their experts, packed expert after expert: copied, sent there, and summed on return.
 
-Only the rows of chosen (token, expert) pairs are there. Their numbers are read once a pass, for the sizes of what is
-sent; so all ranks with the same tokens must find the same. No sum depends on the order in which threads add.
+Only the rows of chosen (token, expert) pairs are there. A rank reads how many once a pass, as messages have sizes in
+host memory; ranks with the same tokens must find the same. No sum depends on the order in which threads add.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
 from platform.parallel.kernels.statistics import widened
 
 
 class Seats(NamedTuple):
     """Experts of the ranks that exchange rows along `axes`, () for one rank alone: `first`, the number of the first
-    expert of each, in the group's order, of `count` each."""
+    expert of each, in the group's order, of `each` experts."""
 
     axes: tuple[str, ...]
     first: tuple[int, ...]
-    count: int
+    each: int
 
     @property
     def experts(self) -> list[int]:
         """Return the numbers of all these experts, rank after rank."""
-        return [expert for first in self.first for expert in range(first, first + self.count)]
+        return [expert for first in self.first for expert in range(first, first + self.each)]
 
 
 class Counts(NamedTuple):
@@ -58,10 +59,10 @@ class Counts(NamedTuple):
 
 
 def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int) -> Counts:
-    """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most `chosen`, where these
-    are not 0, for the experts of `seats`; ranks tell each other, and each reads its numbers once."""
+    """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most `chosen`, where a
+    weight is not 0, for the experts of `seats`. Ranks exchange the numbers of rows first."""
     goes, device = weights.flatten(0, 1) != 0, weights.device
-    experts, n, each = goes.shape[1], len(seats.first), seats.count
+    experts, n, each = goes.shape[1], len(seats.first), seats.each
     served, place = _served(seats, experts, device)
     # the experts of a token in their order, so that what they make is added in it
     order, which = (goes * torch.arange(experts, 0, -1, device=device)).topk(min(chosen, experts), -1)
@@ -88,17 +89,15 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
 
 @cache
 def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the experts of `seats`, and the place of each of all `experts` among these, the last for
-    others: made once, since a copy to the device would wait for it."""
-    served = torch.tensor(seats.experts, device=device)
+    """Return the numbers of the experts of `seats`, and the place of each of `experts` there, the last for others."""
+    served = torch.tensor(seats.experts, device=device)  # once: a copy to the device waits for it
     place = torch.full((experts,), len(served), device=device)
     place[served] = torch.arange(len(served), device=device)
     return served, place
 
 
 def _by_expert(got: Tensor, rows: int) -> Tensor:
-    """Return the index, int64 [rows], that brings rows which came rank by rank, `got` [ranks, experts] of them, in the
-    order of the experts."""
+    """Return the index [rows] that orders received rows by expert; `got`: numbers of these, [ranks, experts]."""
     ends = got.flatten().cumsum(0).view(got.shape).t().flatten()
     lengths = got.t().flatten()
     first = ends - lengths.cumsum(0)  # of a stretch: where it came, less where it goes
@@ -106,14 +105,14 @@ def _by_expert(got: Tensor, rows: int) -> Tensor:
 
 
 def _there(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
-    """Send rows from their tokens to their experts; return those of this rank's experts, expert after expert."""
+    """Send rows from the ranks of tokens to the ranks of experts; return rows in the order of the experts."""
     if counts.axes:
         rows = communicator.deal(rows, counts.sent, counts.received, counts.axes, name="rows to experts").wait()
     return rows if counts.order is None else rows.index_select(0, counts.order)
 
 
 def _back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
-    """Send rows back to their tokens: the adjoint of `_there`, which is its reverse."""
+    """Send rows back to the ranks of their tokens, the reverse of `_there` and its adjoint."""
     if counts.order is not None:
         rows = torch.empty_like(rows).index_copy_(0, counts.order, rows)
     if counts.axes:
@@ -121,15 +120,13 @@ def _back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
     return rows
 
 
-def _at(rows: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [rows, d] at the indices `at` [tokens]; those at -1 are 0."""
-    if not rows.shape[0]:
-        return rows.new_zeros(at.shape[0], rows.shape[1])
-    return rows.index_select(0, at.clamp_min(0)).masked_fill_((at < 0).unsqueeze(-1), 0)
+def _some(rows: Tensor) -> Tensor:
+    """Return the rows, or one of zeros for a rank that has none, where no index means one."""
+    return rows if len(rows) else rows.new_zeros(1, rows.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):
-    """Autograd function of `dispatch`."""
+    """Autograd function of `to_experts`."""
 
     @staticmethod
     def forward(ctx, x, communicator, counts):
@@ -141,20 +138,17 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, gradient):
         """Return the sum of a token's gradients from all its rows."""
         rows = _back(ctx.communicator, gradient.contiguous(), ctx.counts)
-        first, *others = ctx.counts.lies.unbind(-1)
-        total = _at(rows, first)
-        for at in others:
-            total += _at(rows, at)
-        return total.view(ctx.shape), None, None
+        lies = ctx.counts.lies
+        return sum_of_rows(_some(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
 
 
-def dispatch(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
+def to_experts(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
     """Return the tokens x [length, batch, d] as rows of this rank's experts [rows, d], expert after expert."""
     return _Dispatch.apply(x, communicator, counts)
 
 
 class _Combine(torch.autograd.Function):
-    """Autograd function of `combine`, which adds in the type of statistics, in the order of the experts."""
+    """Autograd function of `from_experts`, which adds in the type of statistics, in the order of the experts."""
 
     @staticmethod
     def forward(ctx, y, weights, communicator, counts):
@@ -162,28 +156,23 @@ class _Combine(torch.autograd.Function):
         rows = _back(communicator, y, counts)
         ctx.communicator, ctx.counts = communicator, counts
         ctx.save_for_backward(rows, weights)
-        by_place = widened(weights.flatten(0, 1).gather(-1, counts.which))
-        total = torch.zeros((by_place.shape[0], y.shape[1]), dtype=by_place.dtype, device=y.device)
-        for at, weight in zip(counts.lies.unbind(-1), by_place.unbind(-1), strict=True):
-            total.addcmul_(_at(rows, at).to(total.dtype), weight.unsqueeze(-1))
-        return total.to(y.dtype).view(*weights.shape[:2], -1)
+        by_place = widened(weights.flatten(0, 1).gather(-1, counts.which)).masked_fill_(counts.lies < 0, 0)
+        return sum_of_rows(_some(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradients of the rows and of the weights."""
         rows, weights = ctx.saved_tensors
         counts, gradient = ctx.counts, gradient.flatten(0, 1)
-        of_weights = torch.zeros(weights.shape, dtype=widened(weights).dtype, device=rows.device)
-        for at, expert in zip(counts.lies.unbind(-1), counts.which.unbind(-1), strict=True):
-            product = (widened(_at(rows, at)) * widened(gradient)).sum(-1, keepdim=True)
-            of_weights.flatten(0, 1).scatter_add_(-1, expert.unsqueeze(-1), product)
+        found = products_of_rows(_some(rows), counts.lies, gradient).masked_fill_(counts.lies < 0, 0)
+        of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=rows.device)
+        of_weights.flatten(0, 1).scatter_add_(-1, counts.which, found)
         by_place = weights.flatten(0, 1).gather(-1, counts.which).flatten()
         of_rows = gradient.index_select(0, counts.token)
         of_rows *= by_place.index_select(0, counts.pair).unsqueeze(-1)
         return _there(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
 
 
-def combine(communicator: Communicator, y: Tensor, weights: Tensor, counts: Counts) -> Tensor:
-    """Return the sum [length, batch, d] of what each token's experts made of it, in rows y [rows, d] of this rank's
-    experts, times their `weights`."""
+def from_experts(communicator: Communicator, y: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+    """Return the sum [length, batch, d] of each token's rows in y [rows, d], times their `weights`."""
     return _Combine.apply(y, weights, communicator, counts)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import Conversion, Step, leave
+from platform.plan.communication.rule import Conversion, Step
 from platform.plan.language.layout import Layout
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.ops import Spec, dtype_of
@@ -28,11 +28,12 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
-        """Return the ends of the way of tokens of type `spec` to rows of type `out`: as few axes as can be leave the
-        tokens' batch, since a token is smaller than its rows. Raises ValueError if axes do not divide the batch."""
+        """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
+        divide the batch."""
         d = out.dims[-1]
         goal = planner.scheme.activation(out.region, ("experts", "batch", d))
         there = (*goal["experts"], *goal["batch"])
+        # as few axes as can be leave the batch: a token is smaller than its rows
         kept = tuple(takewhile(lambda a: a in there, planner.layout(spec)["batch"]))
         batch = (*kept, *(a for a in goal["batch"] if a not in kept))
         if planner.sizes["batch"] % planner.mesh.extent(batch):
@@ -47,24 +48,22 @@ class Ends(NamedTuple):
         return (*self.tokens.axes, *self.held)
 
     def conversion(self, planner: Planner, spec: Spec, out: Spec, chosen: int) -> Conversion:
-        """Return the conversion of rows of type `out` to the ranks of their experts, in the sizes of the worst routing:
-        `chosen` rows of each token of type `spec`, or one for each expert of the ranks that exchange them."""
+        """Return the conversion of rows of type `out` to their experts' ranks, in the sizes of the worst routing."""
         length, batch, width = planner.shape(spec, self.tokens)
         experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
         before, after = (length * batch * min(chosen, experts), width), planner.shape(out)
         there = Step("all_to_allv", planner.mesh.ordered(self.exchanged), 0, 1, self.tokens.only, after)
         steps = ((there,), (replace(there, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
-        return Conversion(*steps, before, after, dtype_of(out), ragged=True)
+        return Conversion(steps[0], steps[1], before, after, dtype_of(out), True)
 
     def numbers(self, planner: Planner) -> list[Collective]:
-        """Return the collective by which ranks tell each other how many rows they send; [] if they send none."""
+        """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
         experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
         axes = planner.mesh.ordered(self.exchanged)
         return [Collective("all_to_all", axes, experts, "integers", "forward", self.tokens.only)] if axes else []
 
     def seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
-        """Return the axes along which a rank exchanges rows of type `out`, the number of the first expert of each rank
-        of its group, and how many each has."""
+        """Return the axes of a rank's exchange, the first expert of each rank there, and how many experts each has."""
         mesh, over = planner.mesh, planner.picked(out)["experts"]
         axes, each = mesh.ordered(self.exchanged), planner.sizes["experts"] // mesh.extent(over)
         group = mesh.group(rank, axes) if axes else (rank,)
@@ -82,9 +81,10 @@ class DispatchRowsOp(Op):
     after expert and token after token; and the counts of the rows of each expert, which products and `combine_rows`
     take. A token has a row for each expert whose weight, of type `of_weights`, is not 0: at most `chosen`. Tokens whole
     in length are converted to the rows' other dims and copied; then rows are sent along axes that move from batch to
-    experts."""
+    experts. The rows' gradient may be partial: it is summed as the tokens' gradient, which is smaller."""
 
     wide = ("inputs",)
+    open = {"outputs": "gradient"}
 
     def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check(name, spec, out)
@@ -97,23 +97,22 @@ class DispatchRowsOp(Op):
         ends = Ends.of(planner, spec, out)
         given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
         rows = ends.conversion(planner, spec, out, operation["chosen"])
-        conversions = [planner.enter(spec, ends.tokens, ends.axes), replace(given, backward=()), rows]
-        return planned(
-            planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes
-        )
+        enter = planner.enter(spec, ends.tokens, (*ends.axes, *planner.layout(out).gradient))
+        conversions = [enter, replace(given, backward=()), rows]
+        return planned(planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes)
 
     def run(self, ops, name, x, spec, weights, of_weights, out, chosen):
-        """Copy this rank's tokens and send them to their experts; return those of this rank's, and their counts."""
+        """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
         found = ops.planned(self.kind, name)
         enter, given, _ = found.conversions
         x, weights = ops.apply(x, enter), ops.apply(weights.detach(), given)
         if ops.absent(x):
             return x, None
-        kernel, ends = ops.kernels.rows, Ends.of(ops.plan.planner, spec, out)
+        kernel, ends = ops.kernels.expert_rows, Ends.of(ops.plan.planner, spec, out)
         seats = kernel.Seats(*ends.seats(ops.plan.planner, out, ops.communicator.rank))
         counts = kernel.count(ops.communicator, weights, seats, chosen)
         ops.sent(name, dict(zip(seats.experts, counts.given, strict=True)))
-        return kernel.dispatch(ops.communicator, x, counts), counts
+        return kernel.to_experts(ops.communicator, x, counts), counts
 
     def meter(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Count the memory of rows by the worst routing; of their places integers are kept."""
@@ -130,7 +129,6 @@ class DispatchRowsOp(Op):
             """Count the rows on their way back, and the sum of each token's."""
             back = _moved(ops, None, rows, sent)
             total = ops.new(n)
-            ops.new(n if chosen > 1 else 0)
             del back
             return [total]
 
@@ -140,9 +138,11 @@ class DispatchRowsOp(Op):
 
 class CombineRowsOp(Op):
     """Sum over its experts of what they made of each token, the rows `y` of type `spec` [rows d_model] with their
-    `counts`, times their weights: `out` [length batch d_model], 0 for tokens without an expert."""
+    `counts`, times their weights: `out` [length batch d_model], 0 for tokens without an expert. If `y` is
+    partial, so are these sums, which are smaller, and summed over ranks last."""
 
     wide = ("inputs",)
+    open = {"inputs": "value"}
 
     def record(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         _check(name, out, spec)
@@ -154,20 +154,20 @@ class CombineRowsOp(Op):
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
         ends = Ends.of(planner, out, spec)
         there = ends.conversion(planner, out, spec, operation["chosen"])
-        rows = replace(
-            there, forward=there.backward, backward=there.forward, before=there.after, after=there.before
-        )
-        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
-        conversions = [rows, given, _settled(planner, out, ends)]
+        rows = replace(there, forward=there.backward, backward=there.forward, before=there.after, after=there.before)
+        partial = planner.layout(spec).partial
+        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), (*ends.axes, *partial))
+        summands = replace(ends.tokens, partial=(*ends.held, *partial))
+        conversions = [rows, given, planner.enter(out, planner.layout(out), (), source=summands)]
         return planned(planner, operation, ends.tokens, conversions, compute_axes=ends.axes)
 
     def run(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
-        """Send the rows of this rank's experts back, and add up those of this rank's tokens."""
+        """Send the rows of this rank's experts back, and add up the rows of its tokens."""
         _, given, leave = ops.planned(self.kind, name).conversions
         weights = ops.apply(weights, given)
         if counts is None:
             return ops.apply(ops.empty_of([y, weights]), leave)
-        return ops.apply(ops.kernels.rows.combine(ops.communicator, y, weights, counts), leave)
+        return ops.apply(ops.kernels.expert_rows.from_experts(ops.communicator, y, weights, counts), leave)
 
     def meter(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
@@ -179,12 +179,13 @@ class CombineRowsOp(Op):
         back = _moved(ops, y, rows, sent)
         total = ops.tensor(prod(leave.before))
         n, itemsize = total.elements, ops.plan.itemsize[of_weights.dtype]
-        ops.new(3 * n, ops.wide)
+        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
+        ops.new(scratch, ops.wide)
 
         def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
             """Count the gradients of the weights, and of the rows on their way."""
             of_weights = ops.new(by_expert, itemsize)
-            ops.new(2 * n, ops.wide)
+            ops.new(scratch, ops.wide)
             made = ops.tensor(sent)
             return [_moved(ops, made, rows, there).storage, of_weights]
 
@@ -192,23 +193,8 @@ class CombineRowsOp(Op):
         return ops.apply(total, leave)
 
 
-def _settled(planner: Planner, out: Spec, ends: Ends) -> Conversion:
-    """Return the conversion of sums of rows, partial over the axes `held`, from the tokens' layout to that of `out`:
-    reduced where that only splits them further, then moved."""
-    goal, source = planner.layout(out), ends.tokens
-    finer = {d: goal[d] for d in out.dims if goal[d][: len(source[d])] == source[d]}
-    added = [a for d, axes in finer.items() for a in axes[len(source[d]) :]]
-    clear = not set(added) & set(source.axes) and len(finer) == len(out.dims) and {*source.only} <= {*goal.only}
-    between = goal if clear else source
-    first = leave(out.dims, source, between, ends.held)
-    then = planner.enter(out, goal, (), source=between)
-    found = Conversion((*first.forward, *then.forward), (*then.backward, *first.backward))
-    return planner.shaped(found, out, source, goal)
-
-
 def _moved(ops, rows, conversion: Conversion, elements: int):
-    """Count the memory of rows on their way to or from their experts, and in another order there; return what there is
-    in the end, of `elements`."""
+    """Count the memory of rows on their way; return what there is in the end, of `elements`."""
     if not conversion.forward:
         return rows if rows is not None else ops.tensor(elements)
     there = ops.tensor(max(prod(conversion.before), prod(conversion.after)))

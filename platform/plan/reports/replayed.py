@@ -1,5 +1,7 @@
-"""Bytes of a training step as its routing makes them: the plan's, but for collectives of rows, of which there are as many
-as tokens chose experts, and no more than the plan says."""
+"""Bytes of a training step by its routing: the plan's bytes, but for collectives of experts' rows.
+
+Of rows there are as many as tokens chose experts, and no more than the plan says.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
 from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Spec
-from platform.plan.operations.tables.rows import Ends
+from platform.plan.operations.tables.dispatch_rows import Ends
 
 # routing[rank][layer][pass][expert]: the rows that a rank's tokens have at an expert; without a rank's other stages
 Routing = Sequence[Mapping[str, Sequence[Sequence[int]]]]
 
 
 class _Layer(NamedTuple):
-    """One pass of a layer with rows: how many are at the experts of each rank, and how many it sends to others'."""
+    """Numbers of rows in a pass of a layer: by rank, at its experts, and sent from its tokens to others' experts."""
 
     here: Mapping[int, int]
     away: Mapping[int, int]
@@ -28,7 +30,7 @@ class _Layer(NamedTuple):
 
 def replayed(plan: Plan, routing: Routing) -> dict[str, int]:
     """Return the bytes that all workers together move in a training step with this `routing`, by `OP/AXES`, to the byte
-    as the run's counters measure them: `communication`, but for rows. `plan`: of all stages."""
+    as the run's counters measure them. `plan`: the plan of all stages."""
     found: Counter[str] = Counter()
     for _, c, launches in step_collectives(plan):
         if not c.rows:
@@ -76,5 +78,7 @@ def _elements(plan: Plan, c: Collective, one: _Layer) -> int:
     mesh, width = plan.mesh, c.elements // c.rows
     if c.op == "all_to_allv":
         return sum(one.away.values()) * width
-    groups = [group for group in mesh.groups(c.axes) if group[0] in one.here and at_zero(c.only, mesh.coordinates(group[0]))]
+    groups = [
+        group for group in mesh.groups(c.axes) if group[0] in one.here and at_zero(c.only, mesh.coordinates(group[0]))
+    ]
     return sum(TRAFFIC[c.op](len(group), one.here[group[0]] * width) for group in groups)

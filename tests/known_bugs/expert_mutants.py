@@ -1,0 +1,245 @@
+"""Mutants of experts: their routers, slots, gradients, norms and files as peers' bugs had them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+
+from platform.parallel.kernels.by_index import slots
+from platform.parallel.parallel_ops import ParallelOps
+from platform.plan.core.plan import Plan
+from platform.plan.language.functions import Router
+from platform.plan.operations.einsums import ProjectOp
+from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
+from platform.plan.operations.tables.route import RouteOp
+from platform.train.step import rank_parameters
+from platform.train.step.training_state import State
+from platform.weights import names
+from tests.known_bugs.mutants import Mutant, mutant
+
+Routed = Callable[..., tuple[Tensor, ...]]
+
+
+class OfRanks(Router):
+    """A router that knows how many ranks split the tokens and, of these, their sequences."""
+
+    tokens: int = 1
+    length: int = 1
+    batch: int = 1
+
+
+def on_ranks(change: Callable[..., tuple[Tensor, ...]]) -> Mutant:
+    """Make a mutant of routing, where several ranks split the tokens, of a function that takes the original, scores,
+    which tokens are real, an `OfRanks` router and the slots."""
+
+    def run_route(run, self, ops, name, scores, spec, tokens, router):
+        found = OfRanks(*vars(router).values())
+        layout = ops.plan.layout(spec)
+        for key, axes in {"tokens": layout.axes, "length": layout["length"], "batch": layout["batch"]}.items():
+            object.__setattr__(found, key, ops.plan.mesh.extent(axes))
+        return run(self, ops, name, scores, spec, tokens, found)
+
+    def routed(compute, scores, real, router, *more):
+        several = isinstance(router, OfRanks) and router.tokens > 1
+        return (change if several else _unchanged)(compute, scores, real, router, *more)
+
+    def put(patch: MonkeyPatch) -> None:
+        mutant(RouteOp, "run")(run_route)(patch)
+        mutant(slots, "_routed")(routed)(patch)
+
+    return put
+
+
+def _unchanged(compute: Routed, *given: Any) -> tuple[Tensor, ...]:
+    return compute(*given)
+
+
+def scaled(by: Callable[[OfRanks], float], **fields: Any) -> Mutant:
+    """Multiply by some number of ranks what a router adds to the loss; `fields`: factors of parts of it."""
+
+    @on_ranks
+    def change(compute, scores, real, router, *more):
+        weights, auxiliary, counts = compute(scores, real, router, *more)
+        _, part, _ = compute(scores, real, replace(router, **fields), *more)
+        return weights, auxiliary + part * (by(router) - 1), counts
+
+    return change
+
+
+losses_times_ranks_of_the_length = scaled(lambda router: router.length)
+balance_over_replicas = scaled(lambda router: 1 / router.batch, z=0.0)
+z_loss_over_tokens_of_ranks = scaled(lambda router: 1 / router.tokens, balance=0.0)
+
+
+@on_ranks
+def load_of_all_sequences_of_a_rank(compute, scores, real, router, *more):
+    """Return what is routed, where the balance is of the rank's sequences together."""
+    weights, auxiliary, counts = compute(scores, real, replace(router, balance=0.0), *more)
+    joined = [t.transpose(0, 1).flatten(0, 1).unsqueeze(1) for t in (scores, real)]
+    _, balance, _ = compute(*joined, replace(router, z=0.0), *more)
+    return weights, auxiliary + balance.view(real.shape[::-1]).t(), counts
+
+
+@on_ranks
+def capacity_of_all_sequences_of_a_rank(compute, scores, real, router, slots_, *more):
+    """Return what is routed, where an expert takes the first tokens of the rank, and not of each sequence."""
+    joined = [t.transpose(0, 1).flatten(0, 1).unsqueeze(1) for t in (scores, real)]
+    weights, _, counts = compute(*joined, router, slots_, *more)
+    _, auxiliary, _ = compute(scores, real, router, slots_, *more)
+    return weights.view(real.shape[1], real.shape[0], -1).transpose(0, 1).contiguous(), auxiliary, counts
+
+
+@mutant(slots, "_routed")
+def padding_is_routed(compute, scores, real, *more):
+    return compute(scores, torch.ones_like(real), *more)
+
+
+@mutant(slots, "_routed")
+def losses_without_gradient(compute, *given):
+    weights, auxiliary, counts = compute(*given)
+    return weights, auxiliary.detach() + 0 * auxiliary, counts
+
+
+def _of_router(**fields: Any) -> Mutant:
+    return mutant(slots, "_routed")(
+        lambda compute, scores, real, router, *more: compute(scores, real, replace(router, **fields), *more)
+    )
+
+
+weights_are_not_normalised = _of_router(normalised=False)
+weights_of_the_chosen_alone = _of_router(normalised=True)
+
+
+@mutant(slots, "_routed")
+def scaled_where_not_normalised(compute, scores, real, router, *more):
+    return compute(scores, real, replace(router, scale=1.0) if router.normalised else router, *more)
+
+
+@mutant(slots, "_routed")
+def scores_in_16_bits(compute, scores, *more):
+    return compute(scores.bfloat16().to(scores.dtype), *more)
+
+
+@mutant(slots, "_rows")
+def rows_of_nowhere_have_what_lies_there(rows, x, at):
+    return rows(x, at.clamp_min(0))
+
+
+@mutant(slots, "_rows")
+def rows_of_nowhere_are_not_numbers(rows, x, at):
+    return rows(x, at).masked_fill((at < 0).unsqueeze(-1), torch.nan)
+
+
+@mutant(ParallelOps, "count_routed")
+def counted_again_when_recomputed(count, self, counts, axes):
+    again, self.ahead.again = self.ahead.again, False
+    try:
+        return count(self, counts, axes)
+    finally:
+        self.ahead.again = again
+
+
+@mutant(ParallelOps, "count_routed")
+def counted_on_every_rank(count, self, counts, axes):
+    return count(self, counts, self.plan.mesh.axes)
+
+
+@mutant(ProjectOp, "run")
+def gradient_of_experts_times_ranks(run, self, ops, x, spec, weights, outs, biases=()):
+    """Return the products, whose gradient of an expert is once more for each rank that shares the experts."""
+    times = ops.plan.mesh.axes.get("expert", 1)
+    if weights[0].dims[0] != "experts" or len(weights[0].dims) < 3 or times == 1:
+        return run(self, ops, x, spec, weights, outs, biases)
+    parameter = ops.parameter
+    larger = {p.name: parameter(p) for p in weights}
+    ops.parameter = lambda p: larger[p.name] * times - (larger[p.name] * (times - 1)).detach()
+    try:
+        return run(self, ops, x, spec, weights, outs, biases)
+    finally:
+        del ops.parameter
+
+
+def of_experts(p: Any) -> bool:
+    return p.dims[0] == "experts" and len(p.dims) > 2
+
+
+@mutant(Plan, "split_over")
+def norm_of_the_first_rank_s_experts(split_over, self, p):
+    return tuple(a for a in split_over(self, p) if a != "expert") if of_experts(p) else split_over(self, p)
+
+
+@mutant(Plan, "split_over")
+def norm_of_experts_as_of_the_rest(split_over, self, p):
+    """Return the axes that split a parameter, for experts without those of tensors."""
+    return tuple(a for a in split_over(self, p) if a in ("expert", "data") or not of_experts(p))
+
+
+@mutant(Plan, "split_over")
+def norm_counts_the_rest_on_every_rank_of_experts(split_over, self, p):
+    found = split_over(self, p)
+    return found if "expert" in found or "expert" not in self.mesh.axes else (*found, "expert")
+
+
+@mutant(rank_parameters, "initialise")
+def every_rank_draws_the_first_experts(initialise, plan, communicator, p, seed, out):
+    first = SimpleNamespace(coordinates={**communicator.coordinates, "expert": 0})
+    return initialise(plan, first if of_experts(p) else communicator, p, seed, out)
+
+
+@mutant(CombineOp, "run")
+def results_come_back_in_another_order(run, self, ops, found, name, y, *more):
+    parts = ops.plan.mesh.axes.get("expert", 1)
+    return run(self, ops, found, name, torch.cat(y.chunk(parts)[::-1]) if parts > 1 else y, *more)
+
+
+@mutant(DispatchOp, "run")
+def tokens_take_slots_on_every_rank(run, self, ops, found, name, x, spec, weights, *more):
+    """Send each token once more for each rank that splits a sequence: those of others are no copies but summands."""
+    return run(self, ops, found, name, x, spec, weights, *more) * ops.plan.mesh.extent(ops.plan.layout(spec)["length"])
+
+
+@mutant(names, "_part_of_expert")
+def every_expert_is_the_first(part, p, shape, expert):
+    return part(p, shape, 0)
+
+
+@mutant(names, "_part_of_expert")
+def gate_and_up_change_places(part, p, shape, expert):
+    found, other = part(p, shape, expert), {"gate": "up", "up": "gate", "down": "down"}
+    layer, _, last = found.name.rpartition(".")
+    return replace(found, name=f"{layer}.{other[last]}")
+
+
+@mutant(State, "begin")
+def experts_stay_as_they_were_drawn(begin, self, *given):
+    begin(self, *given)
+    for name, weight in self._trainer.weights.master.items():
+        if ".experts." in name:
+            weight.data.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    self._trainer.weights.refresh()
+
+
+@mutant(State, "restore")
+def every_expert_is_the_first_after_a_restore(restore, self, *given, **more):
+    restore(self, *given, **more)
+    for name, weight in self._trainer.weights.master.items():
+        if ".experts." in name:
+            weight.data[1:] = weight.data[:1].clone()
+    self._trainer.weights.refresh()
+
+
+@mutant(CombineOp, "meter")
+def memory_of_a_dense_layer(meter, self, ops, found, name, y, *more):
+    """Count nothing of what experts keep but the sum of their results."""
+    note = ops.note
+    ops.note = lambda made, given, saved, *rest: note(made, given, (), *rest)
+    try:
+        return meter(self, ops, found, name, y, *more)
+    finally:
+        del ops.note
