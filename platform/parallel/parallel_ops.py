@@ -176,7 +176,7 @@ class ParallelOps(Ops):
         if first_pass and counts_at(self.communicator.coordinates, axes):
             self.routed = counts if self.routed is None else self.routed + counts
 
-    def sent(self, name: str, rows: Mapping[int, int]) -> None:
+    def sent(self, name: str, rows: Iterable[tuple[int, int]]) -> None:
         """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""
         if self.routing is not None and self.position.training and not self.ahead.again:
             every = [rows.get(expert, 0) for expert in range(self.plan.sizes["experts"])]
