@@ -51,6 +51,7 @@ class Attention(Residual):
         self.inner_biases = [] if biases == "none" else inner
         bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")
         self.output_bias = [bias] if biases == "all" else []
+        self.sink = Parameter(f"{name}.sink", ("heads",), "in", std=STD) if c.attention_sinks else None
         self.query_norm = Norm.of_heads(f"{name}.query_norm", c, "heads") if c.query_key_norm else None
         self.key_norm = Norm.of_heads(f"{name}.key_norm", c, "kv_heads") if c.query_key_norm else None
 
@@ -94,7 +95,7 @@ class Attention(Residual):
         if self.cross:
             k, v = ops.recall(self.name, k, v, m.core_key)
         hides: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": mask, "begins": begins}
-        a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, scale=self.scale, bias=bias, **hides)
+        a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, self.sink, scale=self.scale, bias=bias, **hides)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
         (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)
         return self.leave(ops, x, y, following)

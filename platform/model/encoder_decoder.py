@@ -9,8 +9,8 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.blocks import Stack
-from platform.model.layers import Activations, StackSpecs
-from platform.model.transformer import Embedding, Head, Transformer
+from platform.model.layers import Activations, StackSpecs, slots_of
+from platform.model.transformer import OF_TOKENS, Embedding, Head, Transformer
 from platform.plan.operations.words import Ops
 
 
@@ -25,7 +25,8 @@ class EncoderDecoder(Transformer):
         """Construct the embeddings, both stacks and the head of an encoder-decoder Transformer from its configuration
         `c`."""
         super().__init__(c)
-        source, target = StackSpecs(c.source_length or None), StackSpecs()
+        slots = slots_of(c, c.source_length) if c.experts else 0
+        source, target = StackSpecs(c.source_length or None, slots), StackSpecs()
         self.source = Embedding("encoder.", replace(c, within_documents=False), source, self.table)
         self.encoder = Stack("encoder.", c, source, causal=False)
         self.target = Embedding("decoder.", c, target, self.table)
@@ -41,14 +42,26 @@ class EncoderDecoder(Transformer):
         source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)
+        auxiliary = flow.pop("auxiliary", None)
         if "memory" not in flow:
-            flow["stream"], _ = self.encoder(ops, flow["stream"], units, mask=source)
+            more = {"mask": source, "tokens": source, "auxiliary": auxiliary}
+            flow["stream"], auxiliary = self.encoder(ops, flow["stream"], units, **more)
         if "decoder.embedding" in units:  # no mask: the target's padding is at its end, hidden by causality
             places = inputs.get("positions")
             flow = {"memory": flow.get("stream"), "stream": self.target(ops, inputs["tokens"], positions=places)}
+            auxiliary = self.handed_over(ops, auxiliary, source)
         if "memory" in flow:
-            more = {"memory": flow["memory"], "memory_mask": source}
-            flow["stream"], _ = self.decoder(ops, flow["stream"], units, **more)
+            more = {"memory": flow["memory"], "memory_mask": source, "auxiliary": auxiliary}
+            flow["stream"], auxiliary = self.decoder(ops, flow["stream"], units, tokens=inputs.get("tokens"), **more)
         if self.decoder.units[-1] in units:
             del flow["memory"]
-        return self.head(ops, flow["stream"], inputs.get("labels")) if "head" in units else flow
+        if "head" in units:
+            return self.head(ops, flow["stream"], inputs.get("labels"), auxiliary)
+        return flow if auxiliary is None else {**flow, "auxiliary": auxiliary}
+
+    def handed_over(self, ops: Ops, auxiliary: Any, source: Any) -> Any:
+        """Return, for each token of a target, the mean of the losses `auxiliary` in its source; None for none."""
+        if auxiliary is None:
+            return None
+        specs = [replace(stack.shapes.stream, dims=OF_TOKENS.dims) for stack in (self.encoder, self.decoder)]
+        return ops.sequence_mean("auxiliary", auxiliary, specs[0], source, specs[1])

@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "relu": ("relu", False),
     "silu": ("silu", False),
     "swiglu": ("gated_silu", True),
+    "swiglu_clamped": ("gated_clamped", True),
     "geglu": ("gated_gelu", True),
     "geglu_tanh": ("gated_gelu_tanh", True),
     "reglu": ("gated_relu", True),
@@ -27,7 +28,7 @@ ACTIVATIONS = {
 
 class Products(Layer):
     """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
-    have these Parameters one after the other, along a first dim experts, and no biases."""
+    have these Parameters one after the other, along a first dim experts."""
 
     def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, made: Spec | None = None):
         """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
@@ -41,9 +42,10 @@ class Products(Layer):
         self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, turned=True, **more) for n in names]
         out = STD / sqrt(2 * c.layers)
         self.down = Parameter(f"{name}.down", (*of_experts, "d_model", "d_ff"), "out", std=out, **more)
-        biases = [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros", sizes=p.sizes) for p in self.inner]
+        biases = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros", sizes=p.sizes) for p in self.inner]
         self.inner_biases = biases if bias else []
-        self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if bias else []
+        last = Parameter(f"{name}.down_bias", self.down.dims[:-1], "out" if of_experts else "vector", "zeros")
+        self.down_bias = [last] if bias else []
 
     def __call__(self, ops: Ops, x: Any, counts: Any = None) -> Any:
         """Return the feed-forward products of the activation x; `counts`: the numbers of experts' rows in x."""
@@ -74,19 +76,27 @@ class Experts(Residual):
         """Construct the router, the experts and the shared experts of a layer called `name`."""
         super().__init__(name, c, shapes)
         width = expert_width(c)
-        places = "experts batch slots" if c.capacity_factor else "rows"
-        of_experts, whole = (
-            Spec.of("experts", f"{places} {d}", s) for d, s in (("d_ff", (("d_ff", width),)), ("d_model", ()))
-        )
-        self.given, self.made = replace(whole, open="gradient"), replace(whole, open="value")
+        places = shapes.places if c.capacity_factor else shapes.rows
+        of_experts = replace(places, dims=(*places.dims[:-1], "d_ff"), sizes=(*places.sizes, ("d_ff", width)))
+        # sums over ranks are left to tokens, which are fewer; but a bias is added to what is complete
+        self.given, self.made = replace(places, open="gradient"), replace(places, open="" if c.expert_bias else "value")
         every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
-        self.experts = Products(f"{name}.experts", c, self.given, of_experts, bias=False, made=self.made)
-        shared = Products(f"{name}.shared", c, shapes.stream, every, bias=False) if c.shared_experts else None
+        biased = c.expert_bias
+        bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
+        self.score_bias = [bias] if biased else []
+        self.experts = Products(f"{name}.experts", c, self.given, of_experts, biased, self.made)
+        shared = Products(f"{name}.shared", c, shapes.stream, every, biased) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
         groups = c.router_groups, c.router_groups_kept, c.router_group_best
-        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups)
+        rate = c.balance_rate if c.router_bias else 0.0
+        self.rules = Router(*weights, c.balance_loss, c.z_loss, *groups, rate)
+        self.states = []
+        if c.router_bias:
+            self.states.append(Parameter(f"{name}.choice_bias", ("experts",), "choice", "zeros"))
+        if c.balance_over == "batch":
+            self.states.append(Parameter(f"{name}.load", ("experts",), "load", "ones"))
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
         """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token
@@ -94,8 +104,8 @@ class Experts(Residual):
         `Attention`."""
         s, name, chosen = self.shapes, self.name, self.rules.chosen
         entered = self.enter(ops, x) if entered is None else entered
-        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,))
-        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules)
+        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.score_bias)
+        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
         if "rows" in self.given.dims:
             rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)
             made = self.experts(ops, rows, counts)

@@ -52,8 +52,8 @@ class LatentAttention(Residual):
         )
         out, dims = STD / sqrt(2 * c.layers), ("d_model", *heads)
         self.output = Parameter(f"{name}.output", dims, "out", std=out, decay=True, sizes=self.value.sizes[-1:])
-        self.query_norm = Norm.of_latent(f"{name}.query_norm", "q_latent") if c.q_latent else None
-        self.kv_norm = Norm.of_latent(f"{name}.kv_norm", "kv_latent")
+        self.query_norm = Norm.of_latent(f"{name}.q_latent_norm", "q_latent") if c.q_latent else None
+        self.kv_norm = Norm.of_latent(f"{name}.kv_latent_norm", "kv_latent")
 
     def __call__(
         self,

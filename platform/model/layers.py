@@ -20,17 +20,20 @@ STD = 0.02  # standard deviation of normal initialisations; residual projections
 
 class StackSpecs:
     """Holds the Specs (region, dims) of the activations in one stack of blocks. `length`: tokens per sequence in this
-    stack; None: the model's length."""
+    stack, None for the model's length; `slots`: tokens of such a sequence that an expert takes."""
 
-    def __init__(self, length: int | None = None):
+    def __init__(self, length: int | None = None, slots: int = 0):
         """Construct the Specs of a Transformer stack's activations: regions, dims. `length`: its tokens a sequence."""
         sizes = () if length is None else (("length", length),)
+        own = () if length is None else (("slots", slots),)
         self.stream = Spec.of("stream", "length batch d_model", sizes)
         self.query = Spec.of("attention", "length batch heads d_kv", sizes)
         self.key = Spec.of("attention", "length batch kv_heads d_kv", sizes)
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
-        self.scores = Spec.of("stream", "length batch experts", sizes, "accumulate")
+        self.scores = Spec.of("stream", "length batch experts", (*sizes, *own), "accumulate")
+        self.places = Spec.of("experts", "experts batch slots d_model", own)
+        self.rows = Spec.of("experts", "rows d_model", sizes)
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
@@ -57,7 +60,8 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
     if c.rope_scaling == "none":
         return None
     magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
-    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, c.rope_low, c.rope_high, magnitude)
+    bounds = c.rope_low, c.rope_high, magnitude, c.rope_truncate
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds)
 
 
 def expert_width(c: ModelConfig) -> int:
@@ -66,11 +70,14 @@ def expert_width(c: ModelConfig) -> int:
 
 
 def places_of(c: ModelConfig) -> dict[str, int]:
-    """Return the size of the dim in which tokens lie at a model's experts: slots or, without a capacity, rows."""
-    even = c.length * c.experts_per_token / c.experts
-    slots = min(c.length, ceil(c.capacity_factor * even))
-    # slots for a sequence, at most one for each token; rows of one token: it has as many as it chooses experts
-    return {"slots": slots} if c.capacity_factor else {"rows": c.experts_per_token}
+    """Return the size of the dim in which a model's tokens lie at experts: slots, or rows that each token has."""
+    return {"slots": slots_of(c, c.length)} if c.capacity_factor else {"rows": c.experts_per_token}
+
+
+def slots_of(c: ModelConfig, length: int) -> int:
+    """Return how many tokens of a sequence of `length` an expert takes, by the model configuration: at most all."""
+    even = length * c.experts_per_token / c.experts
+    return min(length, ceil(c.capacity_factor * even)) if c.capacity_factor else length
 
 
 class Layer:

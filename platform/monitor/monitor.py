@@ -20,8 +20,8 @@ OnStep = Callable[[MetricsRow], None]
 class Service(Protocol):
     """Service outside of the run that is sent its numbers, and may fail without harm to it."""
 
-    def step(self, values: dict[str, float]) -> None:
-        """Send the numbers of a committed step, by their W&B names, to this outside service, such as W&B."""
+    def step(self, values: dict[str, float | list[int]]) -> None:
+        """Send a committed step, numbers and histograms by their W&B names, to this outside service, such as W&B."""
 
     def summary(self, values: dict[str, Any]) -> None:
         """Send numbers of the whole run, by their W&B names, to this outside service, such as W&B."""

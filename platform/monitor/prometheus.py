@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 PREFIX = "platform_"  # Ray puts ray_ before it
@@ -17,21 +18,22 @@ class RayGauges:
         """Prepare the Prometheus gauges of a run, labelled with `run`, the name of its directory."""
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
 
-    def step(self, values: dict[str, float]) -> None:
-        """Set a run's Prometheus gauges to a step's values by name, making new ones; do nothing once Ray is gone."""
+    def step(self, values: Mapping[str, Any]) -> None:
+        """Set a run's Prometheus gauges to a step's numbers by name, no histograms; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
 
         if not ray.is_initialized():
             return
-        for name, value in values.items():
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
             if name not in self._gauges:
                 self._gauges[name] = Gauge(gauge_name(name), name, (TAG,))
             self._gauges[name].set(float(value), self._tags)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Set the Prometheus gauges of numbers of the whole run by name, which W&B gets too."""
-        self.step({name: value for name, value in values.items() if isinstance(value, int | float)})
+        self.step(values)
 
     def close(self, status: int) -> None:
         """End the Prometheus gauges with the driver: Ray forgets the metrics of an ended process."""

@@ -21,8 +21,8 @@ class SumsOverRanks(Protocol):
     def elements(self) -> Mapping[str, int]:
         """Return parameter name -> number of its elements over all ranks, for Adafactor."""
 
-    def shape(self, name: str) -> tuple[int, int] | None:
-        """Return (rows, columns) of a parameter's matrix if Adafactor factors its second moments, else None."""
+    def shape(self, name: str) -> tuple[int, int, int] | None:
+        """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
 
     def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums of a parameter's squared gradient by row and column, of this rank's part, for Adafactor."""
@@ -74,14 +74,16 @@ class Adafactor(torch.optim.Optimizer):
         assert w.grad is not None, "every part has a gradient"
         return self.factors.sides(name, w.grad) if self.factors.shape(name) else ()
 
-    def _begin(self, w: Tensor, shape: tuple[int, int] | None) -> dict[str, Any]:
-        """Return the optimizer state of a parameter, which its first Adafactor update creates; `shape`: rows and
-        columns of a matrix, None for other parameters."""
+    def _begin(self, w: Tensor, shape: tuple[int, int, int] | None) -> dict[str, Any]:
+        """Return the optimizer state of a parameter, which its first Adafactor update creates; `shape`: number, rows
+        and columns of matrices, None for other parameters."""
         state = self.state[w]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)
             if shape:
-                state[ROWS], state[COLUMNS] = (torch.zeros(n, dtype=w.dtype, device=w.device) for n in shape)
+                state[ROWS], state[COLUMNS] = (
+                    torch.zeros(shape[0] * n, dtype=w.dtype, device=w.device) for n in shape[1:]
+                )
             else:
                 state[WHOLE] = torch.zeros_like(w, requires_grad=False)
         return state
@@ -97,9 +99,11 @@ class Adafactor(torch.optim.Optimizer):
         part = (state["step"].double() ** self._o.beta2_decay).to(w.dtype)
         if shape:
             rows, columns = state[ROWS], state[COLUMNS]
-            for moment, squares, others in ((rows, sides[0], shape[1]), (columns, sides[1], shape[0])):
+            for moment, squares, others in ((rows, sides[0], shape[2]), (columns, sides[1], shape[1])):
                 moment.lerp_(squares / others, part)
-            moments = self.factors.product(name, rows / rows.mean().clamp(min=eps), columns, gradient)
+            by_matrix = rows.view(shape[0], -1)
+            relative = by_matrix / by_matrix.mean(1, keepdim=True).clamp(min=eps)
+            moments = self.factors.product(name, relative.view(-1), columns, gradient)
         else:
             moments = state[WHOLE].lerp_(gradient.square(), part).clone()
         return _square(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))

@@ -31,7 +31,7 @@ class WholeMatrices(Protocol):
         """Yield (name, this rank's part of `function` of the whole matrix) for Muon, gathered from `parts`."""
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Return the (rows, columns) of the whole weight matrix `name`, over all ranks, for Muon."""
+        """Return the (rows, columns) of each whole weight matrix that the parameter `name` is, for Muon."""
 
 
 class Muon(torch.optim.AdamW):
@@ -69,7 +69,7 @@ class Muon(torch.optim.AdamW):
         parts = {name: self._momentum(w) for name, (w, _) in owned.items()}
 
         def made(whole: Tensor) -> Tensor:
-            """Return Muon's orthogonal update of one whole matrix, computed in bf16 for a model in half precision."""
+            """Return Muon's orthogonal update of whole matrices, computed in bf16 for a model in half precision."""
             x = whole.bfloat16() if self.matrices.half else whole
             return orthogonal(x, o.newton_schulz).to(whole.dtype)
 
@@ -93,11 +93,12 @@ class Muon(torch.optim.AdamW):
 
 def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
     """Return Muon's orthogonal update: a matrix with the singular vectors of `matrix` and singular values near 1, of
-    the same type, after so many `iterations` of Newton and Schulz."""
+    the same type, after so many `iterations` of Newton and Schulz; of [number, rows, columns] each matrix by itself."""
     a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=EPS)
+    add, tall = torch.addmm if matrix.dim() == 2 else torch.baddbmm, matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(iterations):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if matrix.shape[0] > matrix.shape[1] else x).contiguous()
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()

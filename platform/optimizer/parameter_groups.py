@@ -56,8 +56,8 @@ def find_factored(plan: Plan) -> list[str]:
 
 
 def _is_matrix(p: Parameter) -> bool:
-    """Return True if a parameter is one matrix; experts' are as many as there are experts."""
-    return len(p.dims) > 1 and "experts" not in p.dims
+    """Return True if a parameter is a matrix, or one for each expert."""
+    return len(p.dims) - p.stacked > 1
 
 
 def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:

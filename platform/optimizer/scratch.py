@@ -10,7 +10,6 @@ from platform.config.fields import Optimizer
 from platform.plan.core.factored import summed_sizes
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
-from platform.plan.language.numbers import matrix_shape
 from platform.plan.language.ops import Parameter
 
 
@@ -61,11 +60,10 @@ def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
 
 
 def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
-    """Return the peak bytes of temporary memory while Muon gathers one weight matrix and makes it orthogonal
-    (`muon.orthogonal`). `wide`: bytes per element of master copies."""
-    sizes = plan.planner.sizes_of(p)
-    rows, columns = matrix_shape(p.role, [sizes[d] for d in p.dims])
-    n, square = rows * columns, min(rows, columns) ** 2
+    """Return the peak bytes of temporary memory while Muon gathers a parameter's matrices and makes them
+    orthogonal (`muon.orthogonal`). `wide`: bytes per element of master copies."""
+    number, rows, columns = p.matrices(plan.planner.shape(p, plan.joined(p)))
+    n, square = number * rows * columns, number * min(rows, columns) ** 2
     half = plan.itemsize["compute"] == 2
     whole = wide * n if plan.joining(p) else 0
     narrow, item = (2 * n, 2) if half else (0, wide)

@@ -88,10 +88,10 @@ class ParallelOps(Ops):
         self.residency: Residency | None = None  # of parameters that are gathered for each block
         self.ahead = Ahead(plan, self._start, ahead)
         self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
-        self.routed: Tensor | None = (
-            None  # tokens that chose each expert, and that it took, of a training step's passes
-        )
-        self.routing: dict[str, list[Sequence[int]]] | None = None  # where somebody records it: see `core.rows`
+        # by layer, how many tokens chose each expert and how many it took, in the passes of a training step
+        self.routed: dict[str, Tensor] = {}
+        # by layer, the rows of each expert that passes have sent: kept where it is {} at first (`reports.replayed`)
+        self.routing: dict[str, list[Sequence[int]]] | None = None
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
@@ -170,11 +170,11 @@ class ParallelOps(Ops):
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
-    def count_routed(self, counts: Tensor, axes: Sequence[str]) -> None:
-        """Add to `routed` the `counts` of a layer in training, of sequences that are split over `axes`."""
+    def count_routed(self, name: str, counts: Tensor, axes: Sequence[str]) -> None:
+        """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`."""
         first_pass = self.position.training and not self.ahead.again
         if first_pass and counts_at(self.communicator.coordinates, axes):
-            self.routed = counts if self.routed is None else self.routed + counts
+            self.routed[name] = self.routed[name] + counts if name in self.routed else counts
 
     def sent(self, name: str, rows: Iterable[tuple[int, int]]) -> None:
         """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""

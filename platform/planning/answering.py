@@ -28,7 +28,9 @@ def answering_model(config: Config, source: int = 0) -> Any:
     inputs, as if sequences were documents. `source`: tokens that its encoder reads, 0: as configured. Raises
     ConfigError for a model that writes no text from left to right, part by part up to its head."""
     c = config.model
-    found = build_model(replace(c, within_documents=True, source_length=source or c.source_length or c.length))
+    capacity = c.capacity_factor and float(c.experts)  # a slot for every token of a source
+    length = source or c.source_length or c.length
+    found = build_model(replace(c, within_documents=True, source_length=length, capacity_factor=capacity))
     if HEAD in getattr(found, "units", ()) and getattr(found, "causal", True):
         return found
     raise ConfigError(violation("model.kind", c.kind, "generates no text", ["decoder", "encoder_decoder"]))

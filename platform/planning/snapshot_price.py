@@ -6,12 +6,12 @@ from collections import Counter
 from math import ceil
 from typing import NamedTuple
 
-from platform.checkpoint.blocks.placement import planned_tensors
+from platform.checkpoint.blocks.placement import planned_states, planned_tensors
 from platform.config.fields import Config
 from platform.config.groups.execution_group import AUTO
 from platform.optimizer.optimizers import kept_numbers
+from platform.plan.core.factored import sides
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import matrix_shape
 from platform.plan.memory.hardware import dense_bf16_peak
 from platform.planning.memory_budget import device_kind
 
@@ -47,11 +47,12 @@ def leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
     if plan.mesh.size <= per_node:
         return 0
     kept, lonely = kept_numbers(config), Counter[int]()
-    rows = {p.name: sum(matrix_shape(p.role, plan.global_shape(p))) for p in plan.parameters if p.name in plan.factored}
-    for held in planned_tensors(plan, "model", "float32"):
+    trained = {p.name for p in plan.parameters if p.name not in plan.frozen}
+    rows = {p.name: sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored}
+    for held in (*planned_tensors(plan, "model", "float32"), *planned_states(plan, "float32")):
         name = held.name.removeprefix("model.")
         less = name in plan.matrices or name in plan.factored
-        numbers = 1 if name in plan.frozen else 1 + kept - less
+        numbers = 1 + kept - less if name in trained else 1
         parts = [(box.size * numbers, {rank // per_node for rank in ranks}) for box, ranks in held.holders.items()]
         parts += [(rows[name], set().union(*(nodes for _, nodes in parts)))] if name in rows else []
         for elements, nodes in parts:

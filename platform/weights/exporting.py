@@ -10,7 +10,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from platform.boundary.files.file_storage import Storage, all_or_nothing
@@ -54,21 +53,24 @@ class Exportable:
         """List the tensors of a model to export, named and ordered as transformers stores them."""
         return stored_tensors(self.model, self.family, self.fused)
 
+    @cached_property
+    def _states(self) -> set[str]:
+        """Return the names of our parameters without gradient, which rounding would change for good."""
+        return {name for name, (p, _) in parameters_of(self.model).items() if p.is_state}
+
     def type_of(self, stored: Stored) -> str:
-        """Return the element type in which a tensor is exported for transformers, such as "bfloat16"."""
+        """Return the element type of an exported tensor, such as "bfloat16"; a router's bias keeps the checkpoint's."""
         kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
-        return self.dtype or max(kinds, key=TYPES[::-1].index)
+        kept = self._states.issuperset(part.name for part in stored.parts)
+        return ("" if kept else self.dtype) or max(kinds, key=TYPES[::-1].index)
 
     def read(self, stored: Stored) -> Tensor:
-        """Read a tensor in transformers' form from the checkpoint: its parameters as one matrix, in the exported type.
-        Raises Refused or OSError."""
-        parts = []
-        for part in stored.parts:
-            found = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
-            parts.append(found.reshape(part.rows, part.columns))
-        matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
-        matrix = matrix.t() if stored.turned else matrix
-        return matrix.reshape(stored.shape).to(DTYPES[self.type_of(stored)]).contiguous()
+        """Read a tensor in transformers' form and the exported type from the checkpoint. Raises Refused or OSError."""
+        blocks = [
+            read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
+            for part in stored.parts
+        ]
+        return stored.join_blocks(blocks).to(DTYPES[self.type_of(stored)]).contiguous()
 
 
 def exportable(
@@ -92,7 +94,7 @@ def exportable(
     config = _config(model, family, source, token_ids(vocabulary, model))
     chosen = family_of(config)
     if fused and not chosen.fused:
-        raise ConfigError(f"--fused: {chosen.architecture} has no experts; leave it out")
+        raise ConfigError(f"--fused: {chosen.architecture} has one form of names; leave it out")
     found = Exportable(storage, directory, manifest, model, chosen, config, dtype, fused)
     refuse_all(_lacking(found))
     config["dtype"] = found.type_of(found.tensors[0])

@@ -35,7 +35,7 @@ _Index = Annotated[dict[str, object], OpenMap((("weight_map", dict[Name, _File])
 
 class Place(NamedTuple):
     """Bytes [start, end) of a file of a folder, and how they hold a piece: as they are, or (`width` > 0) as rows of so
-    many elements, of which columns [first, last) are the piece turned."""
+    many elements, of which columns [first, last), every `step`-th, are the piece turned."""
 
     file: str
     start: int
@@ -43,6 +43,7 @@ class Place(NamedTuple):
     width: int = 0
     first: int = 0
     last: int = 0
+    step: int = 1
 
 
 class SavedModel:
@@ -135,25 +136,16 @@ class SavedModel:
         dtype, size = str(t.type).removeprefix("torch."), t.type.itemsize
         begin, _ = t.data_offsets
         out: list[Piece[Place]] = []
-        row = 0
-        if stored.turned:
-            width, columns = stored.shape[1], stored.shape[0]
-            unit = _unit(stored.parts[0])
-            step = max(1, LARGEST_BLOCK // (width * size * unit)) * unit
-            for a in range(0, columns, step):
-                b, row = min(columns, a + step), 0
-                for part in stored.parts:
-                    place = Place(file, begin + a * width * size, begin + b * width * size, width, row, row + part.rows)
-                    out.append(Piece(f"model.{part.name}", dtype, _columns(part, a, b), place))
-                    row += part.rows
-            return out
-        for part in stored.parts:
-            at = begin + row * part.columns * size
-            whole = HeldTensor(f"model.{part.name}", dtype, part.shape, {part.box: (0,)})
-            for share in shares([whole], 0):
-                out.append(Piece(whole.name, dtype, share.box, Place(file, at, at + share.nbytes)))
-                at += share.nbytes
-            row += part.rows
+        for parts in stored.matrices:
+            if stored.turned or stored.alternate:
+                out += _turned(parts, dtype, Place(file, begin, begin), size, stored.alternate)
+                begin += sum(part.rows * part.columns for part in parts) * size
+                continue
+            for part in parts:
+                whole = HeldTensor(f"model.{part.name}", dtype, part.shape, {part.box: (0,)})
+                for share in shares([whole], 0):
+                    out.append(Piece(whole.name, dtype, share.box, Place(file, begin, begin + share.nbytes)))
+                    begin += share.nbytes
         return out
 
     def fetch(self, wanted: Sequence[Piece[Place]], into: Sequence[Tensor]) -> None:
@@ -174,8 +166,8 @@ class SavedModel:
         found = torch.frombuffer(data, dtype=torch.uint8)
         if place.width:
             size = piece.nbytes // piece.box.size
-            rows = found.view(-1, place.width, size)[:, place.first : place.last]
-            memory.view(place.last - place.first, -1, size).copy_(rows.transpose(0, 1))
+            rows = found.view(-1, place.width, size)[:, place.first : place.last : place.step].transpose(0, 1)
+            memory.view(len(rows), -1, size).copy_(rows)
         else:
             memory.copy_(found)
 
@@ -206,15 +198,38 @@ def _opened(source: str) -> tuple[Storage, str]:
     return open_storage(source, "source"), ""
 
 
+def _turned(
+    parts: Sequence[MatrixPart], dtype: str, begin: Place, size: int, alternate: bool
+) -> Iterator[Piece[Place]]:
+    """Yield the pieces of our parameters in a matrix of a saved model that is stored with columns first, from `begin`
+    on, in elements of `size` bytes; `alternate`: a row of each in turn."""
+    width, columns = sum(part.rows for part in parts), parts[0].columns
+    unit = _unit(parts[0])
+    step = max(1, LARGEST_BLOCK // (width * size * unit)) * unit
+    for a in range(0, columns, step):
+        b, row = min(columns, a + step), 0
+        start, end = (begin.start + at * width * size for at in (a, b))
+        for number, part in enumerate(parts):
+            rows = (number, width, len(parts)) if alternate else (row, row + part.rows, 1)
+            yield Piece(f"model.{part.name}", dtype, _columns(part, a, b), Place(begin.file, start, end, width, *rows))
+            row += part.rows
+
+
+def _first_column(part: MatrixPart) -> int:
+    """Return the first dim of our parameter whose indices are columns, not rows, of its matrix in a saved model."""
+    extent = part.box.extent
+    return max(i for i in range(len(extent) + 1) if prod(extent[:i]) == part.rows)
+
+
 def _unit(part: MatrixPart) -> int:
     """Return the width of one index of a first column dim in a weight's saved matrix: d_kv for heads, else 1."""
-    return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
+    return prod(part.box.extent[_first_column(part) + 1 :])
 
 
 def _columns(part: MatrixPart, a: int, b: int) -> Box:
     """Return the block of our parameter that is in columns [a, b), whole heads, of its matrix in a saved model."""
-    if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
-        unit = prod(part.shape[2:])
-        return Box((0, a // unit, *(0 for _ in part.shape[2:])), (part.shape[0], (b - a) // unit, *part.shape[2:]))
-    *rows, _ = part.shape
-    return Box((*(0 for _ in rows), a), (*rows, b - a))
+    first, unit = _first_column(part), _unit(part)
+    offset, extent = list(part.box.offset), list(part.box.extent)
+    if first < len(extent):
+        offset[first], extent[first] = offset[first] + a // unit, (b - a) // unit
+    return Box(tuple(offset), tuple(extent))

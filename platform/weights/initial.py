@@ -160,7 +160,7 @@ def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterat
 
 def _differences(there: Model, here: Model) -> list[str]:
     """Return a line per key by which the model `here` computes otherwise than the one whose weights initialise it."""
-    mine, theirs = meaning(here), meaning(there)
+    mine, theirs = ({**meaning(m), "capacity_factor": m.capacity_factor * (m.experts > 0)} for m in (here, there))
     return [
         f"model.{key}={getattr(here, key)} here, {getattr(there, key)} where the weights come from"
         for key in vars(here)

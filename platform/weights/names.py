@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from math import prod
 
+import torch
+from torch import Tensor
+
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.blocks.box import Box
 from platform.config.fields import Model
 from platform.model import build_model
-from platform.plan.language.ops import Parameter
+from platform.plan.language.ops import STATES, Parameter
 from platform.weights.families.family import Family, TensorRow
 
 MOST_MATRICES = 1 << 20  # of experts: as many as an index of files names
@@ -19,8 +22,8 @@ MOST_MATRICES = 1 << 20  # of experts: as many as an index of files names
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Parameter of ours, or the block `box` of it that belongs to one expert, and the matrix that transformers sees in
-    it: `rows` are what its product adds, `columns` what it contracts. A vector has one column."""
+    """Parameter of ours, or the block `box` of it that belongs to one expert or head, and the matrix that transformers
+    sees in it: `rows` are what its product adds, `columns` what it contracts. A vector has one column."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,30 +35,45 @@ class MatrixPart:
 @dataclass(frozen=True)
 class Stored:
     """Tensor of theirs, by name, and the parameters of ours that it holds: it is the matrix of their rows, one after
-    another; `turned`: stored with columns first; `vector`: its matrix has one column, and it is stored as a vector;
-    `stacked`: the number of experts whose matrices it stacks, else 0."""
+    another, or a row of each in turn (`alternate`); `turned`: stored with columns first; `vector`: its matrix has one
+    column, and it is stored as a vector; `stacked`: the number of experts whose matrices it stacks, else 0."""
 
     name: str
     parts: tuple[MatrixPart, ...]
     turned: bool
     vector: bool = False
+    alternate: bool = False
     stacked: int = 0
+
+    @property
+    def matrices(self) -> list[tuple[MatrixPart, ...]]:
+        """Return the parts of each matrix that this tensor stacks, or of the one that it is."""
+        each = len(self.parts) // max(1, self.stacked)
+        return [self.parts[i : i + each] for i in range(0, len(self.parts), each)]
+
+    def join_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return this tensor of transformers, made of the `blocks` of our parameters that are its parts."""
+        found, rest = [], iter(blocks)
+        for parts in self.matrices:
+            rows = [next(rest).reshape(part.rows, part.columns) for part in parts]
+            matrix = torch.stack(rows, 1).flatten(0, 1) if self.alternate else torch.cat(rows)
+            found.append(matrix.t() if self.turned else matrix)
+        return torch.stack(found).reshape(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape in which transformers stores this tensor."""
-        rows, columns = sum(p.rows for p in self.parts), self.parts[0].columns
-        if self.vector:
-            return (rows,)
-        if self.stacked:
-            return (self.stacked, rows // self.stacked, columns)
-        return (columns, rows) if self.turned else (rows, columns)
+        rows, columns = sum(p.rows for p in self.matrices[0]), self.parts[0].columns
+        one = (rows,) if self.vector else (columns, rows) if self.turned else (rows, columns)
+        return (self.stacked, *one) if self.stacked else one
 
 
 def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
-    """Return name -> (parameter, global shape) of every parameter of a model, to match with names of saved weights."""
+    """Return name -> (parameter, global shape) of every parameter of a model, to match with names of saved weights; of
+    states, those on which what a trained model says depends."""
     model = build_model(m)
-    return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model.parameters()}
+    kept = [p for p in model.parameters() if STATES.get(p.role, "model") == "model"]
+    return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in kept}
 
 
 def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored]:
@@ -70,15 +88,20 @@ def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored
         if row.gated not in (None, gated) or not all(part in left for part in ours):
             continue
         found = [left.pop(part) for part in ours]
+        vector = _is_vector(name, found[0][0])
+        if row.by_head:
+            each = [tuple(_part_of_one(*one, head) for one in found) for head in range(m.heads)]
+            out.append(Stored(name, tuple(chain.from_iterable(each)), row.turned))
+            continue
         if not _of_experts(found[0][0]):
-            vector = _is_vector(name, found[0][0])
             out.append(Stored(name, tuple(_part(*one, vector) for one in found), row.turned, vector))
             continue
-        each = [tuple(_part_of_expert(*one, e) for one in found) for e in range(m.experts)]
+        each = [tuple(_part_of_one(*one, e) for one in found) for e in range(m.experts)]
         if "{e}" in name:
-            out += [Stored(name.replace("{e}", str(e)), parts, row.turned) for e, parts in enumerate(each)]
+            out += [Stored(name.replace("{e}", str(e)), parts, row.turned, vector) for e, parts in enumerate(each)]
         else:
-            out.append(Stored(name, tuple(chain.from_iterable(each)), row.turned, stacked=m.experts))
+            parts = tuple(chain.from_iterable(each))
+            out.append(Stored(name, parts, row.turned, vector, row.alternate, m.experts))
     if left:
         raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(left)}")
     return out
@@ -86,12 +109,12 @@ def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored
 
 def _is_vector(name: str, p: Parameter) -> bool:
     """Return True if transformers stores the tensor `name`, our parameter `p`, as a vector: a bias, a norm's gain."""
-    return name.endswith(".bias") or p.name.endswith(".gain") or len(p.dims) == 1
+    return name.endswith("bias") or p.name.endswith(".gain") or len(p.dims) == 1
 
 
 def _of_experts(p: Parameter) -> bool:
-    """Return True if our parameter `p` is a matrix for each expert, which saved weights may hold one by one."""
-    return p.dims[0] == "experts" and len(p.dims) > 2
+    """Return True if our parameter `p` is a matrix or bias for each expert, which saved weights may hold one by one."""
+    return p.dims[0] == "experts" and p.role in ("in", "out")
 
 
 def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
@@ -111,10 +134,10 @@ def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
     return MatrixPart(p.name, shape, rows, prod(shape) // rows, Box.whole(shape))
 
 
-def _part_of_expert(p: Parameter, shape: tuple[int, ...], expert: int) -> MatrixPart:
-    """Describe the matrix of one expert in our parameter `p`, with the expert's number, as transformers stores it."""
-    _, rows, columns = shape
-    return MatrixPart(p.name, shape, rows, columns, Box((expert, 0, 0), (1, rows, columns)))
+def _part_of_one(p: Parameter, shape: tuple[int, ...], number: int) -> MatrixPart:
+    """Describe the matrix or bias of one expert, or head, in our parameter `p` as transformers stores it."""
+    rows, columns = shape[1], prod(shape[2:])
+    return MatrixPart(p.name, shape, rows, columns, Box((number, *(0 for _ in shape[1:])), (1, *shape[1:])))
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from platform.weights.families.known import COMMON, FAMILIES
 
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
 _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length",
-                "capacity_factor", "balance_loss", "z_loss")  # fmt: skip
+                "capacity_factor", "balance_loss", "balance_over", "balance_rate", "z_loss")  # fmt: skip
 _OF_OTHERS = ("io", "hidden")
 _OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing
 _OF_EXPERTS = (
-    *("experts_per_token", "experts_every", "dense_layers", "expert_d_ff", "shared_experts"),
-    *("router", "router_normalised", "router_scale"),
+    *("experts_per_token", "experts_every", "dense_layers", "expert_d_ff", "expert_bias", "shared_experts"),
+    *("router", "router_normalised", "router_scale", "router_bias"),
 )
 _OF_LATENTS = ("q_latent", "d_rope", "d_value")
 _OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")
@@ -97,6 +97,7 @@ def meaning(m: Model) -> dict[str, Any]:
         out["window_layers"] = []
     unused = [] if m.positions == "rope" else ["rope_theta", "rope_pairs", "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
+    unused += ["rope_truncate"] if m.rope_scaling != "yarn" else []
     unused += [] if m.experts else _OF_EXPERTS
     unused += ["d_ff"] if m.experts and m.experts_every == 1 and not m.dense_layers else []
     unused += [] if m.kv_latent else _OF_LATENTS

@@ -50,6 +50,8 @@ def louder(trainer: Trainer) -> None:
     with torch.no_grad():
         for name, w in trainer.weights.master.items():
             w.mul_(1.0 if "norm" in name else LOUD)
+        for state in trainer.weights.states.values():
+            state.copy_(torch.linspace(-0.5, 0.5, len(state)))
     trainer.weights.refresh()
 
 
@@ -88,7 +90,7 @@ def whole_weights(c: Config) -> dict[str, Tensor]:
     trainer = trainer_of(one, plan, SingleRank(plan.mesh))
     louder(trainer)
     return {n: w.detach()[tuple(map(slice, plan.global_shape(p)))]
-            for p in plan.parameters for n, w in [(p.name, trainer.weights.compute[p.name])]}  # fmt: skip
+            for p in (*plan.parameters, *plan.states) for n, w in [(p.name, trainer.weights.read[p.name])]}  # fmt: skip
 
 
 def uncached(c: Config, w: dict[str, Tensor], ids: Sequence[int], source: Sequence[int]) -> Tensor:

@@ -49,7 +49,7 @@ OTHERS = {
     "llama": MODELS["llama"],
     "modern": MODELS["modern"],
     "latent": MODELS["latent"],
-    "sinusoidal": {"positions": "sinusoidal", "window": 4, "tied": False},
+    "sinusoidal": {"positions": "sinusoidal", "window": 4, "attention_sinks": True, "tied": False},
     "t5": {**MODELS["t5"], "tied": False},
     "original": {**MODELS["original"], "tied": False},
     "learned_pair": {"kind": "encoder_decoder", "tied": False},
@@ -164,6 +164,7 @@ OF_EXPERTS = {
     "shared": {"data": 2, "experts_of": 2},
     "shared, 1d_sp": {"tensor": "1d_sp", "axes": {"t": 2}, "data": 2, "experts_of": 2},
     "shared, stages, zero": {"pipeline": "1f1b", "stages": 2, "data": 4, "experts_of": 2, "zero": 3},
+    "shared, biased": {"data": 2, "experts_of": 2, "router_bias": True, "router": "sigmoid", "balance_over": "batch"},
 }
 
 
@@ -172,6 +173,24 @@ def test_experts_drop_no_token_of_an_answer(name):
     """Whatever the capacity in training: a pass has as many slots as tokens."""
     sizes = {"microbatch": 8, "global_batch": 16, **MODELS["experts"], **SMALL, "capacity_factor": 0.25, "tied": False}
     examine(configure(**sizes, **OF_EXPERTS[name]))
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_without_a_capacity_answer(name):
+    sizes = {"microbatch": 8, "global_batch": 16, **MODELS["experts"], **SMALL, "capacity_factor": 0.0, "tied": False}
+    examine(configure(**sizes, **OF_EXPERTS[name]))
+
+
+def test_experts_of_both_stacks_drop_none_either():
+    sizes = {
+        **MODELS["t5"],
+        "microbatch": 8,
+        "global_batch": 16,
+        **MODELS["experts"],
+        "capacity_factor": 0.25,
+        "activation": "gelu",
+    }
+    examine(configure("1d_sp", {"t": 2}, data=2, experts_of=2, **{**sizes, **SMALL, "tied": False}))
 
 
 def test_negative_control_padding_is_seen(monkeypatch):

@@ -127,6 +127,13 @@ def test_mesh_tensorflows_table_2(row):
         ("gpt3_13b", 12.85),
         ("gpt_175b", 174.6),
         ("llama_8b", 8.030),
+        ("olmoe_7b", 6.919),
+        ("gpt_oss_20b", 20.91),
+        ("gpt_oss_120b", 116.8),
+        ("mixtral_8x7b", 46.70),
+        ("deepseek_v2_lite", 15.71),
+        ("qwen3_235b_a22b", 235.1),
+        ("deepseek_v3", 671.0),
     ],
 )
 def test_the_sizes_of_models(model, billions):
@@ -139,6 +146,18 @@ def test_every_model_has_its_size_in_its_name_or_comment():
         if model == "from_hf":
             continue
         assert re.search(r"\d(\.\d+)?[MB]\b", (CONF / "model" / f"{model}.yaml").read_text()), model
+
+
+def test_deepseek_v3_fits_and_shrinks_to_a_laptop():
+    """Its plan of 2,048 GPUs; and, small, another that the comment of its file shows."""
+    plan = make_plan(compose(["+experiment=deepseek_v3"]))
+    assert plan.mesh.size == 2048 and plan.mesh.axes["expert"] == 64 and plan.warnings == ()
+    text = (CONF / "experiment" / "deepseek_v3.yaml").read_text()
+    shrunk = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "=" in line)
+    arguments = [word for word in shrunk.partition("laptop:")[2].split() if "=" in word]
+    config = compose(["+experiment=deepseek_v3", *arguments])
+    assert (config.model.layers, config.parallel.experts, config.precision) == (4, 2, "bf16")
+    assert make_plan(config).mesh.size == 4
 
 
 def test_gpt175b_shrinks_to_a_laptop():

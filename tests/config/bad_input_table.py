@@ -174,6 +174,8 @@ model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has 
 model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
 model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
+model.router_bias=true | model.router_bias=True: model.experts=0: the model has no experts | False
+model.balance_over=microbatch | model.balance_over=microbatch: unknown | batch
 model.dense_layers=[0] | model.dense_layers=[0]: model.experts=0: the model has no experts | []
 model.experts=4 model.dense_layers=[1,4] | model.dense_layers=4: layers are 0 to 3 | 3
 model.experts=4 model.experts_every=2 model.dense_layers=[1,3] | model.dense_layers=[1, 3]: leaves no layer with | [1]

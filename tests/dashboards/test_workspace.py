@@ -32,6 +32,7 @@ row["bubble"] = {"planned": 0.25, "measured": 0.5}
 row["val_losses"] = {"pages": 0.5, "code": 0.25}
 row["task_scores"] = {"lambada_openai/acc": 0.5, "mmlu/acc": 0.25}
 row |= dict.fromkeys(("layer_grad_norms", "layer_rms"), {"layers.0": 0.5, "layers.1": 0.25})
+row["expert_load"] = list(range(600))  # more than W&B has bins
 row["experts"] = dict.fromkeys(("dropped", "entropy", "largest"), 0.5)
 row["seconds"] = dict.fromkeys("data forward backward exposed_comm bubble reduce optimizer checkpoint".split(), 0.25)
 row = MetricsRow(**row)

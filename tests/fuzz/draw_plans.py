@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import lcm, prod
 from pathlib import Path
@@ -30,21 +30,22 @@ BRANCHES = ("dsp", "dsp_slice", "dsp_csub")
 
 # What one axis may split in one region or role: sets of dims that no tensor there has together
 SPLITS: dict[str, tuple[str, ...]] = {
-    "stream": ("", "", "batch", "length", "d_model", "io"),
+    "stream": ("", "", "batch", "length", "d_model", "io", "kv_latent q_latent"),
     "attention": ("", "batch", "length", "heads", "heads", "d_kv", "d_model"),
     "core": ("batch", "length", "heads", "heads", "d_kv", "memory_length"),
     "mlp": ("", "batch", "length", "d_ff hidden", "d_ff hidden", "d_model"),
     "experts": ("", "experts", "experts", "batch", "d_ff", "d_ff", "d_model"),
     "logits": ("", "batch", "length", "vocab", "vocab", "d_model"),
     "in": ("", "d_model io", "heads", "d_ff hidden", "vocab", "heads d_ff hidden vocab", "d_kv", "heads d_ff hidden",
-           "d_kv d_ff vocab", "length d_ff hidden", "d_ff hidden", "experts", "experts heads vocab"),
+           "d_kv d_ff vocab", "length d_ff hidden", "d_ff hidden", "experts", "experts heads vocab",
+           "kv_latent q_latent d_ff"),
     "out": ("", "d_model io", "heads", "d_ff hidden", "heads d_ff hidden", "d_kv", "d_kv d_ff hidden", "experts",
             "experts heads"),
-    "vector": ("", "", "d_model", "length", "experts"),
+    "vector": ("", "", "d_model", "length", "experts", "kv_latent q_latent"),
 }  # fmt: skip
 EVERYWHERE = ("", "batch", "length", "heads", "d_kv", "d_ff hidden", "vocab", "d_model", "heads d_ff hidden", "io",
               "heads d_ff vocab hidden", "d_kv d_ff", "memory_length", "memory_length d_ff", "d_ff vocab", "experts",
-              "experts heads")  # fmt: skip
+              "experts heads", "kv_latent q_latent")  # fmt: skip
 SIZES: dict[int, Sequence[tuple[int, ...]]] = {  # ranks of the scheme -> sizes of its axes
     1: ((1,),),
     2: ((2,), (2,), (1, 2)),
@@ -139,15 +140,17 @@ def draw_pipeline(r: Random, family: str, room: int) -> Pipeline:
 def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, experts: float = EXPERTS) -> Config:
     """Draw all of a plan but the model and the batch; `experts`: the share of cases that have some."""
     c = Config(precision="fp64")
+    if least_data == 1 and r.random() < experts / 2:
+        least_data = r.choice((2, 2, 4))
     c.pipeline = draw_pipeline(r, schedule, RANKS // least_data)
     room = RANKS // c.pipeline.stages // least_data
     ranks = r.choice([n for n in (2, 2, 2, 2, 2, 3, 4, 4, 6, 8) if n <= room] or [1])
     c.tensor, c.branch = draw_scheme(r, scheme, ranks)
     most = RANKS // (c.pipeline.stages * ranks)
-    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < max(0.3, experts / 2) else 1))
-    c.parallel.experts = r.choice(divisors(c.parallel.data))
+    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.3 else 1))
+    c.parallel.experts = r.choice((1, *divisors(c.parallel.data)[1:] * 2))
     if c.parallel.data > 1 and not c.branch.only:
-        c.parallel.zero, c.parallel.zero_group = r.choice((0, 1, 2, 3)), r.choice((0, 2))
+        c.parallel.zero, c.parallel.zero_group = r.choice((0, 1, 2, 3)), r.choice((0, 2 * c.parallel.experts))
     c.recompute = r.choice(("none", "none", "selective", "full"))
     c.recompute_every = r.choice((1, 1, 2))
     return c
@@ -177,7 +180,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
 
     kinds = ("decoder", "decoder", "decoder", "encoder", "encoder_decoder") + ("two_layer",) * (chunks == 1)
     has_experts = r.random() < experts
-    m = Model(kind=r.choice(kinds[:4] if has_experts else kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
+    m = Model(kind=r.choice(kinds[:5] if has_experts else kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
     if m.kind == "encoder_decoder":
         m.layers = max(1, -(-(chunks - 3) // 2))
     length = lcm(need.get("length", 1), need.get("memory_length", 1))
@@ -193,11 +196,15 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
     m.io, m.hidden, m.vocab = size("io", 1, 3), size("hidden", 1, 2, 3), r.randint(5, 23)
     m.buckets, m.distance = r.choice(((4, 3), (8, 12)))
     m.norm, m.post_norm = r.choice(("layernorm", "rmsnorm")), r.random() < 0.25
-    m.activation = r.choice(("gelu", "relu", "swiglu", "geglu"))
+    m.activation = r.choice(("gelu", "relu", "swiglu", "swiglu_clamped", "geglu"))
     m.bias, m.tied = r.random() < 0.75, r.random() < 0.6
     m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
     if m.kind != "two_layer" and r.random() < 0.4:
         draw_parts(r, m)
+    if m.kind in ("decoder", "encoder") and r.random() < 0.2:
+        draw_latents(r, m, size)
+    if m.positions == "rope":
+        m.rope_pairs = r.choice(("halves", "neighbours"))
     if has_experts:
         m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
         m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
@@ -205,16 +212,31 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
     return m
 
 
+def draw_latents(r: Random, m: Model, size: Callable[..., int]) -> None:
+    """Draw latents of which keys and values, and perhaps queries, are made; `size`: draws a multiple of what layouts
+    need of a dim."""
+    m.positions = "rope"
+    m.kv_latent, m.q_latent = size("kv_latent", 2, 3), r.choice((0, size("q_latent", 2, 3)))
+    m.d_rope = size("d_kv", 2)
+    m.d_kv, m.d_value = m.d_rope + size("d_kv", 1, 2), r.choice((0, size("d_kv", 1, 3)))
+    m.kv_heads, m.query_key_norm, m.query_key_norm_over, m.attention_bias = 0, False, "head", "none"
+
+
 def draw_experts(r: Random, m: Model) -> None:
     """Draw how a model's experts are chosen, and what they add to the loss."""
     m.shared_experts = r.choice((0, 0, 1, 2))
     m.experts_per_token, m.experts_every = r.randint(1, min(3, m.experts)), min(m.layers, r.choice((1, 1, 2)))
     m.capacity_factor = r.choice((0.0, 0.5, 1.0, 1.25))
+    if m.layers > 1 and m.experts_every == 1 and r.random() < 0.6:
+        m.dense_layers = [r.randrange(m.layers)]
     m.router, m.router_normalised = r.choice(("softmax", "sigmoid")), r.random() < 0.7
-    m.router_groups = r.choice([n for n in divisors(m.experts) if m.experts % n == 0])
+    m.router_groups = r.choice(divisors(m.experts))
     each = m.experts // m.router_groups
     m.router_groups_kept = r.randint(-(-m.experts_per_token // each), m.router_groups)
     m.router_group_best = r.randint(1, each)
+    m.expert_bias = r.random() < 0.5
+    m.router_bias, m.balance_rate = r.random() < 0.3, r.choice((0.0, 0.05, 0.3))
+    m.balance_over = r.choice(("sequence", "batch"))
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 
@@ -229,6 +251,7 @@ def draw_parts(r: Random, m: Model) -> None:
     if m.kind == "decoder":
         m.window = r.choice((0, 1, 2, 3))
         m.window_layers = [] if not m.window else r.choice(([], [0], [m.layers - 1]))
+    m.attention_sinks = Random(repr(m)).random() < 0.5
     if m.query_key_norm:
         m.query_key_norm_over = Random(repr(m)).choice(("head", "heads"))
 

@@ -1,7 +1,7 @@
 """Random plans against one process in fp64: losses, gradients, their norm, the weights after updates, and averages.
 
-A case is a run under one plan, or under two: after the first a checkpoint is written, which the second restores. Ranks
-are threads. What is illegal must be refused by ConfigError.
+A case is a run under one plan, or under two: the second goes on from a checkpoint of the first, or from its memory.
+Ranks are threads. What is illegal must be refused by ConfigError.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.boundary.files.file_storage import Storage, open_storage
 from platform.boundary.refusals import ConfigError
-from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
-from platform.checkpoint.storage.manifest import Meta
 from platform.config.batch_ramp import batch_of, samples_of
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
@@ -34,10 +31,10 @@ from platform.planning.make_plan import make_plan
 from platform.train.generation.generator import Generator
 from platform.train.protocol.asked import AskedTexts
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
 from tests.fuzz.draw_data import KINDS, WEIGHED, open_data, weighed, write_files
 from tests.fuzz.draw_plans import EXPERTS, RANKS, SCHEDULES, SCHEMES, changed, draw_case
 from tests.fuzz.draw_training import OWN_LOSSES
+from tests.fuzz.passages import InMemory, OnStorage
 from tests.harness.held import check_held, check_stages
 from tests.harness.oracle import Result, assemble, check_bytes, compare, configure, trainer_of
 from tests.harness.registries import as_before
@@ -71,13 +68,13 @@ def check(
     ends = r.choice(ENDS[len(plans)])
     phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
     expected = alone(configs[0], phases, asks=asks)
-    storage, directory = open_storage("memory://plans"), ""
+    passage: OnStorage | InMemory = OnStorage() if len(plans) == 1 or r.random() < 0.5 else InMemory(r)
     before = expected[0].initial
     try:
         for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
             check_stages(plan)
             wanted, last = replace(expected[number], initial=before), steps is phases[-1]
-            results, directory = run_phase(c, plan, ranks, steps, storage, directory, not last, asks and last)
+            results = run_phase(c, plan, ranks, steps, passage, (number > 0, not last), asks and last)
             try:
                 compare(c, plan, results, wanted)
             except AssertionError:
@@ -87,8 +84,7 @@ def check(
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
-        for name in storage.list(""):
-            storage.delete(name)
+        passage.end()
 
 
 @contextmanager
@@ -209,32 +205,35 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0, asks: bool = False) -> 
 
 
 def run_phase(
-    c: Config, plan: Plan, ranks: Ranks, steps: range, storage: Storage, start: str, save: bool, asks: bool
-) -> tuple[list[Result], str]:
-    """Compute steps on all ranks of a plan, from a checkpoint if `start` names one; return the results and the name of
-    the checkpoint written at the end, "" where none is wanted. `asks` as in `check`."""
-    end, corpus = begin(storage, steps[-1]) if save else "", open_data(c)
+    c: Config,
+    plan: Plan,
+    ranks: Ranks,
+    steps: range,
+    passage: OnStorage | InMemory,
+    passes: tuple[bool, bool],
+    asks: bool,
+) -> list[Result]:
+    """Compute steps on all ranks of a plan; return the results. `passes`: whether the state comes by a passage, and
+    whether it goes on by it; `asks` as in `check`."""
+    corpus, end = open_data(c), steps[-1]
+    comes, goes = passes
+    if comes:
+        passage.prepare(plan)
+    if goes:
+        passage.begin(end)
 
     def work(communicator: Communicator) -> tuple[Result, Any]:
         trainer = trainer_of(c, plan, communicator, corpus)
-        if start:
-            State(trainer).restore(storage, start, load_manifest(storage, start))
+        if comes:
+            passage.restore(trainer)
         found = steps_of(trainer, communicator, steps, asks)
         check_held(trainer)
-        if not end:
-            return found, None
-        state = State(trainer)
-        state.image.fill(state.blocks())
-        report = state.image.write(storage, end)
-        return found, (report, {held.name: held.shape for held in state.held}, state.values())
+        return found, passage.keep(trainer, end) if goes else None
 
     done = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else ranks(c, plan, work)
-    if end:
-        reports = [written[0] for _, written in done]
-        values = next((written[2] for _, written in done if written[2]), {})
-        meta = Meta(steps[-1], samples_of(c.train, steps[-1])[1], c.seed, "", {}, "", {}, values)
-        commit(storage, end, done[0][1][1], reports, meta)
-    return [found for found, _ in done], end
+    if goes:
+        passage.seal(c, plan, end, [kept for _, kept in done])
+    return [found for found, _ in done]
 
 
 def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: bool) -> Result:
@@ -262,7 +261,7 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
     moved = Counter(reports[0].comm_bytes)
     averages = final | {n: w.detach().clone() for n, w in trainer.weights.averages.items()}
     first, after = (loss, norm, gradients, initial, final), (sum(numbers, ()), moved, log, averages, reports[0].routed)
-    return Result(communicator.rank, *first, *after, routing)
+    return Result(communicator.rank, *first, *after, trainer.weights.states, routing)
 
 
 def answers(trainer: Trainer) -> list[float]:

@@ -1,4 +1,4 @@
-"""Random plans compute what one process computes: a fixed seed, and thousands in the long test."""
+"""Random plans compute what one process computes: fixed seeds, and thousands in the long test."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.sharding.flat import FlatBucket
 from platform.train.step import trainer
 from platform.train.step.rank_parameters import Weights
-from tests.fuzz import plans
+from platform.train.step.training_state import State
+from tests.fuzz import expert_plans, plans
 from tests.fuzz.draw_data import SOURCES, TEXTUAL
 from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS
 from tests.fuzz.runner import run
 
-SEED, COUNT, HALF = 0, 130, 13
+SEED, COUNT, HALF, FEW = 0, 130, 13, 6
 PARTS, EACH = 20, 250  # one part stays within the time limit of a test
 
 
 def features(c: Config) -> set[str]:
     """What of data and training a configuration has."""
-    data, train, o = c.data, c.train, c.optimizer
+    data, train, o, m = c.data, c.train, c.optimizer, c.model
+    places = (*c.tensor.regions.values(), *c.tensor.parameters.values())
     has = {
+        "experts": m.experts,
+        "experts that replicas share": c.parallel.experts > 1,
+        "experts over axes of a scheme": m.experts and any("experts" in place for place in places),
+        "groups of experts": m.router_groups > 1,
+        "layers without experts": m.dense_layers,
+        "latents": m.kv_latent,
         "document mask": data.document_mask,
         "packing": data.packing == "best_fit",
         "stream": data.streaming,
@@ -53,7 +61,8 @@ def test_draws_all_features_of_data_and_training(tmp_path):
     wanted |= {f"model={kind}" for kind in ("decoder", "encoder", "encoder_decoder", "two_layer")}
     wanted |= {f"objective={name}" for name in ("causal", "masked", "span_denoising", "pairs", plans.WEIGHED)}
     wanted |= {"document mask", "packing", "stream", "stream in a mixture", "ema", "ramp", "freeze", "groups"}
-    wanted |= {"sgd without momentum", "dropout", "window"}
+    wanted |= {"sgd without momentum", "dropout", "window", "experts", "experts that replicas share", "latents"}
+    wanted |= {"experts over axes of a scheme", "groups of experts", "layers without experts"}
     rare = {name: found[name] for name in wanted if found[name] < 3}
     assert not rare, f"cases of 300 that have it: {rare}"
 
@@ -63,6 +72,12 @@ def test_plans_of_a_fixed_seed(seed, record_count):
     outcome = run(plans, seed, HALF)
     name = f"random plans of seeds {seed} to {seed + HALF - 1} (threads)"
     record_count(name, sum(outcome.counts.values()), HALF, f"`make test-all` runs {PARTS * EACH:,} more")
+
+
+def test_plans_with_experts(record_count):
+    outcome = run(expert_plans, SEED, FEW)
+    name = f"random plans with experts of seeds {SEED} to {SEED + FEW - 1} (threads)"
+    record_count(name, sum(outcome.counts.values()), FEW, f"`make test-all` runs {PARTS * EACH:,} more")
 
 
 def test_negative_control_forgotten_microbatches(monkeypatch):
@@ -81,6 +96,23 @@ def test_negative_control_averages_of_another_decay(monkeypatch):
         run(plans, SEED, COUNT)
 
 
+def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
+    recover = State.recover
+
+    def forgetful(self, survived, node):
+        recover(self, survived, node)
+        for name, weight in self._trainer.weights.master.items():
+            if ".experts." in name:
+                weight.data.zero_()
+
+    monkeypatch.setattr(State, "recover", forgetful)
+    with plans.opened(), pytest.raises(AssertionError, match="initial of .*experts"):
+        for r in map(Random, range(HALF)):
+            configs = plans.draw(r, "resume", tmp_path, experts=1.0)
+            if found := plans.planned(configs):
+                plans.check(r, configs, found)
+
+
 @pytest.mark.full
 def test_negative_control_the_last_size_of_a_growing_batch(monkeypatch):
     """Where the mean is over the labels of a whole batch while it is smaller."""
@@ -95,6 +127,7 @@ def test_negative_control_the_last_size_of_a_growing_batch(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("fuzzer", [plans, expert_plans], ids=["any", "with experts"])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_thousands_of_plans(part):
-    run(plans, SEED + COUNT + part * EACH, EACH)
+def test_thousands_of_plans(part, fuzzer):
+    run(fuzzer, SEED + COUNT + part * EACH, EACH)

@@ -54,6 +54,10 @@ MODELS: dict[str, dict[str, Any]] = {
                 "balance_loss": 0.3, "z_loss": 0.05},
     "latent": {"kv_latent": 12, "q_latent": 20, "d_kv": 10, "d_rope": 4, "d_value": 6, "positions": "rope",
                "rope_pairs": "neighbours", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
+    "gpt_oss": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu_clamped", "positions": "rope", "bias": False,
+                "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 8, "rope_truncate": False,
+                "attention_bias": "all", "attention_sinks": True, "window": 5, "window_layers": [0], "tied": False,
+                "experts": 4, "expert_d_ff": 24, "expert_bias": True, "capacity_factor": 0.0, "balance_loss": 0.3},
     "packed_gpt": {"within_documents": True, "layers": 1},
     "whole_bert": {"kind": "encoder", "post_norm": True, "norm_eps": 1e-2, "embedding_norm": True, "segments": 3,
                    "activation": "gelu_tanh", "head_transform": True, "head_bias": True, "layers": 1},
@@ -176,6 +180,7 @@ class Result:
     log: list[Launch]
     averages: dict[str, Tensor] = field(default_factory=dict)
     routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
+    states: dict[str, Tensor] = field(default_factory=dict)  # parameters without gradient, in the end
     routing: dict[str, list[Any]] = field(default_factory=dict)  # of rows in the first step, by layer
 
 
@@ -218,9 +223,9 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-    numbers = first.loss, first.grad_norm
-    counts = {"routed": first.routed, "routing": routing}
-    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, **counts)
+    numbers, routed, states = (first.loss, first.grad_norm), first.routed, trainer.weights.states
+    more = {}, routed, states, routing
+    return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, *more)
 
 
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
@@ -283,6 +288,9 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
             assert error <= bound, f"{what} of {name}: {error:.1e} > {bound:.1e}"
     routed = [sum(counts) for counts in zip(*(r.routed for r in results if r.routed), strict=True)]
     assert routed == expected.routed, f"tokens of experts: {routed} != {expected.routed}"
+    for name, state in ((name, state) for r in results for name, state in r.states.items()):
+        assert torch.equal(state, expected.states[name]), f"{name}: {state} != {expected.states[name]}"
+    assert {name for r in results for name in r.states} == expected.states.keys()
     for r in results:
         numbers = zip(
             (r.loss, r.grad_norm, *r.losses), (expected.loss, expected.grad_norm, *expected.losses), strict=True

@@ -87,7 +87,10 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
 
     q, k, v = heads("query", x), heads("key", memory), heads("value", memory)
     scale = c.attention_scale or 1 / math.sqrt(q.shape[-1])
-    p = torch.softmax(scale * q @ k.transpose(2, 3) + scores_more, -1)
+    s = scale * q @ k.transpose(2, 3) + scores_more
+    if c.attention_sinks:
+        s = torch.cat([s, w[f"{name}.sink"].view(-1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    p = torch.softmax(s, -1)[..., : k.shape[2]]
     y = (p @ v).transpose(1, 2).flatten(2) @ w[f"{name}.output"].flatten(1).t()
     return y + w[f"{name}.output_bias"] if f"{name}.output_bias" in w else y
 

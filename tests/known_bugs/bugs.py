@@ -10,6 +10,7 @@ from tests.known_bugs.known_bug import KnownBug, not_summed, steps, summed_over
 
 SCHEMES = "parallel/oracle/test_schemes.py::test_equals_one_process"
 MODELS = "parallel/oracle/test_models.py::test_equals_one_process"
+EXPERTS = "parallel/oracle/test_experts.py::test_equals_one_process"
 PIPELINES = "parallel/oracle/test_pipelines.py::test_equals_one_process"
 SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
 HEADS = "parallel/oracle/test_schemes.py::test_key_value_heads_fewer_than_axes"
@@ -34,8 +35,8 @@ BUGS = (
         line="reduce_scatter takes what is partial, and it is"),
     KnownBug(
         "Megatron-LM #7452 (8), #7530", "attention sinks, split by heads, are counted on one rank in the clip norm",
-        "a bias of heads counts as if replicated", SCHEMES, ROWS_COLS, mutants.norm_of_the_first_heads,
-        line="the norm counts it as split over no axis, and it is over cols"),
+        "sinks count as if replicated", EXPERTS, {"kind": "gpt_oss", "scheme": "1d_sp"},
+        mutants.norm_of_the_first_sinks, line="the norm counts it as split over no axis, and it is over t"),
     KnownBug(
         "Megatron-LM #7452 (9), #7513; torchtitan #2206", "each rank divides its loss by its own number of tokens",
         "the loss is a mean over the rank's labels", MODELS, {"model": "whole_bert", "scheme": "3d"},

@@ -204,12 +204,12 @@ def tokens_take_slots_on_every_rank(run, self, ops, found, name, x, spec, weight
     return run(self, ops, found, name, x, spec, weights, *more) * ops.plan.mesh.extent(ops.plan.layout(spec)["length"])
 
 
-@mutant(names, "_part_of_expert")
+@mutant(names, "_part_of_one")
 def every_expert_is_the_first(part, p, shape, expert):
     return part(p, shape, 0)
 
 
-@mutant(names, "_part_of_expert")
+@mutant(names, "_part_of_one")
 def gate_and_up_change_places(part, p, shape, expert):
     found, other = part(p, shape, expert), {"gate": "up", "up": "gate", "down": "down"}
     layer, _, last = found.name.rpartition(".")

@@ -99,8 +99,8 @@ def gradient_of_a_share_of_the_bias(run, self, ops, found, x, spec, parameter):
 
 
 @mutant(Plan, "split_over")
-def norm_of_the_first_heads(split_over, self, p):
-    return () if p.name.endswith("query_bias") else split_over(self, p)
+def norm_of_the_first_sinks(split_over, self, p):
+    return () if p.name.endswith("attention.sink") else split_over(self, p)
 
 
 @mutant(Plan, "split_over")

@@ -57,8 +57,8 @@ def test_roles_decay_and_initial_values(model):
     first in memory."""
     c = configure(**{**MODELS[model], "layers": 8}).model
     for p in build_model(c).parameters():
-        matrix, relative = p.init == "normal", "relative" in p.name
-        assert p.decay == (matrix and not relative), p
+        matrix, added = p.init == "normal", "relative" in p.name or p.name.endswith("sink")  # to scores, or beside them
+        assert p.decay == (matrix and not added), p
         if p.name == "embedding":
             assert p.std == embedding_table(c).std
         elif matrix:
@@ -66,8 +66,8 @@ def test_roles_decay_and_initial_values(model):
         else:
             assert p.init == ("ones" if p.name.endswith("gain") else "zeros"), p
         if p.role == "vector":
-            assert p.dims[-1] == "d_model"
-        elif matrix and not {"vocab", "positions", "segments"} & {*p.dims} and not relative:
+            assert p.dims[-1] == "d_model" or p.name.endswith("router_bias")
+        elif matrix and not {"vocab", "positions", "segments"} & {*p.dims} and not added:
             dims = [d for d in p.dims if d != "experts"]
             read = ("d_model", "q_latent", "kv_latent")
             assert dims[0] == "d_model" if p.role == "out" else dims[-1] in read, p

@@ -10,7 +10,8 @@ import pytest
 
 from platform.config.fields import Config
 from platform.monitor import MetricsLog, MetricsRow, open_monitor
-from platform.monitor.records.metrics import wandb_names
+from platform.monitor.records.metrics import for_wandb, wandb_names
+from platform.monitor.wandb_log import histogram
 from tests.harness.metrics_rows import line, row
 
 
@@ -131,3 +132,11 @@ for step in range(2, 9):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("W&B: stopped") == 1
     assert len(MetricsLog.read(tmp_path / "run" / "metrics.jsonl")) == 8
+
+
+def test_a_list_is_one_histogram_on_wandb_and_nothing_in_prometheus() -> None:
+    """A bin for each expert; of neighbours together where W&B has fewer bins, so that none is left out."""
+    assert for_wandb(MetricsRow(**vars(row(1)) | {"expert_load": [5, 0, 7]}))["experts/load"] == [5, 0, 7]
+    few, many = histogram([5, 0, 7]), histogram([1] * 1000)
+    assert (few.histogram, few.bins) == ([5, 0, 7], [0, 1, 2, 3])
+    assert (len(many.histogram), sum(many.histogram), many.bins[-1]) == (500, 1000, 1000)

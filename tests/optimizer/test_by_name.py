@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding.factors import Factors
 from platform.parallel.sharding.flat import FlatBucket
 from platform.parallel.sharding.matrices import Matrices
-from platform.plan.core.factored import matrix_shape
+from platform.plan.core.factored import sides
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
@@ -46,6 +48,17 @@ PLANS = {
 }
 
 
+ROUTED = {"experts": 4, "expert_d_ff": 16, "bias": False}
+EXPERTS = {  # whole matrices come from shards, from blocks of each expert, or from neither
+    "experts": {"data": 2, "experts_of": 2},
+    "zero 1": {"data": 2, "experts_of": 2, "zero": 1},
+    "2 of 4, zero 3": {"data": 4, "experts_of": 2, "zero": 3, "microbatch": 1},
+    "1d, zero 2": {"tensor": "1d", "axes": {"t": 2}, "data": 4, "experts_of": 2, "zero": 2, "microbatch": 1},
+    "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}, "data": 2, "experts_of": 2},
+    "stages": {"pipeline": "1f1b", "stages": 2, "data": 2, "experts_of": 2, "zero": 1, "microbatch": 2},
+}
+
+
 def configured(kind: str, /, **more) -> Config:
     """Without biases: the gradient of a key's is rounding alone, which a sign or a norm makes an update of."""
     c = configure(**{"bias": False, "vocab": 61, **more})
@@ -58,6 +71,16 @@ def configured(kind: str, /, **more) -> Config:
 def test_every_plan_updates_as_one_process_does(case):
     kind, plan = case
     prove(configured(kind, **PLANS[plan]))
+
+
+@pytest.mark.parametrize("plan", EXPERTS)
+@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+def test_experts_are_matrices_of_their_own(kind, plan):
+    """The update of each is made of its own alone, wherever its parts lie."""
+    made, _ = prove(configured(kind, **ROUTED, **EXPERTS[plan]))
+    of_experts = {p.name for p in made.parameters if ".experts." in p.name}
+    assert of_experts and of_experts <= {*made.matrices, *made.factored}
+    assert "layers.0.mlp.router" not in {*made.matrices, *made.factored}  # one row per expert
 
 
 @pytest.mark.parametrize(
@@ -116,6 +139,29 @@ def sgd(weights, plan, o, monkeypatch):
     groups = [{"params": [w for w in weights.values() if (w.ndim > 1) == on], "weight_decay": on * o.weight_decay}
               for on in (True, False)]  # fmt: skip
     return [torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov)]
+
+
+def test_one_process_updates_experts_as_torch_does_each(monkeypatch):
+    """Muon of each expert's matrix by itself, and Adafactor, whose last two dims are factored, of the stack."""
+    for reference in (muon, adafactor):
+        c = configured(reference.__name__, d_ff=48, **ROUTED)
+        plan, before, taken, after = gradients_and_weights(c)
+        names = [p.name for p in plan.parameters if ".experts." in p.name]
+        each = {(n, i): x for n in names for i, x in enumerate(before[n] if reference is muon else [before[n]])}
+        weights = {key: x.clone().requires_grad_() for key, x in each.items()}
+        plan = replace(plan, matrices=(*weights,))
+        theirs = reference(weights, plan, c.optimizer, monkeypatch)
+        for lrs, gradients in taken:
+            for (n, i), w in weights.items():
+                w.grad = gradients[n][i].clone() if reference is muon else gradients[n].clone()
+            for optimizer in theirs:
+                for group in optimizer.param_groups:
+                    group["lr"] = lrs["embedding"]
+                optimizer.step() if optimizer.param_groups[0]["params"] else None
+        for (n, i), w in weights.items():
+            torch.testing.assert_close(
+                w.detach(), after[n][i] if reference is muon else after[n], rtol=1e-10, atol=1e-13
+            )
 
 
 @pytest.mark.parametrize("matrix_lr", ["original", "match_rms_adamw"])
@@ -183,8 +229,8 @@ def test_what_is_summed_is_what_the_plan_says():
     moved = {kind: communication(plan) for kind, plan in plans.items()}
     more = {key: n - moved["lion"].get(key, 0) for key, n in moved["adafactor"].items()}
     plan = plans["adafactor"]
-    sides = sum(sum(matrix_shape(p.role, plan.global_shape(p))) for p in plan.parameters if p.name in plan.factored)
-    numbers, ranks = sides + 2 * len(plan.parameters), plan.mesh.size
+    summed = sum(sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
+    numbers, ranks = summed + 2 * len(plan.parameters), plan.mesh.size
     assert {key: n for key, n in more.items() if n} == {"all_reduce/data+t": 2 * (ranks - 1) * numbers * 8}
 
 

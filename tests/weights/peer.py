@@ -28,6 +28,13 @@ GPT2: dict[str, Any] = {
     "vocab_size": 61, "n_positions": 20, "n_embd": 24, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 10,
+    "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+YARN: dict[str, Any] = {**ROTARY, "rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9}
+
 # name -> (class without its ending Config, class of the model, keys)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", GPT2),
@@ -40,8 +47,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "head_dim": 10, "num_local_experts": 4,
                 "sliding_window": 7}),
     "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 8, "num_experts": 5,
-                  "num_experts_per_tok": 3, "moe_intermediate_size": 12, "decoder_sparse_step": 2}),
+                  "num_experts_per_tok": 3, "moe_intermediate_size": 12, "num_hidden_layers": 4,
+                  "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "olmoe": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOss", "GptOssForCausalLM", {**LLAMA, "head_dim": 8, "num_local_experts": 5, "sliding_window": 7,
+                "num_experts_per_tok": 3, "rope_parameters": {**ROTARY, "rope_type": "yarn", "truncate": False}}),
+    "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "topk_method": "group_limited_greedy",
+                    "rope_parameters": YARN}),
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3ForCausalLM", DEEPSEEK),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "t5": ("T5", "T5ForConditionalGeneration", T5),
 }  # fmt: skip
@@ -72,10 +85,24 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
                      "head_dim": 4, "hidden_act": "gelu", "tie_word_embeddings": True, "router_jitter_noise": 0.0}),
     "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
                        "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True,
-                       "use_sliding_window": True, "sliding_window": 5}),
+                       "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5}),
+    "deepseek_v2, greedy": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None,
+                            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "rms_norm_eps": 1e-2,
+                            "rope_parameters": {**ROTARY, "rope_type": "yarn", "attention_factor": 1.25}}),
+    "deepseek_v3, odd": ("DeepseekV3", "DeepseekV3ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "v_head_dim": 12,
+                         "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False,
+                         "rms_norm_eps": 1e-2, "tie_word_embeddings": True, "rope_parameters": {
+                         **ROTARY, "rope_type": "yarn"}}),
+    "deepseek_v3, mscale": ("DeepseekV3", "DeepseekV3ForCausalLM", {**DEEPSEEK, "rope_parameters": {
+                            **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "factor": 40.0}}),
     "olmoe, odd": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 4, "num_experts_per_tok": 3,
                    "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None, "hidden_act": "gelu",
                    "rms_norm_eps": 1e-2}),
+    "gpt_oss, odd": ("GptOss", "GptOssForCausalLM", {**LLAMA, "head_dim": 6, "num_local_experts": 4,
+                     "num_experts_per_tok": 4, "attention_bias": False, "num_key_value_heads": 6,
+                     "num_hidden_layers": 3, "sliding_window": 3, "tie_word_embeddings": True,
+                     "layer_types": ["full_attention"] * 2 + ["sliding_attention"],
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "bert, odd": ("Bert", "BertForMaskedLM", {**BERT, "hidden_act": "gelu_new", "type_vocab_size": 3, "hidden_size": 21,
                   "num_attention_heads": 3, "layer_norm_eps": 1e-2}),
     "t5, 1.1": ("T5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu",
@@ -121,7 +148,7 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
     with in_double() if double else contextlib.nullcontext():
         torch.manual_seed(0)
         model = getattr(library, kind)(getattr(library, f"{config}Config")(**{**keys, **more})).eval()
-        if getattr(model.config, "num_local_experts", 0):
+        if any(getattr(model.config, key, 0) for key in ("num_local_experts", "n_routed_experts")):
             model.set_experts_implementation("eager")  # whose products are there in fp64
         if name == "t5, 1.1":  # as the real ones are: with a head of its own
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -129,6 +156,13 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
             for weight in model.parameters():
                 noise = torch.randn(weight.shape, dtype=weight.dtype)
                 weight.copy_(0.2 * noise if weight.ndim > 1 else weight + 0.1 * noise)
+            for label, weight in model.named_parameters():
+                if label.endswith("gate_up_proj_bias"):
+                    weight.mul_(25)  # beyond the bounds of its activation
+                if label.endswith("sinks"):
+                    weight.copy_(torch.linspace(-1, 2, len(weight)))  # which was empty
+            for bias in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
+                bias.copy_(0.1 * torch.randn(bias.shape))
     return model
 
 

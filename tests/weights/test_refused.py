@@ -75,12 +75,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our words express 0.0 alone"),
     "some windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
                      "max_window_layers=1: use_sliding_window=true means all layers in transformers 5"),
-    "layers without experts": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]: our words express [] "),
+    "layers without experts": ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "model.dense_layers=[0, 1]: leaves no layer"),
+    "layers by name": ("qwen3_moe", {"mlp_only_layers": ["1"]}, 'mlp_only_layers=["1"]: are no numbers of layers'),
     "a gate of shared experts": ("qwen3_moe", {"shared_expert_intermediate_size": 8},
                                  "shared_expert_intermediate_size=8: our words do not express this key"),
     "more than there are": ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token=5: must be <= model.exp"),
     "too many to name": ("mixtral", {"num_local_experts": 1 << 16, "num_hidden_layers": 1000},
                          "names: 196608000 matrices of experts are more than 1048576"),
+    "four bits": ("gpt_oss", {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4}: quantised weights '
+                  "are not read; load them with transformers' Mxfp4Config(dequantize=True), and save_pretrained"),
+    "another limit": ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit=9.0: our words express 7.0 alone"),
+    "a window of none": ("gpt_oss", {"sliding_window": None}, 'layer_types=["full_attention", "sliding_attention"]: '
+                         "sliding_window: there is none"),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: our words express null alone"),
     "stacks": ("t5", {"num_decoder_layers": 3}, "num_decoder_layers=3: num_layers is 2, and our model.layers is one"),
     "contradiction": ("t5", {"is_gated_act": True}, "is_gated_act=true: feed_forward_proj=relu says False"),
@@ -231,6 +237,8 @@ def test_what_no_family_expresses_is_not_exported(tmp_path):
         ("mixtral", {"router": "sigmoid"}, "model.router=sigmoid"),
         ("mixtral", {"experts_every": 2}, "model.experts_every=2"),
         ("qwen3_moe", {"shared_experts": 1}, "model.shared_experts=1"),
+        ("olmoe", {"d_kv": 6}, "model.d_kv=6"),
+        ("gpt_oss", {"attention_sinks": False}, "model.attention_sinks=false"),
     ):
         model = Model(**OURS[name] | change)
         assert all(_refuses(model, family) for family in FAMILIES.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,18 +13,22 @@ import torch
 from platform.boundary.files.local_files import Local
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.storage import catalogue
-from platform.config.fields import Config
+from platform.config.fields import Config, Model
 from platform.parallel.communicator.base import Communicator
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
 from platform.weights.__main__ import main
+from platform.weights.exporting import Exportable
+from platform.weights.families.deepseek import DEEPSEEK_V3
 from platform.weights.importing import import_model, importable
+from platform.weights.initial import _differences, initial_weights
+from platform.weights.names import parameters_of
 from tests.harness.commands import QUICK, in_this_process
 from tests.harness.oracle import Result, assemble, configure, trainer_of
 from tests.harness.suite import suite
 from tests.harness.threads import run_threads
 from tests.weights import peer
-from tests.weights.written import tensors_of, written
+from tests.weights.written import LATENT, LLAMA, OURS, tensors_of, written
 
 PLANS = {
     "1d": {"tensor": "1d", "axes": {"t": 2}},
@@ -85,7 +91,7 @@ def test_stacks_and_separate_experts_are_the_same_weights(tmp_path, name):
 def test_stacks_are_of_experts(tmp_path, capsys):
     import_model(importable(str(written(tmp_path / "hf", "gpt2")), "source"), Local(tmp_path / "storage"))
     assert main(["export", str(tmp_path / "storage"), str(tmp_path / "out"), "--fused"]) == 2
-    assert capsys.readouterr().err == "weights: --fused: GPT2LMHeadModel has no experts; leave it out\n"
+    assert capsys.readouterr().err == "weights: --fused: GPT2LMHeadModel has one form of names; leave it out\n"
 
 
 RUN = [QUICK, "cluster=inline", "tensor=serial", "pipeline=none", "parallel.data=1", "data=synthetic", "eval.every=0",
@@ -150,6 +156,27 @@ def test_the_same_by_way_of_a_checkpoint(tmp_path):
         losses[where] = loss(tmp_path / where)
     assert losses["folder"] == losses["checkpoint"]
     assert len(set(losses.values())) == 3
+
+
+def test_a_capacity_is_said_where_the_weights_come_from_a_model_that_drops_nothing(tmp_path):
+    """The numbers of training are others then."""
+    folder = written(tmp_path / "hf", "mixtral")
+    dropless, capped = (Config(model=Model(**OURS["mixtral"], capacity_factor=factor)) for factor in (0.0, 1.25))
+    for c in (dropless, capped):
+        c.train.init = str(folder)
+    note = "model.capacity_factor=1.25 here, 0.0 where the weights come from"
+    assert (initial_weights(dropless).notes, initial_weights(capped).notes) == ([], [note])
+    assert "capacity_factor" not in str(_differences(Model(**LLAMA), Model(**LLAMA, capacity_factor=2.0)))
+
+
+def test_a_bias_that_chooses_experts_is_exported_as_it_is_kept():
+    """Whatever the type of the weights: in 16 bits it would choose others."""
+    model = Model(**LATENT, router="sigmoid", router_bias=True)
+    tensors = {f"model.{name}": SimpleNamespace(dtype="float32") for name in parameters_of(model)}
+    found = Exportable(Any, "", SimpleNamespace(tensors=tensors), model, DEEPSEEK_V3, {}, "bfloat16")  # type: ignore[arg-type]
+    types = {stored.name: found.type_of(stored) for stored in found.tensors}
+    assert {n for n, kind in types.items() if kind == "float32"} == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert set(types.values()) == {"float32", "bfloat16"}
 
 
 def test_transformers_loads_what_was_trained(tmp_path):

@@ -18,6 +18,9 @@ from platform.weights.translate import config_of
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "length": 12, "vocab": 61}
 LLAMA: dict[str, Any] = {**SMALL, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope",
                          "bias": False, "tied": False, "d_ff": 40}  # fmt: skip
+LATENT: dict[str, Any] = {**LLAMA, "kv_heads": 0, "d_kv": 6, "kv_latent": 8, "q_latent": 10, "d_rope": 2, "d_value": 4,
+                          "rope_pairs": "neighbours", "experts": 4, "expert_d_ff": 12, "shared_experts": 1,
+                          "dense_layers": [0]}  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {
     "gpt2": {**SMALL, "activation": "gelu_tanh"},
     "llama": LLAMA,
@@ -29,6 +32,11 @@ OURS: dict[str, dict[str, Any]] = {
                   "window": 4},
     "olmoe": {**LLAMA, "query_key_norm": True, "query_key_norm_over": "heads", "d_ff": 0, "expert_d_ff": 12,
               "experts": 4, "router_normalised": False},
+    "gpt_oss": {**LLAMA, "activation": "swiglu_clamped", "d_ff": 0, "expert_d_ff": 12, "experts": 4,
+                "expert_bias": True, "attention_sinks": True, "attention_bias": "all", "window": 4,
+                "window_layers": [1]},
+    "deepseek_v2": {**LATENT, "router_normalised": False, "router_groups": 2},
+    "deepseek_v3": {**LATENT, "router": "sigmoid", "router_bias": True, "router_groups": 2, "router_group_best": 2},
     "bert": {**SMALL, "kind": "encoder", "post_norm": True, "embedding_norm": True, "segments": 2,
              "head_transform": True, "head_bias": True},
     "t5": {**SMALL, "kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False,

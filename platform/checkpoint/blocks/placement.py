@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from platform.checkpoint.blocks.box import Box, stretch
 from platform.plan.core.plan import Plan
-from platform.plan.language.ops import Parameter
+from platform.plan.language.ops import STATES, Parameter
 
 if TYPE_CHECKING:
     import torch  # not at run time: the driver reads manifests before it has time to import torch
@@ -82,6 +82,21 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[Hel
             known[place] = HeldTensor.of("", dtype, plan.global_shape(p), found)
         out.append(replace(known[place], name=f"{kind}.{p.name}"))
     return out
+
+
+def planned_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:
+    """Return which ranks hold the states of a plan, parameters without gradient: all of a stage have the whole."""
+    out = []
+    for p in plan.states:
+        whole = Box.whole(plan.global_shape(p))
+        ranks = (r for r in range(plan.mesh.size) if plan.present(p, plan.mesh.coordinates(r)))
+        out.append(HeldTensor(state_name(p), str(dtype).removeprefix("torch."), whole.extent, {whole: tuple(ranks)}))
+    return out
+
+
+def state_name(p: Parameter) -> str:
+    """Return the name under which a parameter without gradient is saved."""
+    return f"{STATES[p.role]}.{p.name}"
 
 
 def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:

@@ -63,6 +63,7 @@ def metrics_row(
         layer_grad_norms=report.layer_gradients or None,
         layer_rms=report.layer_activations or None,
         experts=_load(report.routed) if any(report.routed) else None,
+        expert_load=report.routed[: len(report.routed) // 2] if any(report.routed) else None,
     )
 
 

@@ -30,7 +30,8 @@ class Model:
     experts_per_token: int = key(2, "experts that compute each token", ">= 1", most=2**16)
     experts_every: int = key(1, "1 = experts in all layers, 2 = in every second one, ...", ">= 1")
     dense_layers: list[int] = key([], "layers, from 0, that have no experts all the same", ">= 0", most=1000)
-    expert_d_ff: int = key(0, "width of an expert, which has no biases; 0 = as model.d_ff", ">= 0", most=2**24)
+    expert_d_ff: int = key(0, "width of an expert; 0 = as model.d_ff", ">= 0", most=2**24)
+    expert_bias: bool = key(False, "experts, and the scores of experts, have biases")
     shared_experts: int = key(0, "further experts that compute every token", ">= 0", most=1000)
     capacity_factor: float = key(
         1.25, "tokens of a sequence that an expert takes, over its even share; 0 = all that come", ">= 0", most=1e6
@@ -43,7 +44,14 @@ class Model:
     router_group_best: int = key(
         1, "largest probabilities of a group, the sum of which decides whether it is kept", ">= 1", most=2**16
     )
-    balance_loss: float = key(0.01, "factor of the loss of experts' uneven load, sequence by sequence", ">= 0")
+    router_bias: bool = key(False, "the choice of experts, not their weights, adds a bias to each probability")
+    balance_rate: float = key(
+        0.001, "router_bias: what a step adds to the bias of experts below the mean load, and takes from others", ">= 0"
+    )
+    balance_loss: float = key(0.01, "factor of the loss of experts' uneven load", ">= 0")
+    balance_over: str = key(
+        "sequence", "load in the balance loss: of the sequence, or of the step before", ("sequence", "batch")
+    )
     z_loss: float = key(0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0")
     length: int = key(64, "tokens per sequence", ">= 1", most=2**24)
     source_length: int = key(0, "encoder_decoder: tokens per encoder sequence; 0 = model.length", ">= 0", most=2**24)
@@ -58,8 +66,9 @@ class Model:
     embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
     activation: str = key(
         "gelu",
-        "pointwise function of the feed-forward layer; _tanh: GELU's approximation; swiglu, geglu, reglu: gated",
-        ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"),
+        "pointwise function of the feed-forward layer; _tanh: GELU's approximation; swiglu, geglu, reglu: gated;"
+        " _clamped: GPT-OSS's",
+        ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu"),
     )
     positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
     rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
@@ -74,6 +83,7 @@ class Model:
     rope_original_length: int = key(0, "rope_scaling=llama3, yarn: length before", ">= 0", most=2**24)
     rope_low: float = key(1.0, "rope_scaling=llama3, yarn: pairs of fewer turns in that length are all scaled", "> 0")
     rope_high: float = key(4.0, "rope_scaling=llama3, yarn: pairs of more turns are not scaled", "> 0")
+    rope_truncate: bool = key(True, "rope_scaling=yarn: the bounds of what is scaled are rounded to whole pairs")
     rope_magnitude: float = key(0.0, "rope_scaling=yarn: factor on queries and keys; 0 = 0.1 ln(factor) + 1", ">= 0")
     buckets: int = key(32, "positions=relative: entries of the bias table per head", ">= 4", most=2**16)
     distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
@@ -81,6 +91,7 @@ class Model:
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
     within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
+    attention_sinks: bool = key(False, "each head may attend to nothing, by a learned score of its own")
     query_key_norm: bool = key(False, "RMSNorm of queries and keys")
     query_key_norm_over: str = key("head", "what one such norm spans: a head, or all heads", ("head", "heads"))
     segments: int = key(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from platform.boundary.refusals import closest, violation
-from platform.config.fields import Config, loss_of
+from platform.config.fields import Config, Model, loss_of
 from platform.config.key import refused
 from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.numbers import divisors
@@ -52,6 +52,8 @@ def _latent(config: Config) -> Iterator[str]:
         yield refused(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
     if m.query_key_norm:
         yield refused(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
+    if m.attention_sinks:
+        yield refused(config, "model.attention_sinks", f"{latent} has no sinks", [False])
     if (biases := m.attention_bias or ("all" if m.bias else "none")) != "none":
         yield violation("model.attention_bias", biases, f"{latent} has no biases", ["none"])
     d_kv = m.d_kv or m.d_model // m.heads
@@ -96,7 +98,7 @@ def _seen(config: Config) -> Iterator[str]:
 
 def _head(config: Config) -> Iterator[str]:
     """Yield a refusal line if a gated activation is configured for the transform before the model's output."""
-    m, gated = config.model, ("swiglu", "geglu", "geglu_tanh", "reglu")
+    m, gated = config.model, ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu")
     if m.head_transform and m.activation in gated:
         yield refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
 
@@ -122,12 +124,13 @@ def _experts(config: Config) -> Iterator[str]:
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        nothings = {"expert_d_ff": 0, "shared_experts": 0, "experts_every": 1, "dense_layers": [], "router_groups": 1}
-        for key, nothing in nothings.items():
-            if getattr(m, key) != nothing:
+        needing = "expert_d_ff expert_bias shared_experts experts_every dense_layers"
+        needing += " router_groups router_bias balance_over"
+        for key in needing.split():
+            if getattr(m, key) != (nothing := getattr(Model(), key)):
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
-    if m.kind in ("encoder_decoder", "two_layer"):
+    if m.kind == "two_layer":
         yield refused(config, "model.experts", f"model.kind={m.kind} has no layers of experts", [0])
     if m.experts_per_token > m.experts:
         yield refused(config, "model.experts_per_token", f"must be <= model.experts={m.experts}", [m.experts])

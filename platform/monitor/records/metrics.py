@@ -51,6 +51,7 @@ class MetricsRow:
     layer_grad_norms: Annotated[dict[str, float] | None, Wandb("layers/grad_norm")] = None  # see monitor.layers
     layer_rms: Annotated[dict[str, float] | None, Wandb("layers/rms")] = None  # root mean square of a layer's result
     experts: Annotated[dict[str, float] | None, Wandb("experts")] = None  # dropped, entropy, largest: of their load
+    expert_load: Annotated[list[int] | None, Wandb("experts/load")] = None  # tokens that chose each, in all layers
     recovery_seconds: Annotated[float | None, Wandb("elastic/recovery_seconds")] = None  # of the first after a failure
 
 
@@ -84,10 +85,10 @@ def wandb_names() -> dict[str, str]:
     return {key: bound.name for key, hint in hints.items() for bound in getattr(hint, "__metadata__", ())}
 
 
-def for_wandb(row: MetricsRow) -> dict[str, float]:
-    """Return the numbers of a row of metrics.jsonl under their W&B names, maps flattened, without unknown ones
-    (None)."""
-    flat: dict[str, float] = {}
+def for_wandb(row: MetricsRow) -> dict[str, float | list[int]]:
+    """Return the numbers of a row of metrics.jsonl under their W&B names, maps flattened, without unknown ones (None);
+    a list is one histogram, of as many bins as it has numbers."""
+    flat: dict[str, float | list[int]] = {}
     for key, name in wandb_names().items():
         value = getattr(row, key)
         if isinstance(value, dict):

@@ -6,6 +6,7 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
     einsum,
     loss,
     positions,
+    products,
     random,
     residual,
     statistics,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, add_total
-from platform.parallel.kernels.products import Dims, Groups, grouped_einsum, local_einsum
+from platform.parallel.kernels.products import Dims, Groups, grouped_einsum, local_einsum, sums_of_groups
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
@@ -185,6 +185,7 @@ def _operand_gradients(
         found.append(computed if t is None else None)
     for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
         total = partial(torch.sum, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])  # what a bias lacks
+        total = partial(sums_of_groups, counts, g) if counts else total
         if n and t is not None and not absent(g):
             add_total(t, total)
         found.append(total() if n and t is None and not absent(g) else None)

@@ -46,7 +46,10 @@ def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
             """Return the number, not whole, of the rotary pair that turns so often within the original length."""
             return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
-        first, last = max(math.floor(pair(scaling.high)), 0), min(math.ceil(pair(scaling.low)), 2 * pairs - 1)
+        first, last = pair(scaling.high), pair(scaling.low)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
         number = torch.arange(pairs, device=frequency.device, dtype=torch.float64)
         kept = 1 - (number - first) / (last - first if last != first else 0.001)
     kept = kept.clamp(0, 1)

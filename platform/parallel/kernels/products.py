@@ -116,11 +116,13 @@ def _batched(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
 
     def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
         """Return the product as one batch of matrix products of x and y."""
-        assert bias is None
         left, right = matrices(x, a, rows), matrices(y, b, contracted)
         shape = [dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))[d] for d in out]
         if not straight:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
+        if bias is not None:  # of the columns
+            added = bias.reshape(bias.shape[0], 1, -1) if straight else bias.reshape(bias.shape[0], -1, 1)
+            return torch.baddbmm(added, left, right).view(shape)
         if into is None:
             return torch.bmm(left, right).view(shape)
         there = into.view(left.shape[0], left.shape[1], right.shape[2])
@@ -168,7 +170,6 @@ def grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[...,
         x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
     ) -> Tensor:
         """Return the product, or add it to `into`, which it overwrites if `fresh`."""
-        assert bias is None
         if matrices:
             x, y = (x, y) if turned else (y, x)
             shape: tuple[int, ...] = (len(groups.each), x.shape[1], y.shape[1])
@@ -178,12 +179,16 @@ def grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[...,
             shape = (x.shape[0], y.shape[2])
         if has_kernel(x, y):
             found = F.grouped_mm(x, y, offs=groups.ends)
+            found = found if bias is None else found.add_(of_groups(groups, bias))
             return found if into is None else into.copy_(found) if fresh else into.add_(found)
         fresh, there = fresh or into is None, x.new_empty(shape) if into is None else into
         for expert, (end, n) in enumerate(zip(accumulate(groups.each), groups.each, strict=True)):
             rows = slice(end - n, end)
             left, right = (x[:, rows], y[rows]) if matrices else (x[rows], y[expert])
-            add_product(there[expert if matrices else rows], left, right, fresh)
+            if bias is None:
+                add_product(there[expert if matrices else rows], left, right, fresh)
+            else:
+                torch.addmm(bias[expert], left, right, out=there[rows])
         return there
 
     return product
@@ -194,3 +199,34 @@ def has_kernel(x: Tensor, y: Tensor) -> bool:
     # elsewhere torch's own is a loop as well, which takes fewer types
     wide = [max(t.stride()) * t.element_size() for t in (x, y)]
     return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % ALIGNED for n in wide)
+
+
+def of_groups(groups: Groups, vectors: Tensor) -> Tensor:
+    """Return for each row the one of `vectors` [experts, d] that is its expert's, [rows, d]."""
+    lengths = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+    return vectors.repeat_interleave(lengths, 0, output_size=sum(groups.each))
+
+
+def sums_of_groups(groups: Groups, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum [experts, d] of each expert's rows [rows, d], the adjoint of `of_groups`."""
+    return torch.stack([part.sum(0, dtype=dtype) for part in rows.split(list(groups.each))])
+
+
+class _OfRows(torch.autograd.Function):
+    """Autograd function of `vectors_of_rows`, none of whose sums depend on the order in which threads add."""
+
+    @staticmethod
+    def forward(ctx, vectors, groups):
+        """Return the vector of each row's expert."""
+        ctx.groups = groups
+        return of_groups(groups, vectors)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of the gradients of each expert's rows."""
+        return sums_of_groups(ctx.groups, gradient), None
+
+
+def vectors_of_rows(groups: Groups, vectors: Tensor) -> Tensor:
+    """Compute `of_groups` differentiably: for each row of experts, the one of `vectors` that is its expert's."""
+    return _OfRows.apply(vectors, groups)

@@ -19,11 +19,15 @@ def widened(x: Tensor) -> Tensor:
 
 def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
     """Return the all-reduced sum of x over the ranks along the axes `over`; x may be overwritten."""
+    if not over:
+        return x
     return communicator.launch("all_reduce", x, over, owned=True).wait()
 
 
 def _largest(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
     """Return the all-reduced maximum of x over the ranks along the axes `over`; x may be overwritten."""
+    if not over:
+        return x
     return communicator.launch("all_reduce", x, over, reduce="max", owned=True).wait()
 
 
@@ -98,31 +102,47 @@ def norm(
     return rms_norm(x, gain, eps)
 
 
-class _SplitSoftmax(torch.autograd.Function):
-    """Softmax over the dim at `position`, split over the axes `over`."""
+class _Softmax(torch.autograd.Function):
+    """Softmax over the dim at `position`, split over the axes `over`, with one score more in each sum, `sink`, which
+    broadcasts against x, or None; its gradient is the part that comes from this rank's block of x."""
 
     @staticmethod
-    def forward(ctx, x, position, communicator, over):
+    def forward(ctx, x, sink, position, communicator, over):
         """Return the softmax of x over a split dim, merging maxima and sums over the ranks."""
         top = _largest(communicator, widened(x.amax(position, keepdim=True)), over)
+        if sink is not None:
+            top = torch.maximum(top, widened(sink))
         e = torch.exp(widened(x) - top)
-        p = (e / _summed(communicator, e.sum(position, keepdim=True), over)).to(x.dtype)
-        ctx.save_for_backward(p)
-        ctx.options = position, communicator, over
+        total, share = _summed(communicator, e.sum(position, keepdim=True), over), None
+        if sink is not None:
+            share = torch.exp(widened(sink) - top)
+            total = total + share
+            share /= total
+        p = (e / total).to(x.dtype)
+        ctx.save_for_backward(p, share)
+        ctx.options = position, communicator, over, sink is not None and (sink.shape, sink.dtype)
         return p
 
     @staticmethod
     def backward(ctx, dp):
-        """Return the gradient of x, summing one statistic over the ranks."""
-        (p,) = ctx.saved_tensors
-        position, communicator, over = ctx.options
-        inner = _summed(communicator, widened(dp * p).sum(position, keepdim=True), over)
-        return p * (dp - inner.to(dp.dtype)), None, None, None
+        """Return the gradients of x and of the sink, summing one statistic over the ranks."""
+        p, share = ctx.saved_tensors
+        position, communicator, over, of_sink = ctx.options
+        inner, dsink = widened(dp * p).sum(position, keepdim=True), None
+        if of_sink:
+            shape, dtype = of_sink
+            dsink = (share * inner).sum_to_size(shape).neg_().to(dtype)
+        inner = _summed(communicator, inner, over)
+        return p * (dp - inner.to(dp.dtype)), dsink, None, None, None
 
 
-def softmax(x: Tensor, position: int, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Compute softmax of the local block x over the dim at `position`, split over the axes `over` (none: whole)."""
-    return _SplitSoftmax.apply(x, position, communicator, over) if over else torch.softmax(x, position)
+def softmax(
+    x: Tensor, position: int, communicator: Communicator, over: Sequence[str], sink: Tensor | None = None
+) -> Tensor:
+    """Compute softmax of the local block x over the dim at `position`, split over the axes `over`, beside a `sink`."""
+    if over or sink is not None:
+        return _Softmax.apply(x, sink, position, communicator, over)
+    return torch.softmax(x, position)
 
 
 class _SplitMaximum(torch.autograd.Function):

@@ -84,8 +84,8 @@ def convert(
 
 
 def absent(x: Tensor) -> bool:
-    """Return True if the tensor x is empty: this rank has no block of the global tensor (blocks are never empty)."""
-    return not x.numel()
+    """Return True if x stands for a block that this rank lacks: a tensor [0]. No block is that; rows may be [0, d]."""
+    return x.dim() == 1 and not x.numel()
 
 
 class _Convert(torch.autograd.Function):

@@ -13,16 +13,18 @@ from platform.parallel.communicator.base import Communicator
 from platform.plan.core.counted import counts_at
 from platform.plan.core.factored import summed_sizes, summing_axes
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import row_dims
 from platform.plan.language.ops import Parameter
 
 
 class _Part(NamedTuple):
-    """Place of this rank's part in the matrix of a parameter: the rows and columns of the matrix that the rows of the
-    part and its columns are, and how many elements of the first row come before the part. A row or column of padding
-    stands for some other: its gradients are zeros."""
+    """Place of this rank's part in the matrices of a parameter: the rows of all matrices that the rows of the part are,
+    how many of these follow each other in one matrix (`counts`) and in which (`of`), the columns of a matrix that its
+    columns are, and how many elements of the first row come before the part. A row or column of padding stands for some
+    other: its gradients are zeros."""
 
     rows: Tensor
+    counts: list[int]
+    of: Tensor
     columns: Tensor
     before: int
 
@@ -36,45 +38,51 @@ class Factors:
         self._plan, self._communicator = plan, communicator
         self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
         by_name = {p.name: p for p in plan.parameters}
+        self._shapes = {name: by_name[name].matrices(plan.global_shape(by_name[name])) for name in self._sizes}
         self.elements = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
         self._counted = {n for n in self._sizes if counts_at(communicator.coordinates, plan.split_over(by_name[n]))}
         here = (by_name[name] for name in plan.factored if name in by_name)
         self._parts = {p.name: part for p in here if (part := self._part(p))}
 
     def _part(self, p: Parameter) -> _Part | None:
-        """Return the rows and columns of a parameter's matrix in which this rank's part lies, None if it has none; the
-        part is its block or, under ZeRO, its shard of the block."""
+        """Return the rows and columns of a parameter's matrices in which this rank's part lies, None if it has none;
+        the part is its block or, under ZeRO, its shard of the block."""
         plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
         start, stop = plan.shard_range(p, at)
         if not plan.present(p, at) or start >= stop:
             return None
-        block, shape, cut = plan.block(p, at), plan.global_shape(p), row_dims(p.role, len(p.dims))
+        block, shape, cut = plan.block(p, at), plan.global_shape(p), p.row_dims
         rows, columns = (_places(block[side], shape[side], device) for side in (slice(0, cut), slice(cut, None)))
         first, last = start // len(columns), -(-stop // len(columns))
-        return _Part(rows[first:last], columns, start - first * len(columns))
+        each = prod(extent for _, extent in block[p.stacked : cut])  # rows of the block in one matrix
+        within = range(first // each, -(-last // each))
+        counts = [min(last, (n + 1) * each) - max(first, n * each) for n in within]
+        of = torch.tensor(within, device=device) + sum(offset for offset, _ in block[: p.stacked])
+        return _Part(rows[first:last], counts, of, columns, start - first * len(columns))
 
-    def shape(self, name: str) -> tuple[int, int] | None:
-        """Return (rows, columns) of a parameter's matrix if Adafactor factors its second moments, else None."""
-        rows, *columns = self._sizes[name]
-        return (rows, columns[0]) if columns else None
+    def shape(self, name: str) -> tuple[int, int, int] | None:
+        """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
+        return self._shapes[name] if name in self._plan.factored else None
 
     def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return, for Adafactor, the sums of squares of x, this rank's part of a parameter's gradient, by row [rows]
-        and by column [columns] of the whole matrix; the parts of other ranks count as zeros."""
-        part, (rows, columns) = self._parts[name], self._sizes[name][:2]
+        and by column [columns] of all whole matrices; the parts of other ranks count as zeros."""
+        part, (number, rows, columns) = self._parts[name], self._shapes[name]
         squares = x.new_zeros(len(part.rows) * len(part.columns))
         torch.mul(x.view(-1), x.view(-1), out=squares[part.before : part.before + x.numel()])
         squares = squares.view(len(part.rows), len(part.columns))
-        return (
-            x.new_zeros(rows).index_add_(0, part.rows, squares.sum(1)),
-            x.new_zeros(columns).index_add_(0, part.columns, squares.sum(0)),
-        )
+        sums = torch.stack([of_matrix.sum(0) for of_matrix in squares.split(part.counts)])
+        by_column = x.new_zeros(number, columns).index_put_((part.of[:, None], part.columns), sums, accumulate=True)
+        return x.new_zeros(number * rows).index_add_(0, part.rows, squares.sum(1)), by_column.view(-1)
 
     def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of the outer product of Adafactor's `rows` and `columns`, shaped as `like`."""
-        part = self._parts[name]
-        whole = torch.outer(rows[part.rows], columns[part.columns]).view(-1)
-        return whole[part.before : part.before + like.numel()].view(like.shape)
+        """Return this rank's part of the outer products of Adafactor's `rows` and `columns`, shaped as `like`."""
+        part, (number, _, width) = self._parts[name], self._shapes[name]
+        whole = rows.new_empty(len(part.rows), len(part.columns))
+        of_parts = columns.view(number, width)[part.of[:, None], part.columns]
+        for out, r, c in zip(whole.split(part.counts), rows[part.rows].split(part.counts), of_parts, strict=True):
+            torch.outer(r, c, out=out)
+        return whole.view(-1)[part.before : part.before + like.numel()].view(like.shape)
 
     def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
         """Sum over ranks, by one all-reduce, the squares that Adafactor needs of each parameter's gradient: by row and

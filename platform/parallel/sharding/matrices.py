@@ -11,7 +11,6 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding.convert import convert
 from platform.parallel.sharding.flat import FlatBucket
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import matrix_shape
 from platform.plan.language.ops import Parameter
 
 
@@ -40,18 +39,19 @@ class Matrices:
 
     @torch.no_grad()
     def _part(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this rank's part of function(whole matrix), a weight matrix gathered from the ranks' blocks."""
+        """Return this rank's part of function(whole matrix), of weight matrices gathered from the ranks' blocks."""
         whole = convert(self._communicator, block, self._plan.joining(p), name=f"join {p.name}").wait()
-        found = function(whole.reshape(matrix_shape(p.role, whole.shape))).view(whole.shape)
+        found = function(whole.reshape(p.matrices(whole.shape)[not p.stacked :])).view(whole.shape)
         return flat.own(p.name, self._block(p, found))
 
     def _block(self, p: Parameter, whole: Tensor) -> Tensor:
-        """Return this rank's block of the tensor `whole`, a whole parameter with its padding of vocab."""
-        for dim, (offset, extent) in enumerate(self._plan.block(p, self._communicator.coordinates)):
+        """Return this rank's block of the tensor `whole`, a parameter's whole matrices with their padding of vocab."""
+        block = self._plan.block(p, self._communicator.coordinates)
+        for dim, (offset, extent) in [*enumerate(block)][p.stacked :]:
             whole = whole.narrow(dim, offset, extent)
         return whole
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Return the shape (rows, columns) of the weight matrix that the parameter `name` is, without padding."""
+        """Return the shape (rows, columns) of each weight matrix that the parameter `name` is, without padding."""
         p = next(p for p in self._plan.parameters if p.name == name)
-        return matrix_shape(p.role, self._plan.global_shape(p))
+        return p.matrices(self._plan.global_shape(p))[1:]

@@ -86,6 +86,8 @@ def _rowwise(
     def found(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         """Yield the form of an operation element by element, or row by row."""
         operands, output = _converted(planned)
+        if "rows" in planned.operation.outputs[0].dims:
+            operands = [operand._replace(renamed=unordered) for operand in operands]
         over = statistics(planned)
         yield Form(operands, planned.operation.outputs[0], output, (), over, whole(planned), over)
 
@@ -203,7 +205,7 @@ def _reshape(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
 
 def _route(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the forms of a router's weights and of its auxiliary loss, from whole sequences of all experts' scores."""
-    (scores,), (enter, *leave) = planned.operation.inputs, planned.conversions
+    (scores, *_), (enter, *leave) = planned.operation.inputs, planned.conversions
     for number, (out, conversion) in enumerate(zip(planned.operation.outputs, leave, strict=True)):
         operand = Operand(scores, enter, shared=number > 0)
         yield Form((operand,), out, conversion, whole=("length", "experts"))
@@ -318,6 +320,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "combine_rows": _combine_rows,
     "cross_entropy": _loss(("vocab",)),
     "token_loss": _loss(()),
+    "sequence_mean": _rowwise(whole=lambda planned: ("length",)),
     "squared_error": _loss(()),
 }
 

@@ -156,11 +156,10 @@ class Walk:
 
     def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
         """Return the elements of the most rows that a rank can have."""
-        own = self._plan.sizes
-        experts = own["experts"] // prod(self._extents[a] for a in spread.split["experts"])
-        of_token = min(own["rows"] // (own["length"] * own["batch"]), experts)
+        experts = sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
+        of_token = min(self._plan.sizes["rows"], experts)
         rest = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
-        return own["length"] * of_token * rest.elements(sizes, self._extents)
+        return sizes["length"] * of_token * rest.elements(sizes, self._extents)
 
 
 def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:

@@ -16,7 +16,6 @@ from platform.plan.check.operations_check import Walk, title_of
 from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, plus
 from platform.plan.core.buckets import Bucket
 from platform.plan.core.plan import Plan
-from platform.plan.language.layout import Layout
 from platform.plan.language.ops import LOSSES, Parameter, Spec
 
 
@@ -151,5 +150,5 @@ def _joined(plan: Plan, p: Parameter) -> Iterator[str]:
     except Unsound as error:
         yield f"{p.name}: {error}"
         return
-    if wrong := difference(spread, Spread.lying(p.dims, Layout.of({}, plan.layout(p).only))):
+    if wrong := difference(spread, Spread.lying(p.dims, plan.joined(p))):
         yield f"{p.name}: the matrix that is updated {wrong}"

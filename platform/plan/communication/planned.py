@@ -142,9 +142,9 @@ class PlannedOperation:
 
     @cached_property
     def _stays(self) -> bool:
-        """Return True if the plan converts no result of this operation's einsums, and SUMMA computes none."""
+        """Return True if this operation's einsums are plain products in the compute type, not converted by the plan."""
         outputs = [e.output for g in self.groups for e in g.einsums]
-        return not any(g.panels for g in self.groups) and not any(c.forward or c.backward for c in outputs)
+        return not any(g.panels or g.wide for g in self.groups) and not any(c.forward or c.backward for c in outputs)
 
 
 def shapes(

@@ -27,7 +27,7 @@ from platform.plan.language.scheme import REPLICAS, Scheme
 @dataclass(frozen=True)
 class Planner:
     """Applies the communication rule to the tensors of operations under one scheme on one mesh. `sizes`: global sizes
-    of the model's dims in one microbatch of all replicas, vocab padded.
+    of the model's dims in one microbatch of all replicas, vocab padded; of rows, how many a token has.
 
     `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
     backward, because the parameter's uses differ in their partial axes. `open_sums`: axes over which an activation, or
@@ -93,7 +93,7 @@ class Planner:
         # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
         if experts := self.picked(tensor):
             ranks, tokens = self.mesh.extent(experts["experts"]), sizes["length"] * sizes["batch"]
-            sizes["rows"] = ranks * tokens * min(sizes["rows"] // tokens, max(1, sizes["experts"] // ranks))
+            sizes["rows"] = ranks * tokens * min(sizes["rows"], max(1, sizes["experts"] // ranks))
         return sizes
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:

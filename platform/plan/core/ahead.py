@@ -92,9 +92,10 @@ class Ahead(Generic[T]):
         self._converted: Mapping[Use, Converted] = {f.use: f.converted for found in chunks for f in found}
         alone = plan.zero == 3
         self._forward = _Order.of(chunks, within=alone, on=on)
-        self._within = _Order.of(chunks, within=True, on=on)
+        whole = plan.recompute.kind == "full"  # blocks; the inside of attention has no product of a parameter
+        self._within = _Order.of(chunks, within=True, on=on and whole)
         products = [[f for f in reversed(found) if f.again] for found in chunks]
-        self._backward = _Order.of(products, within=alone or plan.recompute.kind == "full", on=on)
+        self._backward = _Order.of(products, within=alone or whole, on=on)
 
     def __contains__(self, use: Use) -> bool:
         """Return True if collectives convert parameters for this `use`, an operation or a group of its einsums."""

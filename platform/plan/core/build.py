@@ -10,7 +10,7 @@ from functools import partial
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import partial_axes
-from platform.plan.core.chunks import RecordableModel, record
+from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.functions import PLAIN, LabelLoss
@@ -62,10 +62,8 @@ def build_plan(
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
     recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
-    with as_model_mistakes(model):
-        recorded = record(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
+    recorded = _recorded(model, recorder, len(stage_of), parameters)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
-    check_used(parameters, (p.name for o in operations for p in o.parameters), model)
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planner, planned, reductions = _planned(planner, operations, microbatch)
     sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert")) if zero else ()
@@ -76,10 +74,11 @@ def build_plan(
         microbatches=microbatches,
         sequences=microbatches * microbatch * data if sequences is None else sequences,
         sizes=sizes,
-        parameters=parameters,
+        parameters=tuple(p for p in parameters if not p.is_state),
         reductions=reductions,
-        stages_of={p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters)) for p in parameters},
+        stages_of=_stages_of(parameters, chunks),
         chunks=chunks,
+        states=tuple(p for p in parameters if p.is_state),
         sharded=sharded,
         zero=zero if sharded else 0,
         turns=turns,
@@ -96,14 +95,30 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
         parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
     if "length" not in own_sizes:
         raise ModelMistake("length", "the model's sizes lack it", place=defined_at(model))
-    sizes = all_rows({"memory_length": own_sizes["length"], **own_sizes, "batch": batch})
+    sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
     check_parameters(parameters, model, sizes)
     return parameters, sizes
 
 
-def all_rows(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a model's `sizes` with dim rows, which it gives for one token, as all tokens have."""
-    return {**sizes, **({"rows": sizes["rows"] * sizes["length"] * sizes["batch"]} if "rows" in sizes else {})}
+def _recorded(
+    model: RecordableModel, recorder: partial[Recorder], count: int, parameters: Sequence[Parameter]
+) -> list[Recorded]:
+    """Record a model's forward pass as `count` chunks, and check that it uses each of its declared `parameters`."""
+    declared = {p.name: p for p in parameters}
+    with as_model_mistakes(model):
+        found = record(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"])
+    operations = (o for chunk in found for o in chunk.ops.operations)
+    check_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
+    return found
+
+
+def _stages_of(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
+    """Return, by parameter, states too, the stages of the chunks that use it, in order."""
+    uses = {p.name: dict[int, None]() for p in parameters}
+    for chunk in chunks:
+        for name in chunk.parameters | chunk.states:
+            uses[name][chunk.stage] = None
+    return {name: tuple(stages) for name, stages in uses.items()}
 
 
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:

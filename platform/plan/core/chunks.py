@@ -68,6 +68,11 @@ class Chunk:
         return frozenset(p.name for o in self.operations.values() for p in o.operation.parameters)
 
     @cached_property
+    def states(self) -> frozenset[str]:
+        """Return the names of the states, parameters without gradient, that the model chunk's operations read."""
+        return frozenset(p.name for o in self.operations.values() for p in o.operation.states)
+
+    @cached_property
     def shared(self) -> frozenset[str]:
         """Return the names of parameters that several of the chunk's operations use, each adding to the gradient."""
         uses = Counter(p.name for o in self.operations.values() for p in o.operation.parameters)

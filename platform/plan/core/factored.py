@@ -7,15 +7,21 @@ from collections.abc import Mapping
 
 from platform.plan.communication.planned import Collective
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import matrix_shape
+from platform.plan.language.ops import Parameter
 
 
 def summed_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Return, by name of each trained parameter of a stage's plan, the sizes of the sums over ranks for an Adafactor
-    update: one sum of squared weights, (1,); in `Plan.factored` also squared gradients by row and column, (rows,
-    columns, 1)."""
-    trained = {p.name: matrix_shape(p.role, plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
-    return {name: (*shape, 1) if name in plan.factored else (1,) for name, shape in trained.items()}
+    update: one sum of squared weights, (1,); in `Plan.factored` also squared gradients by row and column of all its
+    matrices, (rows, columns, 1)."""
+    trained = [p for p in plan.parameters if p.name not in plan.frozen]
+    return {p.name: (*sides(plan, p), 1) if p.name in plan.factored else (1,) for p in trained}
+
+
+def sides(plan: Plan, p: Parameter) -> tuple[int, int]:
+    """Return how many rows, and how many columns, all matrices of a parameter have together."""
+    number, rows, columns = p.matrices(plan.global_shape(p))
+    return number * rows, number * columns
 
 
 def summing_axes(plan: Plan) -> tuple[str, ...]:
@@ -37,4 +43,4 @@ def factors_at(plan: Plan, at: Mapping[str, int]) -> int:
     """Return how many row and column second moments the worker at mesh coordinates `at` keeps for `Plan.factored`."""
     here = [p for p in plan.at(at["stage"]).parameters if p.name in plan.factored and plan.present(p, at)]
     ranges = [(p, *plan.shard_range(p, at)) for p in here]
-    return sum(sum(matrix_shape(p.role, plan.global_shape(p))) for p, start, stop in ranges if start < stop)
+    return sum(sum(sides(plan, p)) for p, start, stop in ranges if start < stop)

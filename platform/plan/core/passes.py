@@ -13,7 +13,7 @@ from math import lcm
 from typing import Any
 
 from platform.plan.communication.planner import Planner
-from platform.plan.core.build import all_rows, plan_operations
+from platform.plan.core.build import plan_operations
 from platform.plan.core.chunks import Chunk, RecordableModel, Recorded
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
@@ -104,8 +104,8 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
 def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
     """Plan a pass of generation as `plan_pass` does, for all pipeline stages together."""
     scheme, last = of_rows(plan.scheme), plan.chunks[-1]
-    lying = {p.name: plan.layout(p) for p in plan.parameters}
-    parameters = tuple(model.parameters())
+    lying = {p.name: plan.layout(p) for p in (*plan.parameters, *plan.states)}
+    parameters = tuple(p for p in model.parameters() if not p.is_state)
     if HEAD not in last.units:
         raise ModelMistake(type(model).__name__, f"its last unit is not called {HEAD}, and gives no logits")
 
@@ -114,7 +114,6 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
         from the activations `flow`, which their results replace."""
         own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
         own |= {"slots": tokens} if "slots" in own else {}  # whatever tokens it has, a pass drops none
-        own = all_rows(own)
         planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
         chunks = tuple(_chunk(planner, model, shape, flow, *part) for part in parts)
         return replace(

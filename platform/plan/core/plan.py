@@ -41,6 +41,7 @@ class Plan:
     replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards:
     each bucket divides its gradients over the axes among them that sum these. `zero`: 1 to 3, how much is sharded, see
     `build_plan`; 0 without.
+    `states`: parameters without gradient, which are not among `parameters`: no bucket, optimizer or norm knows them.
     `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
@@ -56,6 +57,7 @@ class Plan:
     reductions: Mapping[str, tuple[str, ...]]
     stages_of: Mapping[str, tuple[int, ...]]
     chunks: tuple[Chunk, ...]
+    states: tuple[Parameter, ...] = ()
     sharded: tuple[str, ...] = ()
     zero: int = 0
     frozen: tuple[str, ...] = ()
@@ -85,9 +87,15 @@ class Plan:
     def at(self, stage: int) -> Plan:
         """Return the part of the plan that one pipeline stage executes: its chunks and their parameters."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
-        return replace(
-            self, chunks=chunks, parameters=tuple(p for p in self.parameters if stage in self.stages_of[p.name])
+        parameters, states = (
+            tuple(p for p in some if stage in self.stages_of[p.name]) for some in (self.parameters, self.states)
         )
+        return replace(self, chunks=chunks, parameters=parameters, states=states)
+
+    @cached_property
+    def balanced(self) -> dict[str, PlannedOperation]:
+        """Map the name of each layer with states to its routing, whose load of experts in a step updates these."""
+        return {name: o for (kind, name), o in self.operations.items() if kind == "route" and o.operation.states}
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -223,9 +231,12 @@ class Plan:
         return [Step("all_gather", bucket.sharded, only=bucket.only)] if bucket.sharded else []
 
     def joining(self, p: Parameter) -> tuple[Step, ...]:
-        """Return the collective steps that gather a parameter's blocks into the whole, to update whole matrices."""
-        layout = self.layout(p)
-        return relayout_steps(p.dims, layout, Layout.of({}, layout.only))
+        """Return the collective steps that gather a parameter's blocks into whole matrices, to update these."""
+        return relayout_steps(p.dims, self.layout(p), self.joined(p))
+
+    def joined(self, p: Parameter) -> Layout:
+        """Return the layout in which each rank has whole matrices of a parameter: of experts its own."""
+        return self.layout(p).restrict(p.dims[: p.stacked])
 
     @cached_property
     def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:

@@ -115,6 +115,11 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             }
             for p in plan.parameters
         ],
+        **(
+            {"states": [{"name": p.name, "shape": list(plan.global_shape(p))} for p in plan.states]}
+            if plan.states
+            else {}
+        ),
         "operations": [
             {
                 "kind": kind,

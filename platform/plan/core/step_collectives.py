@@ -13,7 +13,8 @@ from platform.plan.core.factored import factor_collectives
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
 
-WORLD_SUMS = 2  # fp64 numbers summed over the world once a step: loss and squared gradient norm
+# fp64 numbers summed over the world once a step: loss and squared gradient norm, besides the loads of balanced experts
+WORLD_SUMS = 2
 
 
 def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
@@ -58,7 +59,8 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
             for stages in ((other, owner), (owner, other)):
                 yield f"tied {name}", c, 1, stages
     if world := plan.mesh.ordered(plan.mesh.axes):
-        c = Collective("all_reduce", world, WORLD_SUMS, "metrics", "reduce")
+        loads = len(plan.balanced) * plan.sizes.get("experts", 0)
+        c = Collective("all_reduce", world, WORLD_SUMS + loads, "metrics", "reduce")
         yield "loss and norm", c, 1, tuple(range(plan.stages))
 
 

@@ -12,7 +12,7 @@ from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
-from platform.plan.language.ops import Parameter, Spec
+from platform.plan.language.ops import STATES, Parameter, Spec
 from platform.plan.language.scheme import REGIONS, ROLES
 
 INITS = ("normal", "zeros", "ones")
@@ -49,7 +49,7 @@ def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[s
     for p in declared:
         if names.count(p.name) > 1:
             raise ModelMistake(p.name, "several parameters have this name", place=place)
-        for value, legal, what in ((p.role, ROLES, "role"), (p.init, INITS, "initialiser")):
+        for value, legal, what in ((p.role, (*ROLES, *STATES), "role"), (p.init, INITS, "initialiser")):
             if value not in legal:
                 raise ModelMistake(value, f"no such {what}, of parameter {p.name}", legal, place)
         _check_dims(p, sizes, f"of parameter {p.name}", place)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import isqrt, prod
+from collections.abc import Iterator
+from math import isqrt
 
 
 def divisors(n: int) -> list[int]:
@@ -25,14 +25,3 @@ def count_of(number: int, noun: str, form: str = "") -> str:
     """Format a number, by the format specification `form`, with its noun, in the plural unless it is 1: "2 GPUs"."""
     plural = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:{form}} {noun}" + ("" if number == 1 else plural)
-
-
-def matrix_shape(role: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of a parameter seen as a matrix: its layer's outputs and its inputs, by its `role`."""
-    rows = row_dims(role, len(shape))
-    return prod(shape[:rows]), prod(shape[rows:])
-
-
-def row_dims(role: str, dims: int) -> int:
-    """Return how many leading dims, of a parameter's number of `dims`, form the rows of its matrix, by its `role`."""
-    return dims - 1 if role == "in" else 1

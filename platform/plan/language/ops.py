@@ -11,7 +11,9 @@ Every rank loads the block that an operation needs, so data never travels betwee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 
@@ -47,13 +49,19 @@ class Spec:
         return f"{self.region}[{' '.join(self.dims)}]{dtype}" + (f" of open {self.open}" if self.open else "")
 
 
+# role of a parameter that no gradient updates -> kind of training state that it is (`KIND.NAME` in a checkpoint)
+STATES = {"choice": "model", "load": "state"}
+
+
 @dataclass(frozen=True)
 class Parameter:
     """Declaration of a parameter: its global name, dims and initialisation.
 
     `role` selects the scheme's layout: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
-    of d_model. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies. `sizes` as in Spec.
-    `turned`: its initial values are drawn with its last dim first.
+    of d_model. Two more are states, which a step's load of experts updates in place of a gradient, whole on every rank
+    of their stage and in the type of master copies: `choice` is a bias for the choice of experts, `load` their load in
+    the step before, 1 where it is even. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies.
+    `sizes` as in Spec. `turned`: its initial values are drawn with its last dim first.
     """
 
     name: str
@@ -64,6 +72,25 @@ class Parameter:
     decay: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
     turned: bool = False
+
+    @property
+    def stacked(self) -> int:
+        """Return how many first dims number matrices, or vectors, of which each is one to an optimizer: experts."""
+        return int(self.dims[:1] == ("experts",))
+
+    @property
+    def row_dims(self) -> int:
+        """Return how many dims come before the columns of a matrix: its rows, and what numbers matrices."""
+        return len(self.dims) - 1 if self.role == "in" else self.stacked + 1
+
+    def matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return (number, rows, columns) of the matrices in a block of `shape`: outputs are rows, inputs columns."""
+        return prod(shape[: self.stacked]), prod(shape[self.stacked : self.row_dims]), prod(shape[self.row_dims :])
+
+    @property
+    def is_state(self) -> bool:
+        """Return True if the routing of a step updates this parameter, in place of a gradient."""
+        return self.role in STATES
 
 
 def dtype_of(tensor: Spec | Parameter) -> str:
@@ -89,8 +116,13 @@ class Operation:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Return the model parameters among the operation's inputs."""
-        return tuple(t for t in self.inputs if isinstance(t, Parameter))
+        """Return the model parameters among the operation's inputs, without states."""
+        return tuple(t for t in self.inputs if isinstance(t, Parameter) and not t.is_state)
+
+    @property
+    def states(self) -> tuple[Parameter, ...]:
+        """Return the states among the operation's inputs: parameters without gradient."""
+        return tuple(t for t in self.inputs if isinstance(t, Parameter) and t.is_state)
 
     @property
     def anonymous(self) -> tuple:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from platform.plan.language.layout import Layout
+from platform.plan.language.ops import STATES
 
 REGIONS = ("stream", "attention", "core", "mlp", "experts", "logits")
 ROLES = ("in", "out", "vector")
@@ -69,6 +70,8 @@ class Scheme:
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
+        if role in STATES:
+            return Layout.of({})
         return Layout.of(self.parameters[role].restrict(dims), self.parameters_only)
 
     @property

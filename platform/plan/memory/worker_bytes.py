@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from platform.plan.core.chunks import Chunk, RecordableModel
-from platform.plan.core.factored import factors_at
+from platform.plan.core.factored import factors_at, sides
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import matrix_shape
 from platform.plan.memory.meter import Meter
 from platform.plan.operations.storages import Value
 
@@ -24,11 +23,13 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     whose second moments are factored, of which it keeps one per row and per column."""
     at = at or plan.mesh.coordinates(0)
     masters, buckets = plan.masters_at(at), plan.buckets_at(at)
+    states = sum(prod(plan.global_shape(p)) for p in plan.at(at["stage"]).states)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     apart = [b for b in buckets if compute != master or (b.sharded and not b.stored)]  # copies to compute with
     less = plan.masters_of(plan.frozen, at) * moments + plan.masters_of((*plan.matrices, *plan.factored), at)
     return {
-        "parameters": masters * master + sum(b.shard_elements if b.stored else b.elements for b in apart) * compute,
+        "parameters": (masters + states) * master
+        + sum(b.shard_elements if b.stored else b.elements for b in apart) * compute,
         "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in buckets) * master,
         "optimizer": (masters * moments - less + factors_at(plan, at)) * master,
     }
@@ -39,7 +40,7 @@ def state_elements(plan: Plan, moments: int) -> int:
     that is not frozen; `moments` - 1 per element of a matrix that it updates as a whole; and where second moments are
     factored, `moments` - 1 per element besides one number per row and per column."""
     sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
-    factors = sum(sum(matrix_shape(p.role, plan.global_shape(p))) for p in plan.parameters if p.name in plan.factored)
+    factors = sum(sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
     return moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors
 
 

@@ -94,13 +94,13 @@ class ProjectOp(_Products):
     both: each is multiplied by the matrix of its expert."""
 
     def record(self, ops, x, spec, weights, outs, biases=(), counts=None):
-        if ("rows" in spec.dims) != (counts is not None) or ("rows" in spec.dims and biases):
-            raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, and no biases, unlike {spec}")
+        if ("rows" in spec.dims) != (counts is not None):
+            raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
         of_rows = {} if counts is None else {"layer": counts}
         found = ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs, **of_rows)
         found = found if len(outs) > 1 else (found,)
         for y, bias, out in zip(found, biases, outs, strict=bool(biases)):
-            ops.shift(y, out, bias)
+            ops.shift(y, out, bias, counts)
         return found
 
     def run(self, ops, x, spec, weights, outs, biases=(), counts=None):
@@ -109,7 +109,9 @@ class ProjectOp(_Products):
         fused = found.adds(ops.planned("shift", b.name) for b in biases)
         added = [ops.parameter(b) for b in biases] if fused else ()
         results = _by_group(ops, found, x, [ops.parameter(w) for w in weights], outs, added, ops.deferred, counts)
-        return tuple(map(ops.shift, results, outs, biases) if biases and not fused else results)
+        if fused or not biases:
+            return tuple(results)
+        return tuple(ops.shift(y, out, b, counts) for y, out, b in zip(results, outs, biases, strict=True))
 
     meter = run
 

@@ -139,8 +139,9 @@ def with_vectors(planner: Planner, operation: Operation, statistics: Sequence[Co
     """Plan an operation in the layout of its activation, to which its parameters, vectors of some of the dims, are
     converted. `statistics` and `more` as in `planned`."""
     have = planner.layout(operation.inputs[0])
+    there = Layout.of({**have, **planner.picked(operation.inputs[0])}, have.only)
     conversions = [
-        planner.parameter_conversion(operation, p, planner.enter(p, have.restrict(p.dims), have.axes))
+        planner.parameter_conversion(operation, p, planner.enter(p, there.restrict(p.dims), have.axes))
         for p in operation.parameters
     ]
     return planned(planner, operation, have, conversions, statistics, **more)
@@ -155,5 +156,6 @@ def reading(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: st
 
 
 def extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the global size of each dim of a tensor. `sizes`: sizes of the model's dims."""
-    return {d: dict(tensor.sizes).get(d, sizes[d]) for d in tensor.dims}
+    """Return the global size of each dim of a tensor, of rows all tokens'. `sizes`: sizes of the model's dims."""
+    own = {**sizes, **dict(tensor.sizes)}
+    return {d: own[d] * (own["length"] * own["batch"] if d == "rows" else 1) for d in tensor.dims}

@@ -29,6 +29,7 @@ from platform.plan.operations.shapes.expand_kv import ExpandKvOp
 from platform.plan.operations.shapes.reduce import ReduceOp
 from platform.plan.operations.shapes.relayout import RelayoutOp
 from platform.plan.operations.shapes.reshape import ReshapeOp
+from platform.plan.operations.shapes.sequence_mean import SequenceMeanOp
 from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
 from platform.plan.operations.tables.dispatch_rows import CombineRowsOp, DispatchRowsOp
 from platform.plan.operations.tables.from_ids import FeaturesOp, OneHotOp
@@ -59,7 +60,7 @@ class Ops:
     route, dispatch, combine = RouteOp(), DispatchOp(), CombineOp()
     dispatch_rows, combine_rows = DispatchRowsOp(), CombineRowsOp()
     cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
-    token_loss = TokenLossOp()
+    token_loss, sequence_mean = TokenLossOp(), SequenceMeanOp()
 
     def recomputed(self, kind: str, name: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
         """Return function(x, *more), an activation or a tuple of several, computed with activation checkpointing if

@@ -61,7 +61,7 @@ class RankPass:
         self._stage = communicator.coordinates["stage"]
         self._planned = found = plan_pass(plan, model, shape, self._stage)
         self._last = plan.chunks[-1].number
-        passes = (ParallelOps(p, communicator, weights.compute, ahead=False) for p in (found.body, found.head))
+        passes = (ParallelOps(p, communicator, weights.read, ahead=False) for p in (found.body, found.head))
         self._body, self._head = passes
         if plan.sharded:
             residency = self._residency(weights, frees=plan.zero == 3)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, state_name
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.optimizer.optimizers import AVERAGE, SIDES
 from platform.plan.core.plan import Plan
@@ -64,7 +64,7 @@ def judge(plan: Plan, checksums: Sequence[Mapping[str, int]]) -> tuple[list[Dama
     """Judge replicas of weights and optimizer state by their checksums, before an update in training: return the
     tensors that differ from the majority of their replicas, so are damaged, and the tensors that differ without a
     majority. `checksums`: sums over local blocks, by rank and tensor (KIND.PARAMETER)."""
-    parameters = {p.name: p for p in plan.parameters}
+    parameters = {p.name: p for p in (*plan.parameters, *plan.states)}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(checksums):
         at = plan.mesh.coordinates(rank)
@@ -107,6 +107,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
             moments = ((k, v) for k, v in trainer.optimizer.state[master].items() if isinstance(v, Tensor))
             out |= {f"{k}.{name}": v for k, v in moments if v.shape == master.shape or k in SIDES}
             out |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
+    out |= {state_name(p): weights.states[p.name] for p in plan.states}
     for name, w in weights.compute.items():
         if not plan.bucket_of[name].stored and w.numel() and w is not weights.master[name]:
             out[f"{COPIES}.{name}"] = w.detach()

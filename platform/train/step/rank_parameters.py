@@ -58,6 +58,10 @@ class Weights:
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
+        self.states = {}  # name -> this rank's copy of a parameter without gradient, alike on all ranks of its stage
+        for p in plan.states:
+            self.states[p.name] = torch.empty(plan.global_shape(p), dtype=high, device=communicator.device)
+            initialise(plan, communicator, p, seed, self.states[p.name])
         self.averages: dict[str, Tensor] = {}  # name -> average of a master copy over the updates, if they are kept
         self.residency = self._residency(communicator) if plan.sharded else None
         self._reducing: deque[FlatBucket] = deque()
@@ -77,6 +81,11 @@ class Weights:
             for c in self._plan.chunks
         }
         return Residency(communicator, spans, frees=frees, turns=self._plan.turns, ahead=self._overlap)
+
+    @property
+    def read(self) -> dict[str, Tensor]:
+        """Return name -> what the forward pass reads: this rank's blocks of parameters, and its states."""
+        return self.compute | self.states
 
     @property
     def owned(self) -> dict[str, Tensor]:

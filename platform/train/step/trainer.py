@@ -26,6 +26,7 @@ from platform.optimizer.parameter_groups import group_parameters
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock, ClockReading
 from platform.parallel.compiled import Trial
+from platform.parallel.kernels.by_index.slots import settle
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, StageAlone, sum_tied
@@ -62,6 +63,7 @@ class Trainer:
     peak_live = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
     _routed: Sequence[int] = ()  # tokens of experts on this rank in the last step, see `StepReport`
+    _loads: Mapping[str, Tensor] = {}  # of the last step: layer -> tokens of all ranks that chose each expert
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Trainer:
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
         if config.train.ema:
             self.weights.begin_averages()
-        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
+        self.ops = ParallelOps(self.stage, communicator, self.weights.read, config.model.dropout, compiles, overlap)
         self.ops.residency, self.ops.losses = self.weights.residency, losses_of(config)
         self._counted = counted_stretches(self.stage, communicator.coordinates)
         self.optimizer = self._make_optimizer()
@@ -131,7 +133,7 @@ class Trainer:
             flip(self.weights.owned if plan.zero == 3 else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
         watched = Watched(self.stage, communicator) if is_due(self.config.monitor.layers, step) else None
-        self.ops.watched, self.ops.routed = watched, None
+        self.ops.watched, self.ops.routed = watched, {}
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
             sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
@@ -189,7 +191,7 @@ class Trainer:
             self.weights.receive(reduced)
             squares = gradients.squared_norm(self.communicator, self._counted, reduced)
             self.settle()
-            total, square, *routed = self._sum_over_world(loss, squares + self._poison, self.ops.routed)
+            total, square, *routed = self._sum_over_world(loss, squares + self._poison, counted=True)
             self._routed = list(map(int, routed))
         return total / share, sqrt(square) / self._scale
 
@@ -312,15 +314,20 @@ class Trainer:
         rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator)}
         return place(part, self.communicator, rows)
 
-    def _sum_over_world(self, loss: Tensor, squares: Tensor, counts: Tensor | None = None) -> list[float]:
+    def _sum_over_world(self, loss: Tensor, squares: Tensor, counted: bool = False) -> list[float]:
         """Sum this rank's loss (fp64 scalar, over its tokens) and `squares`, its part of the squared gradient norm,
-        over all ranks; return both sums, equal on all ranks, and then this rank's own `counts` of experts' tokens:
-        the device is waited for once."""
+        over all ranks; return both sums, equal on all ranks. If a training step has `counted` tokens of experts, sum
+        the loads of the layers that are balanced too, into `_loads`, and return this rank's own counts of all layers
+        behind both sums: the device is waited for once."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
-        both = torch.stack((mine, squares))
+        sums, own = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
+        if loads := self.plan.balanced if counted else {}:
+            none = torch.zeros(2, self.plan.sizes["experts"], dtype=torch.int64, device=sums.device)
+            sums = torch.cat((sums, *(self.ops.routed.get(name, none)[0] for name in loads)))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
-            both = self.communicator.launch("all_reduce", both, world).wait()
-        return self.communicator.read(both if counts is None else torch.cat((both, counts.flatten())))
+            sums = self.communicator.launch("all_reduce", sums, world).wait()
+        self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
+        return self.communicator.read(torch.cat((sums[:2], sum(own[1:], own[0]).flatten())) if own else sums[:2])
 
     def _update(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
@@ -337,6 +344,9 @@ class Trainer:
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
+        for name, o in self.stage.balanced.items():
+            states = {p.role: self.weights.states[p.name] for p in o.operation.states}
+            settle(o.operation["router"], states, self._loads[name])
         self.weights.average(self.config.train.ema)
         self.weights.refresh(ahead=True)
 

@@ -18,7 +18,15 @@ from platform.boundary.schema import Malformed, OpenMap
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import LiveBlocks
 from platform.checkpoint.blocks.chain import Chain, shares
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
+from platform.checkpoint.blocks.placement import (
+    Block,
+    HeldTensor,
+    Share,
+    local_blocks,
+    planned_states,
+    planned_tensors,
+    state_name,
+)
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import NodeSnapshot
 from platform.checkpoint.moves import World, fill_blocks, restore
@@ -27,8 +35,8 @@ from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.config.fields import short_hash
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, state_of
 from platform.parallel.communicator.base import Communicator
+from platform.plan.core.factored import sides
 from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import matrix_shape
 from platform.train.protocol.replies import Unrestored
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import DTYPES
@@ -38,11 +46,11 @@ from platform.weights.initial import InitialWeights, initial_weights
 
 def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     """Return all tensors of a run's training state under `plan`, each with its global shape and the ranks that keep its
-    blocks: master weights, and the optimizer's `moments` of the trained ones."""
+    blocks: master weights, states without gradient, and the optimizer's `moments` of the trained weights."""
     dtype = DTYPES[plan.precision][1]
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
-    return masters + [
+    return [*masters, *planned_states(plan, dtype)] + [
         _held_side(plan, h, kind) if kind in SIDES else replace(h, name=kind + h.name.removeprefix("model"))
         for kind in moments
         for h in trained
@@ -58,9 +66,9 @@ def _is_kept(plan: Plan, moment: str, name: str) -> bool:
 
 
 def side_size(plan: Plan, side: str, name: str) -> int:
-    """Return the number of rows or columns (`side`) of a weight matrix: Adafactor keeps one number for each."""
+    """Return the number of rows or columns (`side`) of weight matrices: Adafactor keeps one number for each."""
     p = next(p for p in plan.parameters if p.name == name)
-    return matrix_shape(p.role, plan.global_shape(p))[SIDES.index(side)]
+    return sides(plan, p)[SIDES.index(side)]
 
 
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
@@ -73,8 +81,8 @@ def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
 
 class State:
     """Training state of one rank's trainer, as checkpoints and snapshots store it. `held`: all tensors of the run's
-    state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, and MOMENT.PARAMETER for each of
-    the `moments` that are kept of it: the optimizer's, and the average."""
+    state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, MOMENT.PARAMETER for each of the
+    `moments` that are kept of it (the optimizer's, and the average), and parameters without gradient."""
 
     def __init__(self, trainer: Trainer):
         """List the tensors of the training state, weights and optimizer moments, that the rank of `trainer` saves and
@@ -114,6 +122,8 @@ class State:
             found = [b for kind, tensors in laid_out.items() for b in local_blocks(self._plan, kind, tensors, here)]
             sides = ((f"{kind}.{name}", x) for kind in SIDES for name, x in kinds.get(kind, {}).items())
             found += [Block(name, Box.whole(x.shape), x) for name, x in sides if name in self._mine]
+            states = ((state_name(p), self._trainer.weights.states[p.name]) for p in self._trainer.stage.states)
+            found += [Block(name, Box.whole(x.shape), x) for name, x in states]
             self._where, self._blocks = where, LiveBlocks(found)
         return self._blocks
 

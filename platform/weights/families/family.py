@@ -2,10 +2,10 @@
 several families have in common.
 
 A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of ours
-one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer, `{e}` the number
-of an expert. A parameter of experts is a matrix for each: a tensor with `{e}` in its name holds the matrix of one, a
-tensor without stacks the matrices of all. Rows are in the order in which transformers writes them; a row of parameters
-that a model lacks counts for nothing in it.
+one after another, or a row of each in turn (`alternate`); GPT-2's are stored the other way round (`turned`). `{i}` is
+the number of a layer, `{e}` the number of an expert. A parameter of experts is a matrix for each: a tensor with `{e}`
+in its name holds the matrix of one, a tensor without stacks the matrices of all. Rows are in the order in which
+transformers writes them; a row of parameters that a model lacks counts for nothing in it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from platform.weights.families.keys import Only, Rule
 
 
 class TensorRow(NamedTuple):
-    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another. `turned`: it is stored as
-    [what it contracts, what it adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none
-    (False)."""
+    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another, or one after another for
+    each head (`by_head`), or a row of each in turn (`alternate`). `turned`: it is stored as [what it contracts, what it
+    adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none (False)."""
 
     theirs: str
     ours: tuple[str, ...]
     turned: bool = False
     gated: bool | None = None
+    alternate: bool = False
+    by_head: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class Rule:
 
 def sizes_of(m: Model) -> dict[str, int]:
     """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
-    return {**{key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}, "expert_d_ff": expert_width(m)}
+    sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
+    return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"]}
 
 
 def as_json(value: Any) -> str:
@@ -118,16 +119,18 @@ class Words(Rule):
 @dataclass(frozen=True)
 class Only(Rule):
     """Rule that a key has one accepted value, the first of `accepted`, or others that mean the same. The first stands
-    for a missing key too. It is not `written` where only older versions write it."""
+    for a missing key too. It is not `written` where only older versions write it; `why`: the reason in a refusal."""
 
     accepted: Sequence[Any]
     written: bool = True
+    why: str = ""
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return {}, no key of our model. Raises Inexpressible for a value of the config.json's key not accepted."""
         value = found.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
-            raise Inexpressible(self.theirs, value, f"our words express {as_json(self.accepted[0])} alone")
+            why = self.why or f"our words express {as_json(self.accepted[0])} alone"
+            raise Inexpressible(self.theirs, value, why)
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:
@@ -153,6 +156,22 @@ class Free(Rule):
 
 
 @dataclass(frozen=True)
+class Translated(Rule):
+    """Rule of two functions: `reading` gives our model keys for a config.json, `writing` theirs for a model."""
+
+    reading: Callable[[Found], dict[str, Any]]
+    writing: Callable[[Model], dict[str, Any]]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return the keys of our model that the rule's function reads in a config.json. Raises Inexpressible."""
+        return self.reading(found)
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a config.json that the rule's function writes for a model."""
+        return self.writing(m)
+
+
+@dataclass(frozen=True)
 class Dropouts(Rule):
     """Rule that several keys are all our one model.dropout; `default`: value where one is missing."""
 
@@ -174,17 +193,20 @@ class Dropouts(Rule):
 
 @dataclass(frozen=True)
 class Rotary(Rule):
-    """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them."""
+    """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them.
+    `theta`, `scaling`: defaults of the family, where a config.json says nothing of them."""
 
     theirs: str = "rope_parameters rope_theta rope_scaling"
+    theta: float = 10000.0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our model keys rope_* for the rotary positions in a config.json. Raises Inexpressible for other kinds
         of scaling, or numbers of them."""
         maps = (dict, type(None))
         place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-        given = dict(value_of(found, place, None, maps) or {})
-        theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", 10000.0, (int, float))
+        given = dict(value_of(found, place, None, maps) or self.scaling)
+        theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", self.theta, (int, float))
         kinds = [given.pop(name, None) for name in ("rope_type", "type")]
         kind = next((k for k in kinds if k is not None), "default")
         if not isinstance(kind, str) or kind not in _SCALINGS:
@@ -193,9 +215,12 @@ class Rotary(Rule):
         out["rope_scaling"] = "none" if kind == "default" else kind
         defaults = {"original_max_position_embeddings": found.get("max_position_embeddings"), **_DEFAULTS}
         for name, ours in _SCALINGS[kind].items():
-            value = given.pop(name, None)
-            number = _positive(f"{place}.{name}", defaults.get(name) if value is None else value)
-            out[ours] = type(getattr(Model(), ours))(number)
+            value, kind_of = given.pop(name, None), type(getattr(Model(), ours))
+            value = defaults.get(name) if value is None else value
+            if kind_of is bool:
+                out[ours] = value_of({f"{place}.{name}": value}, f"{place}.{name}", NEEDED, (bool,))
+            else:
+                out[ours] = kind_of(_positive(f"{place}.{name}", value))
         for name, value in given.items():
             if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
                 raise Inexpressible(f"{place}.{name}", value, f"our rope_scaling={kind} has no such number")
@@ -215,9 +240,10 @@ _SCALINGS: dict[str, dict[str, str]] = {  # kind of scaling -> its numbers, by t
     "default": {},
     "linear": _LINEAR,
     "llama3": {**_LONGER, "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
-    "yarn": {**_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude"},
-}
-_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}  # where one is missing
+    "yarn": {**_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude",
+             "truncate": "rope_truncate"},
+}  # fmt: skip
+_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0, "truncate": True}  # where one is missing
 _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
@@ -231,9 +257,11 @@ def _positive(name: str, value: Any) -> float:
 @dataclass(frozen=True)
 class LayerWindows(Rule):
     """Rule that some layers have a window: `layer_types`, else those from `max_window_layers` on, if
-    `use_sliding_window` (Qwen)."""
+    `use_sliding_window` (Qwen), or, where a family has no such keys, every second layer from the first (GPT-OSS).
+    `width`: default of sliding_window."""
 
     theirs: str = "use_sliding_window sliding_window max_window_layers layer_types"
+    width: int = 4096
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our model keys window and window_layers for a config.json. Raises Inexpressible if its keys contradict
@@ -241,33 +269,36 @@ class LayerWindows(Rule):
         layers = value_of(found, "num_hidden_layers", NEEDED, (int,))
         if not 0 < layers <= MOST_LAYERS:
             return {}  # refused by the bounds of model.layers
-        used = value_of(found, "use_sliding_window", False, (bool,))
-        width = value_of(found, "sliding_window", 4096, (int, type(None))) if used else None
+        alternate = "use_sliding_window" not in self.names
+        used = alternate or value_of(found, "use_sliding_window", False, (bool,))
+        width = value_of(found, "sliding_window", self.width, (int, type(None))) if used else None
         first = value_of(found, "max_window_layers", 28, (int,))
         kinds = value_of(found, "layer_types", None, (list, type(None)))
         if kinds is None:
-            kinds = list(_kinds(layers, lambda i: bool(width) and i >= first))
+            kinds = list(_kinds(layers, lambda i: i % 2 == 0 if alternate else bool(width) and i >= first))
         if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
             raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
         windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
         if windowed and not width:
-            raise Inexpressible("layer_types", kinds, "use_sliding_window and sliding_window say that there is none")
+            said = " and ".join(name for name in self.names if name in ("use_sliding_window", "sliding_window"))
+            raise Inexpressible("layer_types", kinds, f"{said}: there is none")
         return {
             "window": width if width and windowed else 0,
             "window_layers": windowed if len(windowed) < layers else [],
         }
 
     def write(self, m: Model) -> dict[str, Any]:
-        """Return the four keys of a config.json on attention windows; `max_window_layers` where the windowed layers are
-        the last."""
+        """Return the keys of a config.json on attention windows; `max_window_layers` where the windowed layers are the
+        last."""
         windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
         last = windowed and windowed == list(range(windowed[0], m.layers))
-        return {
+        values = {
             "use_sliding_window": bool(m.window),
             "sliding_window": m.window or None,
             "max_window_layers": windowed[0] if last else 28,
             "layer_types": list(_kinds(m.layers, lambda i: i in windowed)),
         }
+        return {name: values[name] for name in self.names}
 
 
 _KINDS = ("full_attention", "sliding_attention")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from platform.weights.families.bert import BERT
+from platform.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from platform.weights.families.gpt2 import GPT2
+from platform.weights.families.gpt_oss import GPT_OSS
 from platform.weights.families.keys import Free, Only, Rule
 from platform.weights.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from platform.weights.families.mixtral import MIXTRAL, OLMOE, QWEN3_MOE
 from platform.weights.families.t5 import T5
 
-FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, BERT, T5)}
+_OF_EXPERTS = (MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, *_OF_EXPERTS, BERT, T5)}
 
 # Keys that any config.json may have, and that matter to neither logits nor gradients.
 _ANY = """

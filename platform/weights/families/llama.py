@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from platform.weights.families.keys import (
 )
 
 LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias": False}
+ROTARY = Rotary()
 
 
 def llama_rules(
@@ -34,6 +35,8 @@ def llama_rules(
     heads: int = 32,
     eps: float = 1e-6,
     width: str = "d_ff",
+    activations: Mapping[str, str] = GATED,
+    rotary: Rule = ROTARY,
 ) -> list[Rule]:
     """Return the rules for a config.json that Llama, Mistral and Qwen share, with the defaults in which they differ;
     `kv_heads`: number of heads of keys and values; `width`: our key for `intermediate_size`."""
@@ -44,11 +47,11 @@ def llama_rules(
         Renamed("num_hidden_layers", "layers", layers),
         Renamed("num_attention_heads", "heads", heads),
         Renamed("num_key_value_heads", "kv_heads", kv_heads, null=0),
-        Words("hidden_act", "activation", GATED, "silu"),
+        Words("hidden_act", "activation", activations, "silu"),
         Renamed("max_position_embeddings", "length", length),
         Renamed("rms_norm_eps", "norm_eps", eps),
         Renamed("tie_word_embeddings", "tied", False),
-        Rotary(),
+        rotary,
         Only("attention_dropout", (0.0, 0)),
         ONE_STACK,
     ]
@@ -70,8 +73,8 @@ _OF_LAYERS = {
 
 
 def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = ()) -> dict[str, Any]:
-    """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts; `fused`:
-    rows of the same in stacks."""
+    """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts and what
+    else it has; `fused`: rows of the same in stacks."""
     forms = [
         [
             *modules({"model.embed_tokens": "embedding"}),
@@ -93,13 +96,14 @@ def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = 
 @dataclass(frozen=True)
 class Biases(Rule):
     """Rule of the keys that say which linear layers have biases: in attention, and elsewhere if there is a key
-    `mlp_bias`."""
+    `mlp_bias`; `default`: the value where one is missing."""
 
     theirs: str = "attention_bias mlp_bias"
+    default: bool = False
 
     def read(self, found: Found) -> dict[str, Any]:
         """Return our model keys on biases for a config.json of Llama, Mistral or Qwen. Raises Inexpressible."""
-        attention, mlp = (name in self.names and value_of(found, name, False, (bool,)) for name in _BIASES)
+        attention, mlp = (name in self.names and value_of(found, name, self.default, (bool,)) for name in _BIASES)
         return {"bias": mlp, "attention_bias": "" if attention == mlp else "all" if attention else "none"}
 
     def write(self, m: Model) -> dict[str, Any]:

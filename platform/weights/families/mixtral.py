@@ -3,51 +3,52 @@ experts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from platform.config.fields import Model
 from platform.weights.families.family import Family, TensorRow, modules, special_tokens
-from platform.weights.families.keys import Found, Free, Inexpressible, Only, Renamed, Rule, value_of
+from platform.weights.families.keys import Found, Free, Inexpressible, Only, Renamed, Translated, value_of
 from platform.weights.families.llama import HEAD_DIM, LLAMA_FIXED, Biases, llama_names, llama_rules
 
 _LAYER = "model.layers.{i}"
 _GATE, _UP, _DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
-_FUSED = [  # the names of version 5, which it saves only with save_original_format=False
+FUSED = [  # the names of version 5, which it saves only with save_original_format=False
     *modules({f"{_LAYER}.mlp.gate": "layers.{i}.mlp.router"}),
     TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj", (_GATE, _UP)),
     TensorRow(f"{_LAYER}.mlp.experts.down_proj", (_DOWN,)),
 ]
 
 
-def _separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
+def separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
     """Return the rows of names of a family whose experts, at `place` in a layer, are a tensor for each matrix."""
     each = {f"{_LAYER}.{place}.experts.{{e}}.{name}": ours for name, ours in ((down, _DOWN), (gate, _GATE), (up, _UP))}
     return [*modules({**each, f"{_LAYER}.{place}.gate": "layers.{i}.mlp.router"})]
 
 
-@dataclass(frozen=True)
-class WindowsEverywhere(Rule):
-    """Rule that all layers have a window, or none (Qwen3-MoE). `max_window_layers`, which version 5 of transformers
-    does not read, left the layers before it without in version 4."""
+def _read_windows(found: Found) -> dict[str, Any]:
+    """Return our model key window for a Qwen3-MoE config.json, in which all layers have one, or none. Raises
+    Inexpressible for `max_window_layers`, which transformers 5 does not read, and 4 does."""
+    if not value_of(found, "use_sliding_window", False, (bool,)):
+        return {"window": 0}
+    width = value_of(found, "sliding_window", 4096, (int, type(None))) or 0
+    first = value_of(found, "max_window_layers", 0, (int,))
+    if width and first:
+        why = "use_sliding_window=true means all layers in transformers 5, those from here on in 4; leave it out"
+        raise Inexpressible("max_window_layers", first, why)
+    return {"window": width}
 
-    theirs: str = "use_sliding_window sliding_window max_window_layers"
 
-    def read(self, found: Found) -> dict[str, Any]:
-        """Return our model key window for a Qwen3-MoE config.json. Raises Inexpressible where versions of transformers
-        differ."""
-        if not value_of(found, "use_sliding_window", False, (bool,)):
-            return {"window": 0}
-        width = value_of(found, "sliding_window", 4096, (int, type(None))) or 0
-        first = value_of(found, "max_window_layers", 0, (int,))
-        if width and first:
-            why = "use_sliding_window=true means all layers in transformers 5, those from here on in 4; leave it out"
-            raise Inexpressible("max_window_layers", first, why)
-        return {"window": width}
+def _write_windows(m: Model) -> dict[str, Any]:
+    """Return the keys of a Qwen3-MoE config.json that say whether all layers of a model have a window."""
+    return {"use_sliding_window": bool(m.window), "sliding_window": m.window or None}
 
-    def write(self, m: Model) -> dict[str, Any]:
-        """Return the keys of a Qwen3-MoE config.json that say whether all layers of a model have a window."""
-        return {"use_sliding_window": bool(m.window), "sliding_window": m.window or None}
+
+def _read_dense_layers(found: Found) -> dict[str, Any]:
+    """Return our model key for the layers without experts in a Qwen3-MoE config.json. Raises Inexpressible."""
+    numbers = value_of(found, "mlp_only_layers", None, (list, type(None))) or []
+    if not all(type(n) is int for n in numbers):
+        raise Inexpressible("mlp_only_layers", numbers, "are no numbers of layers")
+    return {"dense_layers": sorted(set(numbers))}
 
 
 _FREE = {"initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001}
@@ -67,7 +68,7 @@ MIXTRAL = Family(
         Only("router_jitter_noise", (0.0, 0)),
         Free("", {**_FREE, **special_tokens(1, 2)}),
     ],
-    **llama_names(_separate("block_sparse_moe", "w1", "w3", "w2"), _FUSED),
+    **llama_names(separate("block_sparse_moe", "w1", "w3", "w2"), FUSED),
 )
 
 QWEN3_MOE = Family(
@@ -83,12 +84,12 @@ QWEN3_MOE = Family(
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("moe_intermediate_size", "expert_d_ff", 768),
         Renamed("decoder_sparse_step", "experts_every", 1),
-        Only("mlp_only_layers", ([], None)),
+        Translated("mlp_only_layers", _read_dense_layers, lambda m: {"mlp_only_layers": m.dense_layers}),
         Renamed("norm_topk_prob", "router_normalised", False),
-        WindowsEverywhere(),
+        Translated("use_sliding_window sliding_window max_window_layers", _read_windows, _write_windows),
         Free("", {**_FREE, **special_tokens(None, None)}),
     ],
-    **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
+    **llama_names(separate("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
 )
 
 OLMOE = Family(
@@ -105,5 +106,5 @@ OLMOE = Family(
         Only("clip_qkv", (None,)),
         Free("", {**_FREE, "router_aux_loss_coef": 0.01, **special_tokens(None, 50279, 1)}),
     ],
-    **llama_names(_separate("mlp", "gate_proj", "up_proj", "down_proj"), _FUSED),
+    **llama_names(separate("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
 )

@@ -78,6 +78,9 @@ def cases() -> Iterator[Case]:
         "global_batch": 32,
     }
     yield Case("placement", "10mbit", 2, {DEALT: replicas, "t inside a node": replicas})
+    experts = {"experts": 8, "experts_per_token": 2, "expert_d_ff": 64, "capacity_factor": 1.0, "norm": "rmsnorm",
+               "bias": False, "data": 8, "experts_of": 4, **NARROW, "microbatch": 4, "global_batch": 32}  # fmt: skip
+    yield Case("experts", "2500kbit", 4, {DEALT: experts, "experts inside a node": experts})
     batch = {"microbatch": 16, "global_batch": 16}
     name, best = best_plan({**WIDE, **batch})
     yield Case("best plan", "25mbit", 2, {

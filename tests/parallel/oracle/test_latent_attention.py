@@ -138,7 +138,7 @@ def test_negative_control_a_norm_of_a_part_of_the_latent():
     """Where the norm's statistics are not merged over the ranks that split the latent, the oracle must fail."""
     c = configured("latents")
     plan = make_plan(c)
-    key = "norm", "layers.0.attention.kv_norm.gain"
+    key = "norm", "layers.0.attention.kv_latent_norm.gain"
     assert plan.operations[key].over == ("a",)
     broken = replace(plan.operations[key], over=(), collectives=())
     with pytest.raises(AssertionError):

@@ -47,6 +47,8 @@ CASES = {
     "zero": lambda: configure("1d", {"t": 2}, data=2, zero=1),
     "experts": lambda: configure("1d", {"t": 2}, data=2, experts_of=2, **MODELS["experts"]),
     "experts, 2d": lambda: configure("2d", {"r": 2, "c": 2}, data=2, experts_of=2, zero=1, **MODELS["experts"]),
+    "rows": lambda: configure("1d_sp", {"t": 2}, data=2, experts_of=2, **MODELS["experts"] | {"capacity_factor": 0.0}),
+    "latent": lambda: configure("1d_sp", {"t": 2}, data=2, **MODELS["latent"]),
     "stages": lambda: configure("1d", {"t": 2}, pipeline="1f1b", stages=2),
 }
 

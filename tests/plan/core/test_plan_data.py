@@ -38,8 +38,9 @@ def test_random_plans_come_back_equal_and_have_digests_of_their_own():
         assert digests[digest(plan)] == plan, "one digest, two plans"
 
 
-def test_a_plan_with_experts_comes_back():
-    plan = make_plan(compose(["+experiment=moe_quick"]))
+@pytest.mark.parametrize("capacity", [1.25, 0])
+def test_a_plan_with_experts_comes_back(capacity):
+    plan = make_plan(compose(["+experiment=moe_quick", f"model.capacity_factor={capacity}"]))
     assert from_dict(json.loads(json.dumps(to_dict(plan)))) == plan
 
 

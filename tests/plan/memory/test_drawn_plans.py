@@ -35,7 +35,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pipeline": "interleaved", "stages": 2, "chunks": 2},
     {"pipeline": "1f1b", "stages": 2, "tensor": "1d", "axes": {"t": 2}},
 ]
-KINDS = ("gpt", "gpt_untied", "llama", "gqa_tied", "bert", "original", "t5")
+KINDS = ("gpt", "gpt_untied", "llama", "gqa_tied", "bert", "original", "t5", "latent")
 
 
 def drawn(r: Random) -> Config:

@@ -63,8 +63,11 @@ PLANS |= {
     "experts, 2d, bf16": {**ROUTED, "tensor": "2d", "axes": {"r": 2, "c": 2}, "precision": "bf16"},
     "experts, 3d_literal, bf16": {**ROUTED, "tensor": "3d_literal", "axes": {"x": 2, "y": 1, "z": 2},
                                   "precision": "bf16"},
+    "experts of both stacks, bf16": {**MODELS["t5"], **ROUTED, "data": 2, "experts_of": 2, "microbatch": 4,
+                                     "precision": "bf16"},
     "many experts, bf16": {**ROUTED, "experts": 64, "expert_d_ff": 16, "precision": "bf16", "router_groups": 8,
-                           "router_groups_kept": 4, "router_group_best": 2},
+                           "router_groups_kept": 4, "router_group_best": 2, "router_bias": True},
+    "many experts, over a batch": {**ROUTED, "experts": 64, "expert_d_ff": 16, "balance_over": "batch"},
     "experts, zb_h1, zero 2, bf16": {**ROUTED, **STAGES, "pipeline": "zb_h1", "data": 2, "zero": 2, "microbatch": 4,
                                      "precision": "bf16"},
     "experts without a bound, 1f1b": {**ROUTED, **STAGES, "capacity_factor": 0.0, "pipeline": "1f1b"},
@@ -79,6 +82,12 @@ WORST: dict[str, dict[str, Any]] = {
     "two ranks, 2d, bf16": {"data": 2, "experts_of": 2, "tensor": "2d", "axes": {"r": 1, "c": 2}, "precision": "bf16"},
     "two ranks, zb_h1": {**STAGES, "microbatch": 2, "data": 2, "experts_of": 2, "pipeline": "zb_h1"},
 }
+LATENT: dict[str, Any] = {**MODELS["latent"], "d_kv": 20, "d_rope": 8, "d_value": 12, "kv_latent": 24, "q_latent": 32}
+PLANS |= {
+    "latent, bf16": {**LATENT, "precision": "bf16"},
+    "latent, 1d_sp": {**LATENT, "tensor": "1d_sp", "axes": {"t": 2}},
+    "latent, 2d, full": {**LATENT, "tensor": "2d", "axes": {"r": 2, "c": 2}, "recompute": "full"},
+}  # fmt: skip
 LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {"kernel": "flash"},
@@ -88,6 +97,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "math, bf16": {"kernel": "math", "precision": "bf16"},
     "math, masked": {"kernel": "math", **MODELS["bert"]},
     "math, grouped, 1d": {"kernel": "math", **MODELS["llama"], "tensor": "1d", "axes": {"t": 2}},
+    "math, latent": {"kernel": "math", **LATENT},
     "math, selective": {"kernel": "math", "recompute": "selective"},
     "dropout in the kernel": {"dropout": 0.1, "fused_dropout": True},
     "dropout in the kernel, bf16": {"dropout": 0.1, "fused_dropout": True, "precision": "bf16"},
@@ -121,10 +131,12 @@ def test_so_it_is_of_rows_in_the_worst_routing(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2}], ids=str
-)
+    "more",
+    [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2},
+     {**ROUTED, "data": 2, "experts_of": 2, "zero": 1, "microbatch": 2}], ids=str
+)  # fmt: skip
 def test_of_adafactor(more):
-    c = configured(layers=2, **more)
+    c = configured(**{"layers": 2, **more})
     c.optimizer.kind = "adafactor"
     holds(c)
 

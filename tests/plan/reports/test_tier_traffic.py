@@ -11,7 +11,7 @@ from platform.plan.language.mesh import Mesh
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.tier_traffic import count_messages, pair_traffic, tier_traffic, transfers, with_axes_moved
 from platform.planning.make_plan import make_plan
-from tests.harness.oracle import configure, run
+from tests.harness.oracle import MODELS, configure, run
 
 
 def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
@@ -136,3 +136,13 @@ def test_the_busiest_link_of_a_ring():
     inside, between = tier_traffic(plan, Tiers.of({"node": 2}, 4))
     assert (world, inside.bytes, between.bytes) == (("t",), moved // 2, moved // 2)
     assert between.busiest == moved // 4
+
+
+def test_experts_are_exchanged_inside_a_node_as_ranks_are_placed():
+    """The axis expert is the innermost of the replicas'. The control: ranks that are dealt to the nodes in turn."""
+    plan = make_plan(configure(**MODELS["experts"], data=4, experts_of=2, microbatch=2))
+    moved = communication(plan)["all_to_all/expert"]
+    inside, between = tier_traffic(plan, Tiers.of({"node": 2}, 4))
+    dealt = tier_traffic(plan, Tiers(("node",), (("0",), ("1",), ("0",), ("1",))))[-1]
+    assert inside.bytes >= moved and between.bytes < dealt.bytes >= moved
+    assert between.busiest < dealt.busiest

@@ -47,7 +47,9 @@ ROUTED = {  # what two replicas share, and what more do: shards over two sets of
     "experts of 2, 1d, 1f1b, zero 2": {"tensor": "1d", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2, "data": 2,
                                        "experts_of": 2, "zero": 2, "microbatch": 1},
 }  # fmt: skip
-PLANS |= {name: {**plan, "experts": 4, "expert_d_ff": 16, "shared_experts": 1} for name, plan in ROUTED.items()}
+EXPERTS = {"experts": 4, "expert_d_ff": 16, "shared_experts": 1, "router_bias": True, "balance_rate": 0.2,
+           "balance_over": "batch", "balance_loss": 0.3}  # fmt: skip
+PLANS |= {name: {**plan, **EXPERTS} for name, plan in ROUTED.items()}
 ROUTES = list(zip(ROUTED, [*ROUTED][1:] + [*ROUTED][:1], strict=True))
 SAME = ["serial", "1d, data 2, zero 3", "dsp_csub, data 2", "interleaved, v = 3"]
 
@@ -148,7 +150,7 @@ def config(name: str) -> Config:
 
 
 def moments(name: str) -> list[str]:
-    return MOMENTS[name.partition(" by ")[2]]
+    return MOMENTS[name.partition(" by ")[2]] + ["state"] * (name in ROUTED)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +214,11 @@ def test_negative_control_what_is_forgotten_shows(runs, forget):
 )
 def test_statistics_of_rows_and_columns_go_with_them(runs, writer, reader):
     other(runs, writer, reader)
+
+
+def test_negative_control_forgotten_states_of_routers_show(runs):
+    with pytest.raises(AssertionError):
+        other(runs, *ROUTES[0], "state")
 
 
 @pytest.mark.parametrize("forget", MOMENTS["adafactor"])

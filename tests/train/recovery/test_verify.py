@@ -58,6 +58,7 @@ PLANS = {
     "1d_sp": configure("1d_sp", {"t": 2}, data=2, dropout=0.1),
     "tied stages": configure(data=2, pipeline="zb_h1", stages=2, microbatch=2),
     "zero 1": configure(data=3, zero=1, microbatch=2),
+    "experts": configure(data=3, microbatch=2, zero=1, **MODELS["experts"], router_bias=True, balance_rate=0.3),
     "bf16": configure("1d", {"t": 2}, data=2, precision="bf16"),
 }
 
@@ -73,6 +74,17 @@ def test_the_majority_names_the_rank(name, tensor):
     for report, changed in steps(PLANS[name], flipped=1, hold=False):
         assert report.differences == Differences([Damage(1, f"{tensor}.embedding")])
         assert report.skipped and changed <= {"embedding"}  # by the flip alone
+
+
+def test_a_state_that_differs_is_named():
+    """No gradient corrects the bias of a router, so that a rank would choose other experts ever after."""
+
+    def spoil(trainer):
+        if trainer.communicator.rank == 1:
+            trainer.weights.states["layers.0.mlp.choice_bias"].add_(1)
+
+    for report, _ in steps(PLANS["experts"], hold=False, spoil=spoil):
+        assert report.differences == Differences([Damage(1, "model.layers.0.mlp.choice_bias")])
 
 
 @pytest.mark.parametrize(

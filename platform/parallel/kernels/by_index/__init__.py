@@ -1,1 +1,1 @@
-"""Rows by index: of tables, and of tokens in the slots of the experts that compute them"""
+"""Rows by index: of tables, and of tokens at the experts that compute them, in slots or packed"""

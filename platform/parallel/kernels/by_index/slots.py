@@ -6,6 +6,8 @@ No sum depends on the order in which threads add.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,23 +15,39 @@ from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.functions import Router
 
+Rows = Mapping[str, Tensor]  # states of a layer [experts] by role, see `platform.plan.language.ops.STATES`
 
-def route(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+
+def route(
+    scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights [length, batch, experts] of each token's experts, its auxiliary loss [length, batch], both in
-    the type of the scores, and how many tokens chose each expert and how many of these it took, int64 [2, experts]."""
-    return _Route.apply(scores, real, router, slots)
+    the type of the scores, and how many tokens chose each expert and how many of these it took, int64 [2, experts].
+    `rows`: the states of the layer."""
+    return _Route.apply(scores, real, router, slots, rows or {})
+
+
+@torch.no_grad()
+def settle(router: Router, rows: Rows, load: Tensor) -> None:
+    """Update the states of a layer in place after a step in which `load` [experts] tokens chose each expert."""
+    mean = load.sum() / len(load)
+    if "choice" in rows:
+        rows["choice"].add_((load.sum() - load * len(load)).sign(), alpha=router.rate)
+    if "load" in rows:
+        rows["load"].copy_(torch.where(mean > 0, load / mean, 1.0))
 
 
 class _Route(torch.autograd.Function):
     """Autograd function of `route`, which keeps the scores [length, batch, experts] and routes again in its backward
-    pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert takes."""
+    pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert takes; `rows`: states,
+    which stay as they are until the end of a step."""
 
     @staticmethod
-    def forward(ctx, scores, real, router, slots):
+    def forward(ctx, scores, real, router, slots, rows):
         """Return the weights of the experts and the auxiliary loss of each token."""
         ctx.save_for_backward(scores, real)
-        ctx.rules = router, slots
-        *results, counts = _routed(scores, real, router, slots)
+        ctx.rules = router, slots, rows
+        *results, counts = _routed(scores, real, router, slots, rows)
         ctx.mark_non_differentiable(counts)
         return *results, counts
 
@@ -41,15 +59,16 @@ class _Route(torch.autograd.Function):
             scores = scores.detach().requires_grad_()
             *found, _ = _routed(scores, real, *ctx.rules)
         (gradient,) = torch.autograd.grad(found, scores, (of_weights, of_losses))
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
-def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[Tensor, ...]:
+def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows) -> tuple[Tensor, ...]:
     """Compute `route` with torch's own functions, of which autograd knows the backward pass."""
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
     sigmoid = router.function == "sigmoid"
     probabilities = scores.sigmoid() if sigmoid else scores.softmax(-1)
-    best = _best(probabilities.detach(), router)
+    likely = probabilities.detach()
+    best = _best(likely + rows["choice"] if "choice" in rows else likely, router)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & counted
     weights = probabilities * chosen
     if router.normalised:
@@ -57,9 +76,12 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int) -> tuple[T
     kept = chosen & (chosen.cumsum(0) <= slots)
     weights = weights * kept * router.scale
     shares = probabilities / probabilities.sum(-1, keepdim=True) if sigmoid else probabilities
-    tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
-    load = chosen.sum(0) / tokens  # of each sequence: [batch, experts]
-    even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
+    if "load" in rows:
+        even = (rows["load"] * shares).sum(-1)
+    else:
+        tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
+        load = chosen.sum(0) / tokens  # of each sequence: [batch, experts]
+        even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
     square = scores.logsumexp(-1).square()
     counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
     return weights, (router.balance * even + router.z * square) * real, counts

@@ -6,7 +6,7 @@ from math import inf, prod
 
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.operations.attention.hiding import hides, reads_of
-from platform.plan.operations.op import BlockOp, planned
+from platform.plan.operations.op import BlockOp, with_vectors
 
 
 class SoftmaxOp(BlockOp):
@@ -14,18 +14,20 @@ class SoftmaxOp(BlockOp):
     `causal` hides positions memory_length > length, and with it `window`, if not 0, those at or before length - window
     (Beltagy et al. 2020), and `begins`, a data tensor [length, batch], those before the position that it gives; `mask`
     is a data tensor [memory_length, batch] whose padding is hidden; `bias` comes from `relative_bias`. It reads `mask`
-    or `begins`, not both."""
+    or `begins`, not both. A parameter `sink`, of dims of x other than `dim`, is one score more in the sum, whose own
+    probability is left out (Xiao et al. 2023): where a head attends to nothing."""
 
     def record(
-        self, ops, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None, begins=None,
-        bias=None,
+        self, ops, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None,
+        begins=None, bias=None,
     ):  # fmt: skip
         """Record a softmax. Raises ModelMistake in a pass of generation if it is causal and `dim` lacks cached keys."""
         ops.check(bias or x, spec)
         if causal and ops.cache and dict(spec.sizes).get(dim) != ops.cache.capacity:
             raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
         hidden = hides(name, causal, window, mask, begins)
-        return ops.record(self.kind, name, [x], [spec], [spec], [mask, begins], dim=dim, scale=scale, **hidden)
+        inputs = [spec] if sink is None else [spec, sink]
+        return ops.record(self.kind, name, [x], inputs, [spec], [mask, begins], dim=dim, scale=scale, **hidden)
 
     def plan(self, planner, operation):
         """Plan a softmax's collectives over a split dim: maximum and sum all-reduced forward, one sum backward."""
@@ -35,11 +37,11 @@ class SoftmaxOp(BlockOp):
         over, only = layout[dim], layout.only
         forward, backward = (planner.statistics(over, only, rows, phase) for phase in ("forward", "backward"))
         read = reads_of(planner, operation, layout, spec, "memory_length")
-        return planned(planner, operation, layout, statistics=[*forward * 2, *backward], over=over, **read)
+        return with_vectors(planner, operation, [*forward * 2, *backward], over=over, **read)
 
     def run(
-        self, ops, found, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None,
-        begins=None, bias=None,
+        self, ops, found, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0,
+        mask=None, begins=None, bias=None,
     ):  # fmt: skip
         """Compute scaled, biased and masked scores, and their softmax over a dim that ranks may split."""
         positions = ops.kernels.positions
@@ -53,9 +55,15 @@ class SoftmaxOp(BlockOp):
         if mask is not None:
             x = x.masked_fill(positions.padding_mask(mask[self.kind, name]), positions.least_number(x.dtype))
         x = ops.without_padding(x, spec, [dim], -inf)
-        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over)
+        if sink is not None:
+            (dims,) = (p.dims for p in found.operation.parameters)
+            sink = sink.view([n if d in dims else 1 for d, n in zip(spec.dims, x.shape, strict=True)])
+        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over, sink)
 
-    def meter(self, ops, found, name, x, spec, *, causal=False, mask=None, begins=None, bias=None, **_):
+    def meter(
+        self, ops, found, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
+        bias=None, **_,
+    ):  # fmt: skip
         """Count the memory of the scores that scaling, bias and masks make, and of the probabilities, which are
         kept."""
         n, shape = x.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
@@ -67,7 +75,11 @@ class SoftmaxOp(BlockOp):
             x = ops.plain(ops.tensor(n), [x], (ops.integers(positions * (1 if begins is None else shape["batch"]), 1),))
         if mask is not None:
             x = ops.plain(ops.tensor(n), [x], (ops.integers(shape["batch"] * shape["memory_length"], 1),))
-        if found.over:
+        own = found.over or sink is not None  # no function of torch
+        if own:
             ops.new(n, ops.wide)
         out = ops.block(spec)
-        return ops.plain(out, [x], (out.storage,), n if found.over else 0)
+        if sink is None:
+            return ops.plain(out, [x], (out.storage,), n if own else 0)
+        share = ops.new(n // shape[dim], ops.wide)
+        return ops.plain(out, [x, sink], (out.storage, share), n)

@@ -30,6 +30,10 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
         """Multiply x by the tanh approximation of GELU of its gate (GEGLU in T5's second version)."""
         return F.gelu(gate, approximate="tanh") * x
 
+    def gated_clamped(gate, x):
+        """Multiply x + 1 by SiLU of 1.702 times its gate, over 1.702, both clamped at 7 (GPT-OSS, OpenAI 2025)."""
+        return F.silu(1.702 * gate.clamp(max=7)) * ((x.clamp(-7, 7) + 1) / 1.702)
+
     def gated_relu(gate, x):
         """Multiply x by ReLU of its gate (ReGLU, Shazeer 2020)."""
         return F.relu(gate) * x
@@ -49,12 +53,13 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
         "gated_gelu": gated_gelu,
         "gated_gelu_tanh": gated_gelu_tanh,
         "gated_relu": gated_relu,
+        "gated_clamped": gated_clamped,
     }
 
 
 class PointwiseOp(Op):
     """Pointwise function by name (gelu, gelu_tanh, relu, silu, tanh, identity, absolute, sigmoid; add, multiply, or
-    gated_ and one of the first four, whose gate is first) of one or two activations that share a layout."""
+    gated_ and one of the first four or clamped, whose gate is first) of one or two activations that share a layout."""
 
     def record(self, ops, function, *x):
         _check(function, len(x))
@@ -73,6 +78,11 @@ class PointwiseOp(Op):
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
         if function == "identity":
             return x[0]
+        if function == "gated_clamped":
+            gate, other = (ops.pointwise("silu", a) for a in x)  # clamped: the argument is kept, as by SiLU
+            gate = ops.pointwise("silu", ops.plain(ops.tensor(gate.elements), [gate]))
+            other = ops.plain(ops.tensor(other.elements), [other])
+            return ops.pointwise("multiply", gate, ops.plain(ops.tensor(other.elements), [other]))
         if function.startswith("gated_"):
             return ops.pointwise("multiply", ops.pointwise(function.removeprefix("gated_"), x[0]), x[1])
         n = min(v.elements for v in x)

@@ -6,17 +6,22 @@ from platform.plan.operations.op import BlockOp, with_vectors
 
 
 class ShiftOp(BlockOp):
-    """Activation plus a parameter (a bias, a position table), broadcast over the dims that the parameter lacks."""
+    """Activation plus a parameter (a bias, a position table), broadcast over the dims that the parameter lacks; the sum
+    is in the activation's type. Rows of experts have `counts`: each is added the vector of its expert."""
 
-    def record(self, ops, x, spec, parameter):
+    wide = "inputs", "outputs"
+
+    def record(self, ops, x, spec, parameter, counts=None):
         return ops.record(self.kind, parameter.name, [x], [spec, parameter], [spec])
 
     def plan(self, planner, operation):
         """Plan adding a parameter, such as a bias, in its activation's layout, to which it is converted."""
         return with_vectors(planner, operation)
 
-    def run(self, ops, found, x, spec, parameter):
+    def run(self, ops, found, x, spec, parameter, counts=None):
         """Add the parameter, a bias or a table of positions, to this rank's block of x."""
+        if counts is not None:
+            return x + ops.kernels.products.vectors_of_rows(counts, parameter)
         (dims,) = (p.dims for p in found.operation.parameters)
         assert tuple(d for d in spec.dims if d in dims) == dims
         for i, d in enumerate(spec.dims):
@@ -24,6 +29,7 @@ class ShiftOp(BlockOp):
                 parameter = parameter.unsqueeze(i)
         return x + parameter
 
-    def meter(self, ops, found, x, spec, parameter):
+    def meter(self, ops, found, x, spec, parameter, counts=None):
         """Count the memory of the sum of an activation and a parameter, of which nothing is kept."""
+        vectors = ops.new(x.elements if counts is not None else 0)  # noqa: F841  (until they are added)
         return ops.sum(ops.block(spec), [x, parameter])

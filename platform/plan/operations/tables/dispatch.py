@@ -48,7 +48,7 @@ class DispatchOp(BlockOp):
 
     def run(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
         """Copy this rank's tokens to the slots of all experts."""
-        return ops.kernels.slots.dispatch(x, weights.detach(), ops.plan.sizes["slots"], chosen)
+        return ops.kernels.slots.dispatch(x, weights.detach(), ops.plan.planner.sizes_of(out)["slots"], chosen)
 
     def meter(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
         """Count the memory of the slots; of the tokens' places integers are kept."""

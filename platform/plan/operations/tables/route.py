@@ -15,15 +15,17 @@ class RouteOp(Op):
     `spec`, both in the type of statistics; and the auxiliary loss of each token [length batch], None in generation.
     `router`: a `platform.plan.language.functions.Router`. An expert takes the first tokens of each sequence for which
     it has slots; the weights of others, of experts that were not chosen, and of padding in the data tensor `tokens` are
-    0. All of this depends on one sequence at a time, and so on no plan."""
+    0. All of this depends on one sequence at a time and on the `states` that the step before has left, so on no plan.
+    """
 
     wide = "inputs", "outputs"
 
-    def record(self, ops, name, scores, spec, tokens, router):
+    def record(self, ops, name, scores, spec, tokens, router, states=()):
         if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
             raise ModelMistake(name, f"a router's scores are [length batch experts] accumulate, unlike {spec}")
-        outs = [spec] if ops.cache else [spec, Spec(spec.region, TOKENS, spec.sizes)]
-        found = ops.record(self.kind, name, [scores], [spec], outs, [tokens], router=router)
+        of_tokens = Spec(spec.region, TOKENS, tuple(pair for pair in spec.sizes if pair[0] in TOKENS))
+        outs = [spec] if ops.cache else [spec, of_tokens]
+        found = ops.record(self.kind, name, [scores], [spec, *states], outs, [tokens], router=router)
         return (found, None) if ops.cache else found
 
     def plan(self, planner, operation):
@@ -34,21 +36,22 @@ class RouteOp(Op):
         conversions += [planner.split(out, layout) for out in operation.outputs]
         return planned(planner, operation, layout, conversions, **reading(planner, spec, layout))
 
-    def run(self, ops, name, scores, spec, tokens, router):
+    def run(self, ops, name, scores, spec, tokens, router, states=()):
         """Compute the weights of experts and the tokens' auxiliary losses, these in the compute type in the end."""
         enter, *leave = ops.planned(self.kind, name).conversions
         scores = ops.apply(scores, enter)
         if ops.absent(scores):
             return scores, scores.to(ops.narrow) if len(leave) > 1 else None
-        real, sizes = tokens[self.kind, name] >= 0, ops.plan.sizes
-        slots = sizes.get("slots", sizes["length"])  # rows are as many as there are tokens
-        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, slots)
-        ops.count_routed(counts, ops.planned(self.kind, name).compute_axes)
+        real, sizes = tokens[self.kind, name] >= 0, ops.plan.planner.sizes_of(spec)
+        slots = sizes.get("slots", sizes["length"])  # where experts have rows, they take every token
+        rows = {p.role: ops.parameter(p) for p in states}
+        weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, slots, rows)
+        ops.count_routed(name, counts, ops.planned(self.kind, name).compute_axes)
         found = weights, auxiliary.to(ops.narrow)
         results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
         return results[0], results[1] if len(leave) > 1 else None
 
-    def meter(self, ops, name, scores, spec, tokens, router):
+    def meter(self, ops, name, scores, spec, tokens, router, states=()):
         """Count the memory of weights and losses; scores are kept, from which the backward pass chooses again."""
         found = ops.planned(self.kind, name)
         enter, *leave = found.conversions

@@ -1,0 +1,109 @@
+"""Passages of a run's state from one plan to the next: by a checkpoint on storage, or out of survivors' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from platform.boundary.files.file_storage import open_storage
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
+from platform.checkpoint.storage.manifest import Meta
+from platform.config.batch_ramp import samples_of
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Communicator
+from platform.plan.core.plan import Plan
+from platform.plan.language.mesh import Mesh
+from platform.train.recovery.source import Formation, find_source
+from platform.train.step.trainer import Trainer
+from platform.train.step.training_state import State
+from tests.harness.memories import opened, take
+from tests.harness.seats import seated
+from tests.harness.threads import run_threads
+
+
+class OnStorage:
+    """Passage by a checkpoint in `storage`, which is emptied in the end."""
+
+    def __init__(self) -> None:
+        self.storage, self.directory = open_storage("memory://plans"), ""
+
+    def begin(self, step: int) -> None:
+        self.writing = begin(self.storage, step)
+
+    def keep(self, trainer: Trainer, step: int) -> Any:
+        """Return what one rank wrote, and of what."""
+        state = State(trainer)
+        state.image.fill(state.blocks())
+        report = state.image.write(self.storage, self.writing)
+        return report, {held.name: held.shape for held in state.held}, state.values()
+
+    def seal(self, c: Config, plan: Plan, step: int, kept: Sequence[Any]) -> None:
+        values = next((values for _, _, values in kept if values), {})
+        meta = Meta(step, samples_of(c.train, step)[1], c.seed, "", {}, "", {}, values)
+        commit(self.storage, self.writing, kept[0][1], [report for report, _, _ in kept], meta)
+        self.directory = self.writing
+
+    def prepare(self, plan: Plan) -> None:
+        pass
+
+    def restore(self, trainer: Trainer) -> None:
+        State(trainer).restore(self.storage, self.directory, load_manifest(self.storage, self.directory))
+
+    def end(self) -> None:
+        for name in self.storage.list(""):
+            self.storage.delete(name)
+
+
+class InMemory:
+    """Passage out of the snapshots of ranks on `nodes` nodes, some of which may be lost: the first or the last, where
+    the copies of its snapshots at others leave the state whole."""
+
+    def __init__(self, r: Random) -> None:
+        self.nodes, self.shared, self.lost = r.choice((1, 2, 2)), r.random() < 0.5, r.choice(("", "first", "last"))
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def keep(self, trainer: Trainer, step: int) -> tuple[RankSnapshots, list[str]]:
+        """Return one rank's snapshots, taken now, and the names of its optimizer's moments."""
+        state, here = State(trainer), trainer.communicator
+        memory = opened(state.held, self._homes(trainer.plan.mesh.size), here, self.shared)
+        take(memory, step, state.blocks(), state.values(), here.transfer)
+        return memory, list(state.moments)
+
+    def seal(self, c: Config, plan: Plan, step: int, kept: Sequence[Any]) -> None:
+        size = plan.mesh.size
+        self.kept, self.step = [memory for memory, _ in kept], step
+        homes = self._homes(size)
+        gone = {"first": homes[0], "last": homes[-1], "": ""}[self.lost] if len({*homes}) > 1 else ""
+        self.alive = [rank for rank, home in enumerate(homes) if home != gone]
+        self.formed = Formation(c, None, homes, list(range(size)), kept[0][1], self.shared)
+
+    def prepare(self, plan: Plan) -> None:
+        """Find what the survivors have, and hand on what only those without a seat hold."""
+        size = plan.mesh.size
+        source, reasons = find_source({0: self.step}, {0: self.formed}, self.alive, size)
+        assert source and source.step == self.step, f"not whole in memory: {reasons}"
+        source = seated(source, list(range(100, 100 + size)), size)
+        if source.gathered:
+            _, handed = source.gathering(self.kept[0].held)
+
+            def pass_on(communicator: Communicator) -> None:
+                memory = self.kept[source.gathered[communicator.rank]]
+                memory.take_over(handed, self.step, communicator.rank, communicator.transfer)
+
+            run_threads(Mesh.of({"data": len(source.gathered)}), pass_on)
+        self.memories = {new: self.kept[source.seats[new]] for new in source.ranks.values()}
+        self.survived = source.survived(self.kept[0].held)
+
+    def restore(self, trainer: Trainer) -> None:
+        memory = self.memories.get(trainer.communicator.rank)
+        State(trainer).recover(self.survived, memory.of_node(self.step) if memory else None)
+
+    def end(self) -> None:
+        pass
+
+    def _homes(self, size: int) -> list[str]:
+        return [f"node {rank * self.nodes // size}" for rank in range(size)]

@@ -1,0 +1,182 @@
+"""Experts without a capacity: rows as many as tokens choose; worst routings, tensor axes, real processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from platform.parallel.kernels import products
+from platform.parallel.kernels.by_index import expert_rows, slots
+from platform.parallel.kernels.products import grouped_einsum
+from platform.plan.check.plan_check import unsound
+from platform.plan.core.step_collectives import communication
+from platform.plan.reports.replayed import replayed
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, prove, run, with_operations
+from tests.harness.routing import to_the_first
+
+ROWS: dict[str, Any] = {**MODELS["llama"], **MODELS["experts"], "capacity_factor": 0.0}
+PLANS: dict[str, dict[str, Any]] = {
+    "two ranks": {"data": 2, "experts_of": 2},
+    "four ranks, full": {"data": 4, "experts_of": 4, "recompute": "full"},
+    "two of four, 1d_sp, zero": {"data": 2, "experts_of": 2, "tensor": "1d_sp", "axes": {"t": 2}, "zero": 1},
+    "two ranks, 2d": {"data": 2, "experts_of": 2, "tensor": "2d", "axes": {"r": 1, "c": 2}},
+    "two ranks, zb_h1": {"data": 2, "experts_of": 2, "pipeline": "zb_h1", "stages": 2, "microbatch": 2},
+}
+
+
+def configured(**more: Any):
+    return configure(**{**ROWS, "global_batch": 16, **more})
+
+
+@pytest.mark.parametrize("first", [0, 1, 2], ids=["one rank has all", "an expert of each", "the last has all"])
+@pytest.mark.parametrize("name", PLANS)
+def test_all_tokens_choose_the_same_experts(name, first, monkeypatch):
+    """Some rank gets nothing, or some expert; the largest bytes are those planned where a rank could get all."""
+    c = configured(**PLANS[name])
+    to_the_first(monkeypatch, 4, 2, first)
+    plan, results = run(c)
+    compare(c, plan, results, alone := run(configured())[1][0])
+    assert counted(results) == replayed(plan, [r.routing for r in results])
+    assert alone.routed[:4] == [2 * 16 * 16 * (first <= e < first + 2) for e in range(4)]
+
+
+def over_tensor_axes(stream: dict[str, list[str]], **more: Any):
+    """Whole experts on ranks of an axis t that splits the stream otherwise, or not at all."""
+    c = configured(tensor="1d", axes={"t": 2}, **more)
+    c.tensor.regions = {"stream": stream, "attention": {"heads": ["t"]}, "mlp": {}, "experts": {"experts": ["t"]}}
+    c.tensor.regions["logits"] = {"vocab": ["t"]}
+    c.tensor.parameters = {
+        "vector": {},
+        "in": {"heads": ["t"], "vocab": ["t"], "experts": ["t"]},
+        "out": {"heads": ["t"], "experts": ["t"]},
+    }
+    return c
+
+
+@pytest.mark.parametrize("more", [{}, {"data": 2}, {"data": 2, "experts_of": 2, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("dim", ["", "length", "batch", "d_model"])
+def test_experts_over_tensor_axes(dim, more):
+    """Rows are exchanged along t where it splits the batch, else each rank makes those of its own experts."""
+    c = over_tensor_axes({dim: ["t"]} if dim else {}, **more)
+    plan, _ = prove(c)
+    assert unsound(plan) == []
+    moved = {axis for o in plan.operations.values() for m in o.collectives if m.op == "all_to_allv" for axis in m.axes}
+    assert moved == ({"t"} if dim == "batch" else set()) | ({"expert"} if "experts_of" in more else set())
+
+
+@pytest.mark.parametrize("dim", ["batch", "d_model"])
+def test_experts_that_lie_unlike_the_stream(dim):
+    c = over_tensor_axes({"length": ["t"]})
+    c.tensor.regions["experts"] = {dim: ["t"]}
+    for role in ("in", "out"):
+        del c.tensor.parameters[role]["experts"]
+    plan, _ = prove(c)
+    assert unsound(plan) == []
+
+
+def test_a_token_of_weight_zero_is_not_sent(monkeypatch):
+    def route(*arguments):
+        weights, *others = whole(*arguments)
+        return weights * (torch.arange(len(weights)) % 3 > 0).view(-1, 1, 1), *others
+
+    whole = slots.route
+    monkeypatch.setattr(slots, "route", route)
+    c = configured(**PLANS["two ranks"])
+    plan, results = run(c)
+    compare(c, plan, results, run(configured())[1][0])
+    sent = sum(sum(one) for r in results for passes in r.routing.values() for one in passes)
+    assert sent == 2 * 16 * 10 * 2  # layers x sequences x tokens that are sent x experts
+
+
+def test_negative_control_sizes_of_another_routing(monkeypatch):
+    """Where a rank receives as many rows as it sends, the exchange must fail, or the numbers."""
+
+    def count(*arguments):
+        found = whole(*arguments)
+        return found._replace(received=found.sent)
+
+    whole = expert_rows.count
+    monkeypatch.setattr(expert_rows, "count", count)
+    c = configured(**PLANS["two ranks"])
+    with pytest.raises(Exception, match="of torch.Size|gradient of|another rank failed|index"):
+        compare(c, *run(c), run(configured())[1][0])
+
+
+def test_negative_control_bytes_of_another_routing():
+    c = configured(**PLANS["two ranks"])
+    plan, results = prove(c)
+    found = [r.routing for r in results]
+    other = [{name: [one[::-1] for one in passes] for name, passes in of_rank.items()} for of_rank in found]
+    assert replayed(plan, found) == counted(results) != replayed(plan, other)
+    assert {key: n for key, n in replayed(plan, other).items() if "allv" not in key}.items() <= communication(
+        plan
+    ).items()
+
+
+def test_the_check_sees_rows_that_are_not_sent():
+    plan = make_plan(configured(**PLANS["two ranks"]))
+    for kind, at in (("dispatch_rows", 2), ("combine_rows", 0)):
+        key = kind, "layers.0.mlp"
+        o = plan.operations[key]
+        stays = [replace(c, forward=(), backward=()) if i == at else c for i, c in enumerate(o.conversions)]
+        moved = tuple(c for c in o.collectives if c.op != "all_to_allv" and c.dtype != "integers")
+        broken = replace(o, conversions=tuple(stays), collectives=moved)
+        (line,) = unsound(with_operations(plan, {**plan.operations, key: broken}))
+        assert line.startswith(f"{kind} layers.0.mlp: ")
+
+
+@pytest.mark.parametrize("first", [None, 0], ids=["even", "one rank gets nothing"])
+def test_on_processes(first, pool, monkeypatch):
+    """gloo sends no rows as well as some."""
+    c = over_tensor_axes({"length": ["t"]}, data=2, experts_of=2)
+    plan = make_plan(c)
+    results = pool.run(_forced if first == 0 else compute, c, plan)
+    if first is None:
+        return examine(c, plan, results)
+    to_the_first(monkeypatch, 4, 2)
+    compare(c, plan, results, run(configured())[1][0])
+    assert counted(results) == replayed(plan, [r.routing for r in results])
+
+
+def _forced(c, plan, communicator):
+    with pytest.MonkeyPatch.context() as patch:
+        to_the_first(patch, 4, 2)
+        return compute(c, plan, communicator)
+
+
+class Groups:
+    each = (2, 0, 3)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["loop", "one kernel"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products(dtype, kernel, monkeypatch):
+    if kernel and dtype == torch.float64:
+        return  # torch has none
+    monkeypatch.setattr(products, "has_kernel", lambda x, y: kernel)
+    draw = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(s, generator=draw).to(dtype) for s in ((5, 16), (3, 8, 16), (5, 8)))
+    rows, up, out = ("rows", "m"), ("experts", "f", "m"), ("rows", "f")
+    of = torch.tensor([0, 0, 2, 2, 2])
+    near = {"rtol": 1e-6, "atol": 1e-6} if dtype != torch.bfloat16 else {"rtol": 2e-2, "atol": 2e-2}
+    y = torch.einsum("rm,rfm->rf", x.double(), w[of].double())
+    back = torch.einsum("rf,rfm->rm", g.double(), w[of].double())
+    of_w = torch.zeros(3, 8, 16, dtype=torch.float64).index_add_(
+        0, of, torch.einsum("rf,rm->rfm", g.double(), x.double())
+    )
+    for a, b, wanted, dims in (
+        (x, w, y, (rows, up, out)),
+        (g, w, back, (out, up, rows)),
+        (x, g, of_w, (rows, out, up)),
+    ):
+        product = grouped_einsum(Groups(), *dims)
+        assert torch.allclose(product(a, b).double(), wanted, **near)
+        into = torch.ones(wanted.shape, dtype=dtype)
+        assert torch.allclose(product(a, b, None, into).double(), wanted + 1, **near)
+        assert torch.allclose(product(a, b, None, into, True).double(), wanted, **near)
+        assert product(a, b, None, into) is into
