@@ -261,7 +261,8 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
     moved = Counter(reports[0].comm_bytes)
     averages = final | {n: w.detach().clone() for n, w in trainer.weights.averages.items()}
     first, after = (loss, norm, gradients, initial, final), (sum(numbers, ()), moved, log, averages, reports[0].routed)
-    return Result(communicator.rank, *first, *after, trainer.weights.states, routing)
+    states = {n: state.clone() for n, state in trainer.weights.states.items()}
+    return Result(communicator.rank, *first, *after, states, routing)
 
 
 def answers(trainer: Trainer) -> list[float]:

@@ -39,7 +39,7 @@ BUGS = (
         mutants.norm_of_the_first_sinks, line="the norm counts it as split over no axis, and it is over t"),
     KnownBug(
         "Megatron-LM #7452 (9), #7513; torchtitan #2206", "each rank divides its loss by its own number of tokens",
-        "the loss is a mean over the rank's labels", MODELS, {"model": "whole_bert", "scheme": "3d"},
+        "the loss is a mean over the rank's labels", MODELS, {"model": "whole_bert"},
         mutants.mean_of_each_rank_s_tokens),
     KnownBug(
         "Megatron-LM #7452 (11)", "a replicated weight that ranks use on their own heads or tokens"
@@ -85,7 +85,7 @@ BUGS = (
         change=steps("expand_kv", "*", "0", "backward", without("all_reduce")), line="is partial over t"),
     KnownBug(
         "Megatron-LM #673; verl #6609", "the loss is multiplied by the ranks that split a sequence",
-        "each loss is scaled once more", MODELS, {"model": "whole_bert", "scheme": "3d"},
+        "each loss is scaled once more", MODELS, {"scheme": "3d"},
         mutants.loss_times_the_ranks_of_a_sequence),
     KnownBug(
         "Megatron-LM #1256, #26", "ranks that split a sequence draw one mask of dropout",
@@ -110,7 +110,7 @@ BUGS = (
         change=steps("project", "*.mlp.up", "0 x", "backward", twice("all_reduce")),
         line="all_reduce takes what is partial, and it is whole over cols"),
     KnownBug(
-        "torchtitan #4245; text-generation-inference #1036", "a bias is added by every rank before their sum",
+        "text-generation-inference #1036", "a bias is added by every rank before their sum",
         "the bias times the ranks", SCHEMES, ROWS_COLS, mutants.bias_added_by_every_rank),
     KnownBug(
         "torchtitan #4332", "the gradient of such a bias is divided by the ranks",

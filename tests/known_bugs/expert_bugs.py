@@ -15,6 +15,7 @@ EXPERTS = "parallel/oracle/test_experts.py::test_equals_one_process"
 PLAIN = "parallel/oracle/test_experts.py::test_equals_plain_pytorch"
 UNEQUAL = "parallel/oracle/test_experts.py::test_replicas_with_unequal_numbers_of_sequences"
 PRECISION = "parallel/oracle/test_router_precision.py::test_scores_and_weights_are_those_of_fp32"
+LATENT = "parallel/oracle/test_latent_attention.py::test_equals_one_process"
 LOGITS = "weights/test_families.py::test_logits_are_equal"
 STACKS = "weights/test_start.py::test_stacks_and_separate_experts_are_the_same_weights"
 SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
@@ -53,32 +54,32 @@ EXPERT_BUGS = (
     KnownBug(
         "Megatron-LM #7452 (5)", "the padding that a router sees is split over the wrong group of equal size",
         "which tokens are padding is read along another axis", EXPERTS, {"kind": "both ways", **WIDTH},
-        change=padding_of_another_axis, line="tokens has batch split over data+c, the operation over data+r"),
+        change=padding_of_another_axis, line="tokens has batch split over"),
     KnownBug(
         "Megatron-LM #1984, #2121; Megatron-Bridge #5470", "padding counts in the balance and the z-loss, and takes"
         " slots", "every token is real", PLAIN, {"padded": True}, mutants.padding_is_routed),
     KnownBug(
-        "NeMo Automodel #1408", "the balance loss has no gradient", "it is detached", PLAIN, {"kind": "sigmoid"},
+        "NeMo Automodel #1408", "the balance loss has no gradient", "it is detached", PLAIN, {"kind": "biased"},
         mutants.losses_without_gradient),
     KnownBug(
         "torchtitan #1448", "the weights of a token's experts are not divided by their sum", "never divided", PLAIN,
-        {"kind": "sigmoid"}, mutants.weights_are_not_normalised),
+        {"kind": "biased"}, mutants.weights_are_not_normalised),
     KnownBug(
         "Megatron-LM #955; mlxcel #391; SGLang #35160", "probabilities are of the chosen experts alone",
         "always divided by their sum", PLAIN, {"kind": "all tokens"}, mutants.weights_of_the_chosen_alone),
     KnownBug(
         "SGLang #31449, sglang-jax #1282", "the factor of the weights is left out, with or without their division",
-        "no factor where they are divided", PLAIN, {"kind": "sigmoid"}, mutants.scaled_where_not_normalised),
+        "no factor where they are divided", PLAIN, {"kind": "biased"}, mutants.scaled_where_not_normalised),
     KnownBug(
         "vLLM #14027, SGLang #38719, AstrAI #57", "scores are rounded to 16 bits before experts are chosen",
         "bf16 scores", PRECISION, {"precision": "bf16"}, mutants.scores_in_16_bits),
     KnownBug(
         "transformers #48687, #48689", "slots of no token give the router a gradient",
-        "rows of nowhere have the first token's values", PLAIN, {"kind": "one of four"},
-        mutants.rows_of_nowhere_have_what_lies_there),
+        "their gradient is another token's", PLAIN, {"kind": "biased"},
+        mutants.slots_of_no_token_give_a_gradient),
     KnownBug(
         "transformers #48205 (1)", "empty slots hold whatever was in memory, and gradients are not numbers",
-        "empty slots are NaN", PLAIN, {"kind": "one of four"}, mutants.rows_of_nowhere_are_not_numbers),
+        "empty slots are NaN", PLAIN, {"kind": "one of four"}, mutants.empty_slots_are_not_numbers),
     KnownBug(
         "transformers #48205 (2), #48208", "the gradient of the weights is one rank's, and everything below the layer"
         " lacks the rest", "no sum of it where ranks split d_model", EXPERTS, WIDTH,
@@ -90,13 +91,20 @@ EXPERT_BUGS = (
     KnownBug(
         "torchtitan #4054", "gradients below experts whose d_ff ranks split are one rank's",
         "no sum of the gradient of their input", EXPERTS, {"scheme": "1d", "branch": "none"},
-        change=steps("project", "*.experts.up", "0 x", "backward", without("all_reduce")), line="is partial over t"),
+        change=steps("dispatch", "*", "0", "backward", without("all_reduce")), line="is partial over t"),
     KnownBug(
-        "torchtitan #4154, #1593", "tokens of experts are counted by ranks that see them twice, or by one alone",
-        "every rank counts", EXPERTS, SEQUENCE, mutants.counted_on_every_rank),
+        "torchtitan #4154", "the bias of a router follows what one rank's tokens choose", "the counts of a rank alone",
+        EXPERTS, {"kind": "biased", "split": (2, 2)}, mutants.load_of_a_rank),
     KnownBug(
-        "Megatron-LM #1330, #1514", "a pass that is computed again counts again", "counted in both", EXPERTS,
-        {"recompute": "full", "split": (2, 1)}, mutants.counted_again_when_recomputed),
+        "", "ranks that have the same tokens all count them", "every rank counts", EXPERTS, SEQUENCE,
+        mutants.counted_on_every_rank),
+    KnownBug(
+        "Megatron-LM #7213, #7197", "a balance over many microbatches is normalised by the last one's tokens",
+        "the last microbatch's load", EXPERTS, {"kind": "every second layer", "split": (2, 2)},
+        mutants.load_of_the_last_microbatch),
+    KnownBug(
+        "Megatron-LM #1330, #1514; torchtitan #1593", "a pass that is computed again counts again", "counted in both",
+        EXPERTS, {"recompute": "full", "split": (2, 1)}, mutants.counted_again_when_recomputed),
     KnownBug(
         "Megatron-LM #5956, #5656; DeepSpeed #5259; PyTorch #160285", "gradients of experts are as many times too large"
         " as ranks share them", "each gradient once more per rank", EXPERTS, SHARED,
@@ -119,8 +127,8 @@ EXPERT_BUGS = (
         line="the norm counts it as split over"),
     KnownBug(
         "SpecForge #882; Megatron-LM #2263", "what is alike on ranks that share experts counts once for each",
-        "with the axis of experts", EXPERTS, SHARED, mutants.norm_counts_the_rest_on_every_rank_of_experts,
-        line="the norm counts it as split over"),
+        "with the axis of experts", EXPERTS, {"split": (2, 2), "zero": 0},
+        mutants.norm_counts_the_rest_on_every_rank_of_experts, line="the norm counts it as split over"),
     KnownBug(
         "fastmoe #4; DeepSpeed #6589; megablocks #160", "every rank begins with the same experts",
         "those of the first rank", EXPERTS, SHARED, mutants.every_rank_draws_the_first_experts),
@@ -129,6 +137,11 @@ EXPERT_BUGS = (
         {"kind": "shared", "scheme": "1d"},
         change=steps("project", "*.shared.down", "0 0 output", "forward", without("all_reduce")),
         line="is partial over t, and has to be whole"),
+    KnownBug(
+        "Megatron-LM #6839", "the part of latent attention's keys that all heads share gets the gradient of one rank's"
+        " heads", "no sum of it", LATENT, {"scheme": "1d"},
+        change=steps("concatenate", "*.attention.key", "1", "backward", without("all_reduce")),
+        line="is partial over t"),
     KnownBug(
         "Megatron-LM #5844", "a conversion leaves experts as they were drawn, and says nothing", "they are drawn after"
         " they were read", LOGITS, {"name": "mixtral"}, mutants.experts_stay_as_they_were_drawn),
@@ -139,6 +152,12 @@ EXPERT_BUGS = (
     KnownBug(
         "Megatron-Bridge #1871, #1857, #1716", "an export writes one expert in the place of all", "each is the first",
         LOGITS, {"name": "qwen3_moe"}, mutants.every_expert_is_the_first),
+    KnownBug(
+        "NeMo Automodel #2591", "biases of experts are added without the weights of these", "their sum besides", LOGITS,
+        {"name": "gpt_oss"}, mutants.biases_without_weights),
+    KnownBug(
+        "torchtitan #4245", "a bias of experts is added by every rank that has a part of their d_ff",
+        "the bias times the ranks", EXPERTS, {"kind": "gpt_oss", "scheme": "3d"}, mutants.biases_times_ranks),
     KnownBug(
         "TransformerLens #1668; transformers #43524", "a stack of gates and ups is cut the other way round",
         "they change places", STACKS, {"name": "mixtral"}, mutants.gate_and_up_change_places),

@@ -16,9 +16,11 @@ from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import Router
 from platform.plan.operations.einsums import ProjectOp
+from platform.plan.operations.rows.shift import ShiftOp
 from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
 from platform.plan.operations.tables.route import RouteOp
 from platform.train.step import rank_parameters
+from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from platform.weights import names
 from tests.known_bugs.mutants import Mutant, mutant
@@ -38,12 +40,12 @@ def on_ranks(change: Callable[..., tuple[Tensor, ...]]) -> Mutant:
     """Make a mutant of routing, where several ranks split the tokens, of a function that takes the original, scores,
     which tokens are real, an `OfRanks` router and the slots."""
 
-    def run_route(run, self, ops, name, scores, spec, tokens, router):
+    def run_route(run, self, ops, name, scores, spec, tokens, router, *states):
         found = OfRanks(*vars(router).values())
         layout = ops.plan.layout(spec)
         for key, axes in {"tokens": layout.axes, "length": layout["length"], "batch": layout["batch"]}.items():
             object.__setattr__(found, key, ops.plan.mesh.extent(axes))
-        return run(self, ops, name, scores, spec, tokens, found)
+        return run(self, ops, name, scores, spec, tokens, found, *states)
 
     def routed(compute, scores, real, router, *more):
         several = isinstance(router, OfRanks) and router.tokens > 1
@@ -126,28 +128,65 @@ def scores_in_16_bits(compute, scores, *more):
     return compute(scores.bfloat16().to(scores.dtype), *more)
 
 
-@mutant(slots, "_rows")
-def rows_of_nowhere_have_what_lies_there(rows, x, at):
-    return rows(x, at.clamp_min(0))
+class Unmasked(Tensor):
+    """Numbers that stay where a mask says that there are none."""
+
+    def masked_fill_(self, mask, value):
+        return self.as_subclass(Tensor)
 
 
-@mutant(slots, "_rows")
-def rows_of_nowhere_are_not_numbers(rows, x, at):
-    return rows(x, at).masked_fill((at < 0).unsqueeze(-1), torch.nan)
+@mutant(slots, "products_of_rows")
+def slots_of_no_token_give_a_gradient(products, rows, at, factors):
+    return products(rows, at.clamp_min(0), factors).as_subclass(Unmasked)
+
+
+@mutant(slots, "dispatch")
+def empty_slots_are_not_numbers(dispatch, x, weights, *more):
+    held, _ = slots._places(weights, *more)
+    return dispatch(x, weights, *more).masked_fill((held < 0).unsqueeze(-1), torch.nan)
 
 
 @mutant(ParallelOps, "count_routed")
-def counted_again_when_recomputed(count, self, counts, axes):
+def counted_again_when_recomputed(count, self, *given):
     again, self.ahead.again = self.ahead.again, False
     try:
-        return count(self, counts, axes)
+        return count(self, *given)
     finally:
         self.ahead.again = again
 
 
 @mutant(ParallelOps, "count_routed")
-def counted_on_every_rank(count, self, counts, axes):
-    return count(self, counts, self.plan.mesh.axes)
+def counted_on_every_rank(count, self, name, counts, axes):
+    return count(self, name, counts, self.plan.mesh.axes)
+
+
+@mutant(ParallelOps, "count_routed")
+def load_of_the_last_microbatch(count, self, name, counts, axes):
+    before = self.routed.pop(name, None)
+    count(self, name, counts, axes)
+    if before is not None:
+        self.routed.setdefault(name, before)
+
+
+@mutant(Trainer, "_sum_over_world")
+def load_of_a_rank(sum_over_world, self, loss, squares, counted=False):
+    out = sum_over_world(self, loss, squares, counted)
+    own = self.ops.routed
+    self._loads = {name: own[name][0].to(x) if name in own else 0 * x for name, x in self._loads.items()}
+    return out
+
+
+@mutant(CombineOp, "run")
+def biases_without_weights(run, self, ops, found, name, y, spec, weights, *more):
+    bias = ops.tensors[f"{name}.experts.down_bias"]
+    left = (weights != 0).to(bias.dtype) - weights.to(bias.dtype)
+    return run(self, ops, found, name, y, spec, weights, *more) + left @ bias
+
+
+@mutant(ShiftOp, "run")
+def biases_times_ranks(run, self, ops, found, x, spec, parameter):
+    times = ops.plan.mesh.extent(ops.plan.scheme.regions["experts"]["d_ff"]) if "experts" in spec.dims else 1
+    return run(self, ops, found, x, spec, parameter * times if "d_model" in spec.dims else parameter)
 
 
 @mutant(ProjectOp, "run")
@@ -211,9 +250,9 @@ def every_expert_is_the_first(part, p, shape, expert):
 
 @mutant(names, "_part_of_one")
 def gate_and_up_change_places(part, p, shape, expert):
-    found, other = part(p, shape, expert), {"gate": "up", "up": "gate", "down": "down"}
+    found, other = part(p, shape, expert), {"gate": "up", "up": "gate"}
     layer, _, last = found.name.rpartition(".")
-    return replace(found, name=f"{layer}.{other[last]}")
+    return replace(found, name=f"{layer}.{other.get(last, last)}")
 
 
 @mutant(State, "begin")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from platform.plan.language.layout import Layout
+from platform.plan.language.layout import Layout, prefix
 from platform.plan.language.ops import STATES
 
 REGIONS = ("stream", "attention", "core", "mlp", "experts", "logits")
@@ -106,7 +106,8 @@ def compose_scheme(
     `zero` such groups together (0: all).
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
-    and in its parameters, the axis expert splits dim experts instead. A region's map replaces the stream's; a region
+    and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
+    all of them begin, so that it moves alone, by one all-to-all. A region's map replaces the stream's; a region
     that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and d_model as the
     stream).
     """
@@ -136,16 +137,16 @@ def compose_scheme(
         """Return the branch axes at whose index 0 alone the tensors of a region or the parameters exist."""
         return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
 
-    outer = {"batch": list(replicas)}
-    inside = {"batch": [a for a in replicas if a != "expert"], **dealt}
+    maps = {r: split(r, _of_region(tensor["regions"], r)) for r in REGIONS}
+    stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
+    maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
+    outer = [*(a for a in replicas if a != "expert"), *stays]
+    of_experts, of_others = {"batch": outer, **dealt}, {"batch": [*outer, *dealt.get("experts", ())]}
     roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
-        regions={
-            r: layout(r, split(r, _of_region(tensor["regions"], r)), inside if r == "experts" else outer)
-            for r in REGIONS
-        },
+        regions={r: layout(r, rules, of_experts if r == "experts" else of_others) for r, rules in maps.items()},
         parameters={
             r: layout("", split("parameters", rules), {} if r == "vector" else dealt) for r, rules in roles.items()
         },

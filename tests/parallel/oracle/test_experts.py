@@ -217,17 +217,22 @@ def test_experts_on_an_axis_of_a_scheme():
     assert plan.local_shape(next(p for p in plan.parameters if p.name.endswith("experts.up")))[0] == 2
 
 
-def test_only_the_way_there_and_back_is_an_all_to_all():
-    plan = make_plan(configured("shared", 2, data=2))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_only_the_way_there_and_back_is_an_all_to_all(scheme):
+    """Whatever else splits a batch: over the axis of experts a rank moves its slots, and nothing else."""
+    tensor, axes = SCHEMES[scheme]
+    plan = make_plan(configured("shared", 2, tensor=tensor, axes=axes, data=2))
     found = {
-        (kind, c.phase): c.elements
+        (kind, c.op, c.phase): c.elements
         for (kind, name), o in plan.operations.items()
         for c in o.collectives
-        if name.startswith("layers.0") and c.op == "all_to_all"
+        if name.startswith("layers.0") and "expert" in c.axes
     }
+    assert set(found) == {(k, "all_to_all", way) for k in ("dispatch", "combine") for way in ("forward", "backward")}
+    given = plan.operations["dispatch", "layers.0.mlp"].operation.outputs[0]
     slots = 16 * 2 // 4
-    assert set(found.values()) == {4 * 4 * slots * 32}  # experts x sequences x slots x d_model
-    assert set(found) == {(kind, phase) for kind in ("dispatch", "combine") for phase in ("forward", "backward")}
+    whole = 4 * 8 * slots * 32  # experts x sequences x slots x d_model
+    assert set(found.values()) == {whole // plan.mesh.extent(plan.layout(given).axes)}
 
 
 SUMS = {  # scheme, sizes of axes, branch -> the sums over ranks of what experts make, and of their tokens' gradient

@@ -63,6 +63,10 @@ PLANS |= {
     "experts, 2d, bf16": {**ROUTED, "tensor": "2d", "axes": {"r": 2, "c": 2}, "precision": "bf16"},
     "experts, 3d_literal, bf16": {**ROUTED, "tensor": "3d_literal", "axes": {"x": 2, "y": 1, "z": 2},
                                   "precision": "bf16"},
+    **{f"many small experts, {name}": {**ROUTED, "experts": 64, "expert_d_ff": 8, "d_model": 8, "heads": 2,
+                                       "shared_experts": 0, **more}
+       for name, more in {"of few slots": {"length": 64, "capacity_factor": 0.5}, "of all": {"capacity_factor": 0.0},
+                          "bf16": {"precision": "bf16"}}.items()},
     "experts of both stacks, bf16": {**MODELS["t5"], **ROUTED, "data": 2, "experts_of": 2, "microbatch": 4,
                                      "precision": "bf16"},
     "many experts, bf16": {**ROUTED, "experts": 64, "expert_d_ff": 16, "precision": "bf16", "router_groups": 8,

@@ -7,9 +7,11 @@ from math import prod
 
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.operations.op import BlockOp, planned
+from platform.plan.operations.storages import Gradients, MeteredStorage, Saved
 from platform.plan.operations.tables.route import TOKENS
 
 PLACES = ("experts", "batch", "slots")
+SUMMED = 3  # integers that a sum of rows takes for each: its index, where sums begin, and how many rows they have
 
 
 def _check(name: str, spec, out) -> None:
@@ -51,11 +53,21 @@ class DispatchOp(BlockOp):
         return ops.kernels.slots.dispatch(x, weights.detach(), ops.plan.planner.sizes_of(out)["slots"], chosen)
 
     def meter(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
-        """Count the memory of the slots; of the tokens' places integers are kept."""
-        slots, n = ops.inner(found, found.conversions[-1]), x.elements
-        places = _places(ops, found.conversions[-1].before, weights.elements, chosen)
-        ops.note([slots], [x], (places,), lambda gs, _: [ops.new(n)])
-        return slots
+        """Count the memory of the slots, with the numbers of each; where each token lies is kept."""
+        n, leave = x.elements, found.conversions[-1]
+        slots, places = prod(leave.before[:3]), weights.elements // leave.before[0] * chosen
+        held, lies = _places(ops, slots, places, weights.elements)
+        read = _tokens(ops, slots), ops.new(slots), ops.integers(SUMMED * slots)
+        result = ops.inner(found, leave)
+        del held, read
+
+        def backward(_: Gradients, __: Saved) -> Gradients:
+            """Count the gradient of the tokens, each a sum over its slots."""
+            read = ops.new(places), ops.integers(SUMMED * places)  # noqa: F841  (until the sum is there)
+            return [ops.new(n)]
+
+        ops.note([result], [x], (lies,), backward)
+        return result
 
 
 class CombineOp(BlockOp):
@@ -85,32 +97,45 @@ class CombineOp(BlockOp):
         return ops.kernels.slots.combine(y, weights, chosen)
 
     def meter(self, ops, found, name, y, spec, weights, of_weights, out, chosen):
-        """Count the memory of the weighted sum; slots and weights are kept."""
+        """Count the memory of the weighted sum, with the numbers of each slot; slots, weights and places are kept."""
+        shape, by_expert, elements = found.conversions[0].after, weights.elements, y.elements
+        slots, places, dtype = prod(shape[:3]), by_expert // shape[0] * chosen, ops.plan.itemsize[of_weights.dtype]
+        held, lies = _places(ops, slots, places, by_expert)
+        read = ops.new(places, ops.wide), ops.integers(SUMMED * places)
         total = ops.inner(found, found.conversions[-1])
-        places = _places(ops, found.conversions[0].after, weights.elements, chosen)
-        n, slots, by_expert = total.elements, y.elements, weights.elements
-        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
-        ops.new(scratch, ops.wide)
-        saved = y.storage, weights.storage, places
-        of_weights = ops.plan.itemsize[of_weights.dtype]
-        ops.note(
-            [total],
-            [y, weights],
-            saved,
-            lambda gs, _: [ops.new(slots), _with_scratch(ops, by_expert, scratch, of_weights)],
-        )
+        _rows(ops, total.elements)
+        del read
+
+        def backward(_: Gradients, __: Saved) -> Gradients:
+            """Count the gradients of slots, each of a token's, and of weights."""
+            of_places = ops.new(places, ops.wide), ops.integers(SUMMED * places)
+            of_each = ops.new(by_expert, dtype)
+            read = _tokens(ops, slots), ops.new(slots, dtype), ops.integers(SUMMED * slots)
+            _rows(ops, elements)
+            of_slots = ops.new(elements)
+            del of_places, read
+            return [of_slots, of_each]
+
+        ops.note([total], [y, weights], (y.storage, weights.storage, held, lies), backward)
         return total
 
 
-def _places(ops, slots: tuple[int, ...], by_expert: int, chosen: int):
-    """Count the integers that say which token lies in each slot, and in which slots each token lies."""
-    places = ops.integers(prod(slots[:3]) + by_expert // slots[0] * chosen)
+def _places(ops, slots: int, places: int, by_expert: int) -> tuple[MeteredStorage, MeteredStorage]:
+    """Count the integers that say which token lies in each of the `slots`, and in which `places` each token lies."""
+    held, lies = ops.integers(slots), ops.integers(places)
     ops.integers(3 * by_expert)  # while tokens are numbered
-    return places
+    return held, lies
 
 
-def _with_scratch(ops, elements: int, scratch: int, itemsize: int = 0):
-    """Allocate a gradient of `elements`, of `itemsize` as in `Meter.new`, and rows that are added to it."""
-    out = ops.new(elements, itemsize)
-    ops.new(scratch)
-    return out
+def _tokens(ops, slots: int) -> MeteredStorage:
+    """Count the numbers of the tokens in the `slots`, among all tokens of the rank."""
+    ops.integers(3 * slots)  # while they are computed
+    return ops.integers(slots)
+
+
+def _rows(ops, elements: int) -> None:
+    """Count what a sum of rows takes, of which each is cast to the type of statistics, unless it is that type."""
+    if ops.wide != ops.plan.itemsize["compute"]:
+        total = ops.new(elements, ops.wide)  # noqa: F841  (beside each row and its cast)
+        row = ops.new(elements)  # noqa: F841
+        ops.new(elements, ops.wide)

@@ -62,7 +62,8 @@ class RouteOp(Op):
 
         def backward(_: Gradients, __: Saved) -> Gradients:
             """Count the choice, made again, and the gradient of the scores."""
-            held = ops.new(7 * n, ops.wide), ops.integers(2 * n, 1)  # noqa: F841  (until the gradient is there)
+            numbers = 7 + router.normalised
+            held = ops.new(numbers * n, ops.wide), ops.integers(3 * n, 1)  # noqa: F841  (until the gradient is there)
             return [ops.new(n, ops.wide)]
 
         made = ops.new(3 * n, ops.wide)
