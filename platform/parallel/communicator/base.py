@@ -23,6 +23,7 @@ from torch import Tensor
 from platform.parallel.communicator.clock import Clock, Flight
 from platform.parallel.communicator.traced import COMMUNICATORS, Arrived, collective
 from platform.plan.communication.traffic import TRAFFIC, label
+from platform.plan.language.lent import Lent
 from platform.plan.language.mesh import Mesh
 
 # MKL detects the processor in the first call of its vector math and briefly publishes an intermediate answer: on
@@ -88,7 +89,8 @@ class Handle:
 class Communicator(ABC):
     """A rank's access to its groups along mesh axes. `moved`: `OP/AXES` -> bytes moved by the groups of which this rank
     is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
-    `log`: if a list, collects every launch. `posts_early`: a receive may be posted long before its send without holding
+    `log`: if a list, collects every launch. `lent`: layer -> experts that ranks along the axis `expert` compute for others
+    in this step. `posts_early`: a receive may be posted long before its send without holding
     up anything else."""
 
     posts_early = False
@@ -100,6 +102,7 @@ class Communicator(ABC):
         self.moved: Counter[str] = Counter()
         self.clock = Clock()
         self.log: list[Launch] | None = None
+        self.lent: dict[str, Lent] = {}
         self._aborting, self._aborted = threading.Lock(), False
         self._number = next(_NUMBERS)
         COMMUNICATORS[self._number] = self

@@ -93,7 +93,8 @@ class Planner:
         # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
         if experts := self.picked(tensor):
             ranks, tokens = self.mesh.extent(experts["experts"]), sizes["length"] * sizes["batch"]
-            sizes["rows"] = ranks * tokens * min(sizes["rows"], max(1, sizes["experts"] // ranks))
+            own = max(1, sizes["experts"] // ranks) + self.scheme.lent
+            sizes["rows"] = ranks * tokens * min(sizes["rows"], own)
         return sizes
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:

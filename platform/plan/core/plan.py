@@ -94,8 +94,10 @@ class Plan:
 
     @cached_property
     def balanced(self) -> dict[str, PlannedOperation]:
-        """Map the name of each layer with states to its routing, whose load of experts in a step updates these."""
-        return {name: o for (kind, name), o in self.operations.items() if kind == "route" and o.operation.states}
+        """Map the name of each layer to its routing, if its load of experts in a step updates states or says which are
+        lent."""
+        routes = {name: o for (kind, name), o in self.operations.items() if kind == "route"}
+        return {name: o for name, o in routes.items() if o.operation.states or self.scheme.lent}
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:

@@ -40,7 +40,7 @@ class _Products(Op):
         layout, for results of one dtype, form a group, which gathers x once."""
         x = operation.inputs[0]
         lends = "rows" in x.dims and planner.scheme.lent > 0
-        regathers = lends or planner.scheme.gathered == "again"
+        regathers = planner.scheme.gathered == "again"
         grouped: dict[tuple[Conversion, Layout, str], list[tuple[Einsum, Contraction]]] = {}
         for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
             c = planner.contraction((x, operand), out)
@@ -48,7 +48,7 @@ class _Products(Op):
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
                 enter_operand = planner.lending(operation["layer"], enter_operand) if lends else enter_operand
-            einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers)
+            einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers or lends)
             grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims), out.dtype), []).append((einsum, c))
         groups, found = [], []
         for (enter_x, *_), entries in grouped.items():

@@ -38,6 +38,7 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.counted import counted_stretches, counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
+from platform.plan.language.lent import lent_experts
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
@@ -327,7 +328,18 @@ class Trainer:
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             sums = self.communicator.launch("all_reduce", sums, world).wait()
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
-        return self.communicator.read(torch.cat((sums[:2], sum(own[1:], own[0]).flatten())) if own else sums[:2])
+        parts = [sums[:2], *([sum(own[1:], own[0]).flatten()] if own else ())]
+        found = self.communicator.read(torch.cat([*parts, *(sums[2:] if self.plan.scheme.lent else sums[:0],)]))
+        self._lend([found.pop() for _ in range(len(sums) - 2)][::-1] if self.plan.scheme.lent else ())
+        return found
+
+    def _lend(self, loads: Sequence[float]) -> None:
+        """Choose the experts that ranks lend each other in the next step, by the `loads` of all layers in this one."""
+        scheme, experts = self.plan.scheme, self.plan.sizes.get("experts", 1)
+        by_layer = zip(self._loads, (loads[i : i + experts] for i in range(0, len(loads), experts)), strict=False)
+        self.communicator.lent = {
+            name: lent_experts([int(n) for n in load], scheme.experts, scheme.lent) for name, load in by_layer
+        }
 
     def _update(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
@@ -345,8 +357,8 @@ class Trainer:
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
         for name, o in self.stage.balanced.items():
-            states = {p.role: self.weights.states[p.name] for p in o.operation.states}
-            settle(o.operation["router"], states, self._loads[name])
+            if states := {p.role: self.weights.states[p.name] for p in o.operation.states}:
+                settle(o.operation["router"], states, self._loads[name])
         self.weights.average(self.config.train.ema)
         self.weights.refresh(ahead=True)
 
