@@ -109,7 +109,9 @@ class Walk:
         name, (wanted, _) = f"gradient of {title_of(tensor)}", self._lying_of(tensor)
         gradient = self._follow_steps(tensor, gradient, _steps("reduce_scatter", operand, gradient), (), name)
         gradient = self._follow_steps(tensor, gradient, operand.conversion.backward, phases, name)
-        lent, back = ([s.op for s in way if s.op in LENDING] for way in (operand.conversion.forward, operand.conversion.backward))
+        lent, back = (
+            [s.op for s in way if s.op in LENDING] for way in (operand.conversion.forward, operand.conversion.backward)
+        )
         if (lent, back) not in (([], []), (["lend"], ["give_back"])):
             raise Unsound(f"{title_of(tensor)} is taken by {plus(lent)}, and its gradient by {plus(back)}")
         if isinstance(tensor, Parameter):

@@ -18,7 +18,6 @@ from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.lent import Lent
 
-
 NOBODY = -1  # in place of the number of an expert
 
 
