@@ -89,9 +89,9 @@ class Handle:
 class Communicator(ABC):
     """A rank's access to its groups along mesh axes. `moved`: `OP/AXES` -> bytes moved by the groups of which this rank
     is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
-    `log`: if a list, collects every launch. `lent`: layer -> experts that ranks along the axis `expert` compute for others
-    in this step. `posts_early`: a receive may be posted long before its send without holding
-    up anything else."""
+    `log`: if a list, collects every launch. `lent`: layer -> the experts of others that each rank along the axis
+    `expert` computes in this step. `posts_early`: a receive may be posted long before its send without holding up
+    anything else."""
 
     posts_early = False
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
-from platform.parallel.sharding.lending import lending
+from platform.parallel.sharding.lending import Lending, lending
 from platform.plan.communication.rule import APPEAR, COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.language.layout import at_zero
 
@@ -26,7 +26,7 @@ class Pending:
         """Begin to convert the local tensor x by the plan's `steps`, and issue the first collective."""
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
-        self._handle: Handle | Arrived | None = None
+        self._handle: Handle | Arrived | Lending | None = None
         if steps:
             self._advance()
 

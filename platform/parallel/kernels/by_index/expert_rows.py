@@ -23,9 +23,8 @@ NOBODY = -1  # in place of the number of an expert
 
 class Seats(NamedTuple):
     """Experts of the ranks that exchange rows along `axes`, () for one rank alone: `first`, the number of the first
-    expert of each, in the group's order, of `each` experts. This rank has number `own` among them. Each has `more` seats
-    for experts that others have, those `lent` to it, by their places among all of the group's, in the first of these.
-    """
+    expert of each, in the group's order, of `each` experts. This rank is number `own` of them. Each has `more` seats for
+    experts of others, in the first of which are those that are `lent` to it, by their places among all experts here."""
 
     axes: tuple[str, ...]
     first: tuple[int, ...]
