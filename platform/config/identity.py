@@ -18,7 +18,7 @@ from platform.config.fields import Config, loss_of, short_hash
 MAY_CHANGE = {
     "optimizer": "lr betas eps nesterov newton_schulz matrix_lr beta2_decay update_clip relative_step scale_by_weight"
     " least_scale groups weight_decay clip schedule warmup_steps min_lr cycles decay_steps settings schedule_settings",
-    "model": "dropout fused_dropout label_smoothing capacity_factor balance_loss balance_rate z_loss",
+    "model": "dropout fused_dropout label_smoothing capacity_factor balance_loss balance_rate z_loss router_jitter",
     "data": "kind path target_path sources tokenizer chat_template settings",
     "train": "init init_averaged loss loss_settings",
 }

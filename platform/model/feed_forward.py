@@ -104,7 +104,8 @@ class Experts(Residual):
         `Attention`."""
         s, name, chosen = self.shapes, self.name, self.rules.chosen
         entered = self.enter(ops, x) if entered is None else entered
-        (scores,) = ops.project(entered, s.stream, (self.router,), (s.scores,), self.score_bias)
+        seen = ops.jitter(f"{name}.jitter", entered, s.stream, self.config.router_jitter)
+        (scores,) = ops.project(seen, s.stream, (self.router,), (s.scores,), self.score_bias)
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
         if "rows" in self.given.dims:
             rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)

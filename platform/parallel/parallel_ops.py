@@ -250,20 +250,23 @@ class ParallelOps(Ops):
                     x = x.masked_fill(padding.view([-1 if d == dim else 1 for d in spec.dims]), value)
         return x
 
-    def drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing | None:
+    def drawing(
+        self, name: str, spec: Spec, device: torch.device, kind: str = "dropout", rate: float | None = None
+    ) -> Drawing | None:
         """Return what the dropout named `name` draws its mask from on this rank's block of the activation `spec`, at
-        this step and microbatch: counters, start and rate of random numbers. None if nothing is dropped there."""
-        p = self.position
-        if not self.dropout_rate or not p.training:
+        this step and microbatch: counters, start and rate of random numbers. None if nothing is dropped there. `kind`:
+        another operation that draws, at its `rate`."""
+        p, rate = self.position, self.dropout_rate if rate is None else rate
+        if not rate or not p.training:
             return None
         sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
         dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
         strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
         if spec not in self._counters:
             self._counters[spec] = random.counters(self.blocks[spec], [strides[d] for d in spec.dims], device)
-        key = random.key(p.seed, "dropout", p.step, name)
+        key = random.key(p.seed, kind, p.step, name)
         start = random.start(key, p.first_sequence * strides["batch"], device)
-        return Drawing(self._counters[spec], start, self.dropout_rate)
+        return Drawing(self._counters[spec], start, rate)
 
     def seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
         """Return a context that seeds torch's generator for an attention kernel that draws its own dropout mask: by the

@@ -174,6 +174,7 @@ model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has 
 model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
 model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
+model.router_jitter=0.1 | model.router_jitter=0.1: model.experts=0: the model has no experts | 0
 model.router_bias=true | model.router_bias=True: model.experts=0: the model has no experts | False
 model.balance_over=microbatch | model.balance_over=microbatch: unknown | batch
 model.dense_layers=[0] | model.dense_layers=[0]: model.experts=0: the model has no experts | []

@@ -1,4 +1,5 @@
-"""Experts in plain PyTorch, token by token and expert by expert, written from the papers: no code of the platform's.
+"""Experts in plain PyTorch, token by token and expert by expert, written from the papers: no code of the platform's
+but the random bits of jitter.
 
 Shazeer et al. 2017 and Jiang et al. 2024 (softmax over all scores, the chosen ones divided by their sum), DeepSeek-AI
 2024 (sigmoid, shared experts, groups, balance sequence by sequence), Fedus et al. 2021 (capacity), Zoph et al. 2022
@@ -7,8 +8,8 @@ Shazeer et al. 2017 and Jiang et al. 2024 (softmax over all scores, the chosen o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import ceil
+from collections.abc import Mapping, Sequence
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Model
+from platform.parallel.kernels import random
 
 
 def feed_forward(c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, expert: int | None = None) -> Tensor:
@@ -45,15 +47,16 @@ def best_of(c: Model, likely: list[float]) -> list[int]:
 
 
 def experts(
-    c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, real: Tensor
+    c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, real: Tensor, noise: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """What experts make of one sequence x [length, d_model], the auxiliary loss of each of its tokens, how many chose
-    each expert, and how often an expert dropped a token. `real`: tokens that are no padding."""
+    each expert, and how often an expert dropped a token. `real`: tokens that are no padding; `noise`: factors of what
+    the router reads."""
     k = c.experts_per_token
     slots = min(c.length, ceil(c.capacity_factor * c.length * k / c.experts)) if c.capacity_factor else c.length
     taken, choices, dropped = [0] * c.experts, [0] * c.experts, 0
     more = w.get(f"{name}.router_bias", 0)
-    shares, out, scores = [], [], [w[f"{name}.router"] @ token + more for token in x]
+    shares, out, scores = [], [], [w[f"{name}.router"] @ token + more for token in x * noise]
     for token, score, counts in zip(x, scores, real.tolist(), strict=True):
         y = torch.zeros_like(token)
         if c.shared_experts:
@@ -107,6 +110,12 @@ class Found(NamedTuple):
     loads: dict[str, Tensor]
 
 
+def jitter(c: Model, name: str, shape: Sequence[int], step: int = 1) -> Tensor:
+    """Factors [batch, length, d_model] of what the router of a layer reads in a step: by number of the element."""
+    bits = random.bits(random.key(0, "jitter", step, f"{name}.jitter"), torch.arange(prod(shape)).view(*shape))
+    return 1 + c.router_jitter * (2 * (bits & 0xFFFFFFFF).double() / 2**32 - 1)
+
+
 def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -> Found:
     """The loss of labels (at least 0) in batches [batch, length]. Norms are RMSNorm, positions learned, nothing but
     experts has a bias, and the embedding is tied. `w`: weights and states."""
@@ -133,7 +142,11 @@ def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -
         if (i + 1) % c.experts_every or i in c.dense_layers:
             x = x + torch.stack([torch.stack([feed_forward(c, w, f"{name}.mlp", t) for t in row]) for row in h])
             continue
-        found = [experts(c, w, f"{name}.mlp", row, ids >= 0) for row, ids in zip(h, tokens, strict=True)]
+        factors = jitter(c, f"{name}.mlp", h.shape)
+        found = [
+            experts(c, w, f"{name}.mlp", row, ids >= 0, noise)
+            for row, ids, noise in zip(h, tokens, factors, strict=True)
+        ]
         x = x + torch.stack([y for y, *_ in found])
         auxiliary = auxiliary + torch.stack([losses for _, losses, *_ in found])
         loads[f"{name}.mlp"] = sum(choices for *_, choices, _ in found)

@@ -169,7 +169,7 @@ EXPERT_BUGS = (
         {"kind": "one of four", "scheme": "serial"}, mutants.capacity_of_all_sequences_of_a_rank),
     KnownBug(
         "", "the balance is of a rank's sequences together", "they are joined to one", EXPERTS,
-        {"kind": "shared", "scheme": "serial"}, mutants.load_of_all_sequences_of_a_rank),
+        {"split": (2, 2)}, mutants.load_of_all_sequences_of_a_rank),
     KnownBug(
         "", "what experts made comes back in another order", "the parts of ranks, the last one first", EXPERTS,
         SHARED, mutants.results_come_back_in_another_order),

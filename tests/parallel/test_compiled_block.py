@@ -51,6 +51,7 @@ PLANS = {
     "gpt": {},
     "llama": MODELS["llama"],
     "t5": MODELS["t5"] | {"kind": "decoder"},
+    "latent": MODELS["latent"],
     "recomputed": {"recompute": "full", **MODELS["llama"]},
     "two blocks recomputed together": {"recompute": "full", "every": 2, "layers": 4},
     "data 2, zero 1": {"data": 2, "zero": 1, "microbatch": 2},

@@ -82,7 +82,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
                    "num_attention_heads": 5, "num_key_value_heads": 5, "use_sliding_window": True,
                    "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}),
     "mixtral, odd": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 1,
-                     "head_dim": 4, "hidden_act": "gelu", "tie_word_embeddings": True, "router_jitter_noise": 0.0}),
+                     "head_dim": 4, "hidden_act": "gelu", "tie_word_embeddings": True, "router_jitter_noise": 0.1}),
     "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
                        "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True,
                        "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5}),

@@ -72,7 +72,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "positions": ("bert", {"position_embedding_type": "relative_key"}, 'position_embedding_type="relative_key": our'),
     "decoder": ("bert", {"is_decoder": True}, "is_decoder=true: our words express false alone"),
     "heads cut away": ("bert", {"pruned_heads": {"0": [1]}}, 'pruned_heads={"0": [1]}: our words express {} alone'),
-    "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our words express 0.0 alone"),
+    "jitter": ("mixtral", {"router_jitter_noise": 1.5}, "model.router_jitter=1.5: must be >= 0 and < 1"),
     "some windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
                      "max_window_layers=1: use_sliding_window=true means all layers in transformers 5"),
     "layers without experts": ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "model.dense_layers=[0, 1]: leaves no layer"),

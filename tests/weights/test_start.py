@@ -43,8 +43,9 @@ OF_EXPERTS = {
     "experts, zero 3": {"data": 4, "experts_of": 2, "zero": 3},
     "stages": PLANS["stages"],
 }
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 EXPERTS = [{"plan": plan, "family": family, "source": source} for plan in OF_EXPERTS
-           for family in ("mixtral", "qwen3_moe") for source in ("folder", "stacks", "checkpoint")]  # fmt: skip
+           for family in WITH_EXPERTS for source in ("folder", "stacks", "checkpoint")]  # fmt: skip
 
 
 def masters(c: Config, plan, communicator: Communicator) -> Result:
@@ -69,7 +70,7 @@ def test_every_plan_takes_the_same_weights(tmp_path, case):
         assert torch.equal(whole, read_tensor(storage, directory, manifest, f"model.{name}").double()), name
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_stacks_and_separate_experts_are_the_same_weights(tmp_path, name):
     """In either form transformers computes the same model; in theirs expert e's matrix is row e of the stack."""
     library = peer.transformers()
@@ -113,7 +114,7 @@ def loss(cwd: Path) -> float:
     return json.loads((cwd / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.full)])
 def test_a_run_of_its_own(tmp_path, name):
     """From a folder of transformers, in and out by command: it starts from these weights, goes on from its own
     checkpoints without them, does not mistake other weights for these, and ends in a folder of transformers."""

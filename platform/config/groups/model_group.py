@@ -44,6 +44,9 @@ class Model:
     router_group_best: int = key(
         1, "largest probabilities of a group, the sum of which decides whether it is kept", ">= 1", most=2**16
     )
+    router_jitter: float = key(
+        0.0, "training: what a router reads is multiplied by uniform numbers in 1 -+ this", ">= 0 and < 1"
+    )
     router_bias: bool = key(False, "the choice of experts, not their weights, adds a bias to each probability")
     balance_rate: float = key(
         0.001, "router_bias: what a step adds to the bias of experts below the mean load, and takes from others", ">= 0"

@@ -125,7 +125,7 @@ def _experts(config: Config) -> Iterator[str]:
     m = config.model
     if not m.experts:
         needing = "expert_d_ff expert_bias shared_experts experts_every dense_layers"
-        needing += " router_groups router_bias balance_over"
+        needing += " router_groups router_bias router_jitter balance_over"
         for key in needing.split():
             if getattr(m, key) != (nothing := getattr(Model(), key)):
                 yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])

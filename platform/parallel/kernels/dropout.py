@@ -1,9 +1,10 @@
-"""Dropout whose masks are functions of keys and global elements: drawn in the forward pass, and again in the backward
-pass, so that nothing is saved."""
+"""Dropout and jitter, whose masks and factors are functions of keys and global elements: drawn in the forward pass, and
+again in the backward pass, so that nothing is saved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -33,8 +34,13 @@ def dropped(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -
     return torch.where(random.kept(counters, start, rate), x * (1 / (1 - rate)), 0)
 
 
-def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Return dropout of the tensor x, as `dropped`, piece by piece, so that the mask's random integers fit the
+def jittered(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
+    """Return the tensor x, each element times a uniform number in [1 - rate, 1 + rate) (Fedus et al. 2021)."""
+    return random.uniform(counters, start).mul_(2 * rate).add_(1 - rate).mul_(x).to(x.dtype)
+
+
+def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float, draw: Draw | None = None) -> Tensor:
+    """Return what `draw` makes of the tensor x, by default dropout, piece by piece, so that the random integers fit the
     cache."""
     out = torch.empty_like(x)
     for where in pieces(x.shape, DRAWN_AT_ONCE.get(x.device.type, _MOST_AT_ONCE)):
@@ -42,7 +48,10 @@ def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float)
         for dim, (first, n) in enumerate(where):
             part, target = part.narrow(dim, first, n), target.narrow(dim, first, n)
             states[dim] = states[dim].narrow(dim, first, n)
-        target.copy_(part).masked_fill_(~random.kept(states, start, rate), 0).mul_(1 / (1 - rate))
+        if draw:
+            target.copy_(draw(part, states, start, rate))
+        else:
+            target.copy_(part).masked_fill_(~random.kept(states, start, rate), 0).mul_(1 / (1 - rate))
     return out
 
 
@@ -60,7 +69,7 @@ def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], .
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout of x by `draw`, whose backward pass draws the mask again: the gradient is masked and scaled as x was."""
+    """Product of x with random numbers by `draw`, whose backward pass draws them again for the gradient."""
 
     @staticmethod
     def forward(ctx, x, drawing, draw):
@@ -72,6 +81,11 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx, gradient):
         """Return the gradient of x: dropout of `gradient` by the same mask, drawn again."""
         return ctx.draw(gradient, *ctx.drawing), None, None
+
+
+def jitter(x: Tensor, drawing: Drawing) -> Tensor:
+    """Apply `jittered` to x, a local block; nothing is saved for the backward pass."""
+    return _Dropout.apply(x, drawing, partial(in_pieces, draw=jittered))
 
 
 def dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:

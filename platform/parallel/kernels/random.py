@@ -80,10 +80,20 @@ def start(key_: int, first: int, device: torch.device | str) -> Tensor:
 def kept(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
     """Draw the dropout mask of a block from `counters` and `start`, by half of each element's `bits`: True (kept) with
     probability 1 - `rate`."""
+    return _halves(counters, start) >= int(rate * 2**32)
+
+
+def uniform(counters: Sequence[Tensor], start: Tensor) -> Tensor:
+    """Draw an fp64 number of a block in [0, 1) from `counters` and `start`, by half of each element's `bits`."""
+    return _halves(counters, start).double().mul_(2.0**-32)
+
+
+def _halves(counters: Sequence[Tensor], start: Tensor) -> Tensor:
+    """Return half of the random bits of each element of a block, int64 in [0, 2^32)."""
     z = start
     for states in counters:
         z = z + states
-    return _mix_(z).bitwise_and_(0xFFFFFFFF) >= int(rate * 2**32)
+    return _mix_(z).bitwise_and_(0xFFFFFFFF)
 
 
 @contextmanager

@@ -306,6 +306,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "reshape": _reshape,
     "shift": _rowwise(),
     "dropout": _rowwise(),
+    "jitter": _rowwise(),
     "sinusoid": _rowwise(),
     "remember": _rowwise(),
     "recall": _rowwise(),

@@ -65,7 +65,7 @@ MIXTRAL = Family(
         Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None),
         Renamed("num_local_experts", "experts", 8),
         Renamed("num_experts_per_tok", "experts_per_token", 2),
-        Only("router_jitter_noise", (0.0, 0)),
+        Renamed("router_jitter_noise", "router_jitter", 0.0),
         Free("", {**_FREE, **special_tokens(1, 2)}),
     ],
     **llama_names(separate("block_sparse_moe", "w1", "w3", "w2"), FUSED),

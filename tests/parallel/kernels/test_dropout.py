@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.parallel.kernels import random
-from platform.parallel.kernels.dropout import DRAWN_AT_ONCE, Drawing, dropout, dropped, in_pieces, pieces
+from platform.parallel.kernels.dropout import DRAWN_AT_ONCE, Drawing, dropout, dropped, in_pieces, jitter, pieces
 
 BLOCK, STRIDES, RATE = [(3, 12), (1, 4), (0, 20)], (20, 700, 1), 0.3
 KEY = random.key(0, "dropout", 1, "layers.0.mlp.residual")
@@ -83,3 +83,18 @@ def test_integers_stay_in_the_cache():
         with Largest(shape if draw is in_pieces else None) as seen:
             draw(x, *d)
         assert seen.nbytes == (most or 8 * prod(shape))  # the control: as a whole, all of it
+
+
+@pytest.mark.parametrize("at_once", [7, 1 << 15])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_jitter_is_drawn_by_elements_too(dtype, at_once, monkeypatch):
+    """Uniform in 1 - rate to 1 + rate; the gradient has the factors of the forward pass."""
+    monkeypatch.setitem(DRAWN_AT_ONCE, "cpu", at_once)
+    x = torch.randn(12, 4, 20, dtype=dtype).requires_grad_()
+    half = (random.bits(KEY, random.elements(BLOCK, STRIDES)) & 0xFFFFFFFF).double() / 2**32
+    factors = 1 + RATE * (2 * half - 1)
+    y = jitter(x, drawing())
+    assert torch.allclose(y.double(), x.double() * factors, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.allclose(gradient.double(), factors, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert abs(factors.mean() - 1) < 0.02 and factors.min() < 1 - 0.98 * RATE and factors.max() > 1 + 0.98 * RATE

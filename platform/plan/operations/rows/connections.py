@@ -1,4 +1,4 @@
-"""Dropout, and residual connections with dropout of the added activation."""
+"""Dropout, jitter, and residual connections with dropout of the added activation."""
 
 from __future__ import annotations
 
@@ -31,6 +31,30 @@ class DropoutOp(BlockOp):
             return x
         drawn = 2 * min(x.elements, _PIECE)  # the states of the random numbers of a piece, before and after a shift
         out = ops.block(spec)
+        ops.integers(drawn)
+        return ops.plain(out, [x], (), drawn, INTEGER)
+
+
+class JitterOp(BlockOp):
+    """Activation of which each element is multiplied by a uniform number in [1 - `rate`, 1 + `rate`) in training, the
+    same under every plan."""
+
+    def record(self, ops, name, x, spec, rate):
+        if not rate or ops.cache:
+            ops.check(x, spec)
+            return x
+        return ops.record(self.kind, name, [x], [spec], [spec], rate=rate)
+
+    def run(self, ops, found, name, x, spec, rate):
+        """Multiply this rank's block of x by the numbers of this step and microbatch."""
+        drawing = ops.drawing(name, spec, x.device, self.kind, rate)
+        return ops.kernels.dropout.jitter(x, drawing) if drawing else x
+
+    def meter(self, ops, found, name, x, spec, rate):
+        """Count the bytes of the product, and of the random numbers that draw one piece of it."""
+        if not rate or ops.cache:
+            return x
+        drawn, out = 2 * min(x.elements, _PIECE), ops.block(spec)
         ops.integers(drawn)
         return ops.plain(out, [x], (), drawn, INTEGER)
 
