@@ -180,3 +180,10 @@ def test_grouped_products(dtype, kernel, monkeypatch):
         assert torch.allclose(product(a, b, None, into).double(), wanted + 1, **near)
         assert torch.allclose(product(a, b, None, into, True).double(), wanted, **near)
         assert product(a, b, None, into) is into
+
+
+def test_both_stacks_of_an_encoder_decoder():
+    """Rows of a source, as long as that is."""
+    t5 = {**MODELS["t5"], **MODELS["experts"], "activation": "gelu", "capacity_factor": 0.0}
+    plan, _ = prove(configure("1d_sp", {"t": 2}, data=2, experts_of=2, global_batch=16, **t5))
+    assert unsound(plan) == [] and plan.sizes["rows"] == 2

@@ -80,7 +80,7 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows
         even = (rows["load"] * shares).sum(-1)
     else:
         tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
-        load = chosen.sum(0) / tokens  # of each sequence: [batch, experts]
+        load = chosen.sum(0, dtype=scores.dtype) / tokens  # of each sequence: [batch, experts]
         even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
     square = scores.logsumexp(-1).square()
     counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
