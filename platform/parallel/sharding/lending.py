@@ -13,7 +13,7 @@ from platform.plan.communication.rule import Step
 
 class Lending(NamedTuple):
     """Step of a conversion under way that lends experts, or gives their gradients back, for the block `x` of experts.
-    `handle`: of the exchange, None without one; `sent`: this rank's experts that others compute."""
+    `handle`: the exchange, None if nothing is exchanged; `sent`: this rank's experts that others compute."""
 
     step: Step
     x: Tensor
@@ -21,7 +21,7 @@ class Lending(NamedTuple):
     sent: list[int]
 
     def wait(self) -> Tensor:
-        """Return the block with lent experts behind its own, or its gradients with those that came back added."""
+        """Return the block with lent experts behind its own, or its gradients with the lent experts' added."""
         x, step = self.x, self.step
         came = self.handle.wait() if self.handle else x[:0]
         if step.op == "lend":

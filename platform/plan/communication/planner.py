@@ -158,8 +158,8 @@ class Planner:
         return replace(conversion, backward=tuple(backward))
 
     def lending(self, layer: str, conversion: Conversion) -> Conversion:
-        """Extend the conversion of a parameter of experts, its first dim, by those that ranks lend each other (`lent`
-        of the scheme), and of its gradient by their way back. `layer`: the layer of experts."""
+        """Extend the conversion of a parameter of experts, its first dim, by the exchange of lent experts, and of their
+        gradients. `layer`: the layer of experts."""
         if not self.scheme.lent:
             return conversion
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from platform.plan.language.scheme import Scheme
+
 Lent = tuple[tuple[int, ...], ...]  # for each rank of a group, the experts of others that it computes too, in order
 
 
@@ -22,6 +24,13 @@ def lent_experts(load: Sequence[int], ranks: int, seats: int) -> Lent:
         at[expert].append(rank)
         lent[rank].append(expert)
     return tuple(tuple(sorted(experts)) for experts in lent)
+
+
+def lent_by_layer(layers: Sequence[str], loads: Sequence[float], scheme: Scheme) -> dict[str, Lent]:
+    """Return `lent_experts` of each of `layers`, of whose loads in a step `loads` has one after another."""
+    experts = len(loads) // len(layers)
+    by_layer = (list(map(int, loads[i : i + experts])) for i in range(0, len(loads), experts))
+    return {name: lent_experts(load, scheme.experts, scheme.lent) for name, load in zip(layers, by_layer, strict=True)}
 
 
 def _next(
@@ -44,8 +53,7 @@ def _next(
 
 
 def dealt(rows: int, source: int, at: Sequence[int]) -> list[int]:
-    """Return how many of the `rows` that a rank, number `source`, has for an expert go to each of the ranks `at` that
-    compute it: all to itself if it does, else one to each in turn, from its own number on."""
+    """Return how many of a rank's `rows` of an expert go to each rank in `at`, all to `source` itself if it is one."""
     if source in at:
         return [rows if rank == source else 0 for rank in at]
     return [len(range((place - source) % len(at), rows, len(at))) for place in range(len(at))]

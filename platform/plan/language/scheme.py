@@ -156,7 +156,5 @@ def compose_scheme(
         parameters_only=only("parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
-        zero=zero,
-        experts=experts,
-        lent=lent if experts > 1 else 0,
+        **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
     )

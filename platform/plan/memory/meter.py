@@ -172,8 +172,8 @@ class Meter(Ops):
         return self.new(elements, itemsize, parameter=parameter) if after else out
 
     def _lent(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
-        """Allocate a counted storage for a block of experts with those that are lent, or for its gradients without
-        them, of `elements` of `itemsize` bytes; at most, a rank lends to all others."""
+        """Allocate a counted storage for a block of experts after `step`, of `elements` of `itemsize` bytes; at most, a
+        rank lends to all others."""
         lent, others = self.plan.scheme.lent, self.plan.mesh.extent(step.axes) - 1
         width = elements // step.shape[0]
         more = lent if step.op == "lend" else 0

@@ -35,8 +35,8 @@ class _Layer(NamedTuple):
 
 def replayed(plan: Plan, routing: Routing, lent: Mapping[str, Lent] = NONE_LENT) -> dict[str, int]:
     """Return the bytes that all workers together move in a training step with this `routing`, by `OP/AXES`, to the byte
-    as the run's counters measure them. `plan`: the plan of all stages; `lent`: by layer, the experts that ranks compute
-    for others."""
+    as the run's counters measure them. `plan`: the plan of all stages; `lent`: layer -> lent
+    experts."""
     found: Counter[str] = Counter()
     for _, c, launches in step_collectives(plan):
         if not c.rows:

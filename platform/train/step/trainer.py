@@ -38,7 +38,7 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.counted import counted_stretches, counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
-from platform.plan.language.lent import lent_experts
+from platform.plan.language.lent import lent_by_layer
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
@@ -316,10 +316,9 @@ class Trainer:
         return place(part, self.communicator, rows)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor, counted: bool = False) -> list[float]:
-        """Sum this rank's loss (fp64 scalar, over its tokens) and `squares`, its part of the squared gradient norm,
-        over all ranks; return both sums, equal on all ranks. If a training step has `counted` tokens of experts, sum
-        the loads of the layers that are balanced too, into `_loads`, and return this rank's own counts of all layers
-        behind both sums: the device is waited for once."""
+        """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks; return
+        both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads of
+        balanced layers are summed into `_loads`."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         sums, own = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
         if loads := self.plan.balanced if counted else {}:
@@ -328,18 +327,11 @@ class Trainer:
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             sums = self.communicator.launch("all_reduce", sums, world).wait()
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
-        parts = [sums[:2], *([sum(own[1:], own[0]).flatten()] if own else ())]
-        found = self.communicator.read(torch.cat([*parts, *(sums[2:] if self.plan.scheme.lent else sums[:0],)]))
-        self._lend([found.pop() for _ in range(len(sums) - 2)][::-1] if self.plan.scheme.lent else ())
-        return found
-
-    def _lend(self, loads: Sequence[float]) -> None:
-        """Choose the experts that ranks lend each other in the next step, by the `loads` of all layers in this one."""
-        scheme, experts = self.plan.scheme, self.plan.sizes.get("experts", 1)
-        by_layer = zip(self._loads, (loads[i : i + experts] for i in range(0, len(loads), experts)), strict=False)
-        self.communicator.lent = {
-            name: lent_experts([int(n) for n in load], scheme.experts, scheme.lent) for name, load in by_layer
-        }
+        counts = sum(own[1:], own[0]).flatten() if own else sums[:0]
+        found = self.communicator.read(torch.cat((sums[:2], counts, sums[2:])))
+        if loads and self.plan.scheme.lent:
+            self.communicator.lent = lent_by_layer(list(loads), found[2 + len(counts) :], self.plan.scheme)
+        return found[: 2 + len(counts)]
 
     def _update(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with

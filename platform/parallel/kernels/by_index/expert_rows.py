@@ -23,8 +23,8 @@ NOBODY = -1  # in place of the number of an expert
 
 class Seats(NamedTuple):
     """Experts of the ranks that exchange rows along `axes`, () for one rank alone: `first`, the number of the first
-    expert of each, in the group's order, of `each` experts. This rank is number `own` of them. Each has `more` seats for
-    experts of others, in the first of which are those that are `lent` to it, by their places among all experts here."""
+    expert of each, in the group's order, of `each` experts. This rank is number `own`. Each has `more` seats for lent
+    experts: the first ones are for those `lent` to it, by their places among all experts here."""
 
     axes: tuple[str, ...]
     first: tuple[int, ...]
@@ -35,7 +35,7 @@ class Seats(NamedTuple):
 
     @property
     def experts(self) -> list[int]:
-        """Return the numbers of the experts in all seats, rank after rank; NOBODY in empty ones."""
+        """Return the numbers of the experts in all seats, rank after rank, with NOBODY in empty seats."""
         own = [[*range(first, first + self.each)] for first in self.first]
         every = [expert for there in own for expert in there]
         lent = [[every[i] for i in there] for there in self.lent] or [[] for _ in own]
@@ -118,8 +118,7 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
 
 @lru_cache(maxsize=1024)
 def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the seats [experts, most] where each of `experts` may have rows, the last of all for an expert of others,
-    and how many each has [experts]."""
+    """Return the seats [experts, most] in which each expert has rows, and how many seats each has [experts]."""
     places = seats.places(experts)  # once: a copy to the device waits for it
     most, last = max(map(len, places)), len(seats.first) * (seats.each + seats.more)
     filled = [[*found, *[last] * (max(most, 1) - len(found))] for found in places]
