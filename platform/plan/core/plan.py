@@ -94,7 +94,7 @@ class Plan:
 
     @cached_property
     def balanced(self) -> dict[str, PlannedOperation]:
-        """Map the name of each layer with states or lent experts to its routing, whose load in a step decides on them."""
+        """Map the name of each layer with states or lent experts to its routing, whose load changes these."""
         routes = {name: o for (kind, name), o in self.operations.items() if kind == "route"}
         return {name: o for name, o in routes.items() if o.operation.states or self.scheme.lent}
 

@@ -316,9 +316,9 @@ class Trainer:
         return place(part, self.communicator, rows)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor, counted: bool = False) -> list[float]:
-        """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks; return
-        both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads of
-        balanced layers are summed into `_loads`."""
+        """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks;
+        return both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads
+        of balanced layers are summed into `_loads`."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         sums, own = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
         if loads := self.plan.balanced if counted else {}:
