@@ -181,10 +181,8 @@ class Trainer:
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Compute this rank's part of the gradient of the global mean loss in training step `step` into
-        `weights.gradients`: reduced over the ranks, but not yet clipped, and times the loss scale.
-
-        Return the loss and the whole gradient's 2-norm, both global and without the loss scale.
-        """
+        `weights.gradients`: reduced over the ranks, but not yet clipped, and times the loss scale. Return the loss and
+        the whole gradient's 2-norm, both global and without the loss scale."""
         loss, share = self._forward_backward(step)
         with self.clock.section("reduce"):
             reduced = self.weights.finish()

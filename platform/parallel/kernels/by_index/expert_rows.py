@@ -18,7 +18,7 @@ from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.lent import Lent
 
-NOBODY = -1  # in place of the number of an expert
+EMPTY = -1  # in place of the number of an expert, in a seat without one
 
 
 class Seats(NamedTuple):
@@ -35,19 +35,19 @@ class Seats(NamedTuple):
 
     @property
     def experts(self) -> list[int]:
-        """Return the numbers of the experts in all seats, rank after rank, with NOBODY in empty seats."""
+        """Return the numbers of the experts in all seats, rank after rank, with -1 in an empty seat."""
         own = [[*range(first, first + self.each)] for first in self.first]
         every = [expert for there in own for expert in there]
         lent = [[every[i] for i in there] for there in self.lent] or [[] for _ in own]
         pairs = zip(own, lent, strict=True)
-        return [e for here, more in pairs for e in (*here, *more, *[NOBODY] * (self.more - len(more)))]
+        return [e for here, more in pairs for e in (*here, *more, *[EMPTY] * (self.more - len(more)))]
 
     def places(self, experts: int) -> list[list[int]]:
         """Return for each of `experts` the seats that tokens of this rank may have there: its own alone, if there is
         one; [] for experts of none of these ranks."""
         found: list[list[int]] = [[] for _ in range(experts)]
         for seat, expert in enumerate(self.experts):
-            if expert != NOBODY:
+            if expert != EMPTY:
                 found[expert].append(seat)
         width = self.each + self.more
         own = range(self.own * width, (self.own + 1) * width)
