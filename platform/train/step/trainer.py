@@ -325,11 +325,12 @@ class Trainer:
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             sums = self.communicator.launch("all_reduce", sums, world).wait()
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
-        counts = sum(own[1:], own[0]).flatten() if own else sums[:0]
-        found = self.communicator.read(torch.cat((sums[:2], counts, sums[2:])))
-        if loads and self.plan.scheme.lent:
-            self.communicator.lent = lent_by_layer(list(loads), found[2 + len(counts) :], self.plan.scheme)
-        return found[: 2 + len(counts)]
+        counts, lends = [sum(own[1:], own[0]).flatten()] if own else [], bool(loads and self.plan.scheme.lent)
+        found = self.communicator.read(torch.cat([sums if lends else sums[:2], *counts]) if counts else sums[:2])
+        if lends:
+            self.communicator.lent = lent_by_layer(list(loads), found[2 : len(sums)], self.plan.scheme)
+            del found[2 : len(sums)]
+        return found
 
     def _update(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
