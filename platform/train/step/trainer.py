@@ -326,11 +326,11 @@ class Trainer:
             sums = self.communicator.launch("all_reduce", sums, world).wait()
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
         counts, lends = [sum(own[1:], own[0]).flatten()] if own else [], bool(loads and self.plan.scheme.lent)
-        found = self.communicator.read(torch.cat([sums if lends else sums[:2], *counts]) if counts else sums[:2])
+        kept = sums[: len(sums) if lends else 2]
+        found = self.communicator.read(torch.cat([kept, *counts]) if counts else kept)
         if lends:
-            self.communicator.lent = lent_by_layer(list(loads), found[2 : len(sums)], self.plan.scheme)
-            del found[2 : len(sums)]
-        return found
+            self.communicator.lent = lent_by_layer(list(loads), found[2 : len(kept)], self.plan.scheme)
+        return found[:2] + found[len(kept) :]
 
     def _update(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
