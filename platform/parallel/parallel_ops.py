@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -176,10 +176,12 @@ class ParallelOps(Ops):
         if first_pass and counts_at(self.communicator.coordinates, axes):
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
 
-    def sent(self, name: str, rows: Mapping[int, int]) -> None:
+    def sent(self, name: str, rows: Iterable[tuple[int, int]]) -> None:
         """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""
         if self.routing is not None and self.position.training and not self.ahead.again:
-            every = [rows.get(expert, 0) for expert in range(self.plan.sizes["experts"])]
+            every = [0] * self.plan.sizes["experts"]
+            for expert, n in rows:
+                every[expert] += n
             self.routing.setdefault(name, []).append(every)
 
     # what operations compute with

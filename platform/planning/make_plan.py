@@ -60,7 +60,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
     data, train = _replicas(config, inner, workers or inner), config.train
     experts = expert_group(config, data)
-    scheme = compose_scheme(tensor, branch, data, zero_group(config, data // experts, experts), experts)
+    lent = config.parallel.lent_experts
+    scheme = compose_scheme(tensor, branch, data, zero_group(config, data // experts, experts), experts, lent)
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):

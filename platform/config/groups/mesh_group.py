@@ -35,6 +35,12 @@ class Parallel:
         ">= 1",
         most=WORKERS,
     )
+    lent_experts: int = key(
+        0,
+        "experts of others that each of parallel.experts computes too, the busiest of the step before",
+        ">= 0",
+        most=2**16,
+    )
     overlap: bool = key(
         True, "reduce gradients under backward passes, gather shards a block and weights a matrix ahead"
     )

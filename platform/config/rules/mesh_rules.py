@@ -79,6 +79,20 @@ def _experts(config: Config) -> Iterator[str]:
             return
 
 
+def _lent(config: Config) -> Iterator[str]:
+    """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
+    lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
+    if lent and shared < 2:
+        yield refused(config, key, f"parallel.experts={shared}: every replica has all experts", [0])
+    elif lent and config.model.capacity_factor:
+        reason = f"model.capacity_factor={config.model.capacity_factor}: all experts have equally many slots"
+        yield refused(config, key, reason, [0])
+    elif lent and lent > (most := config.model.experts - config.model.experts // shared):
+        yield refused(config, key, f"must be <= {most}, the experts of others", [most])
+    elif lent and (inside := dict(config.tensor.regions).get("experts", {}).get("experts")):
+        yield refused(config, key, f"not built beside experts that {'+'.join(inside)} splits", [0])
+
+
 def _scheme(config: Config) -> Iterator[str]:
     """Yield a refusal line for a tensor scheme without its table, each size of an axis that it does not declare, and a
     layout that it does not read."""
@@ -140,5 +154,6 @@ RULES = (
     _slice_via,
     _zero,
     _experts,
+    _lent,
     _axis_names,
 )

@@ -23,6 +23,7 @@ from torch import Tensor
 from platform.parallel.communicator.clock import Clock, Flight
 from platform.parallel.communicator.traced import COMMUNICATORS, Arrived, collective
 from platform.plan.communication.traffic import TRAFFIC, label
+from platform.plan.language.lent import Lent
 from platform.plan.language.mesh import Mesh
 
 # MKL detects the processor in the first call of its vector math and briefly publishes an intermediate answer: on
@@ -88,8 +89,8 @@ class Handle:
 class Communicator(ABC):
     """A rank's access to its groups along mesh axes. `moved`: `OP/AXES` -> bytes moved by the groups of which this rank
     is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
-    `log`: if a list, collects every launch. `posts_early`: a receive may be posted long before its send without holding
-    up anything else."""
+    `log`: if a list, collects every launch. `lent`: layer -> lent experts of this step. `posts_early`: a receive may be
+    posted long before its send without holding up anything else."""
 
     posts_early = False
 
@@ -100,6 +101,7 @@ class Communicator(ABC):
         self.moved: Counter[str] = Counter()
         self.clock = Clock()
         self.log: list[Launch] | None = None
+        self.lent: dict[str, Lent] = {}
         self._aborting, self._aborted = threading.Lock(), False
         self._number = next(_NUMBERS)
         COMMUNICATORS[self._number] = self
@@ -277,7 +279,7 @@ class Communicator(ABC):
     def read(self, x: Tensor) -> list[float]:
         """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so
         for the collectives in its stream. A training step synchronises with its device here and nowhere else: at its
-        end, and where experts take as many rows as there are (`kernels.by_index.rows`). Raises
+        end, and where experts take as many rows as there are (`kernels.by_index.expert_rows`). Raises
         Aborted if collectives were interrupted, as the numbers then mean nothing."""
         with self.clock.waiting_for_device():
             found: list[float] = x.tolist()

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
-from platform.plan.communication.rule import APPEAR, COLLECTIVES, Conversion, Step
+from platform.parallel.sharding.lending import Lending, lending
+from platform.plan.communication.rule import APPEAR, COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.language.layout import at_zero
 
 
@@ -25,7 +26,7 @@ class Pending:
         """Begin to convert the local tensor x by the plan's `steps`, and issue the first collective."""
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
-        self._handle: Handle | Arrived | None = None
+        self._handle: Handle | Arrived | Lending | None = None
         if steps:
             self._advance()
 
@@ -52,6 +53,10 @@ class Pending:
                 self._x = whole
             elif step.op == "drop":
                 self._x = self._x.new_empty(0) if index else self._x
+            elif step.op in LENDING:
+                self._handle = lending(communicator, step, self._x)
+                self._steps = self._steps[i + 1 :]
+                return
             else:
                 if step.op in APPEAR and index:
                     self._x = self._x.new_empty(step.shape)

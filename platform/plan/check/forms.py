@@ -233,8 +233,9 @@ def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     enter, given, leave = planned.conversions
     assert isinstance(x, Spec)
     held = _held(plan, out, leave)
+    experts, lent = plan.sizes["experts"] // plan.mesh.extent(held), plan.scheme.lent
     told = [
-        Collective("all_to_all", s.axes, plan.sizes["experts"] // plan.mesh.extent(held), "integers", "forward", s.only)
+        Collective("all_to_all", s.axes, experts + lent * plan.mesh.extent(s.axes), "integers", "forward", s.only)
         for s in leave.forward
     ]
     operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_apart(held))

@@ -10,7 +10,7 @@ from math import prod
 from platform.plan.check.forms import STAYS, Form, Operand, forms, misread
 from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, dims_of, plus, unordered
 from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.rule import COLLECTIVES, Conversion, Step
+from platform.plan.communication.rule import COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec, dtype_of
 
@@ -109,6 +109,11 @@ class Walk:
         name, (wanted, _) = f"gradient of {title_of(tensor)}", self._lying_of(tensor)
         gradient = self._follow_steps(tensor, gradient, _steps("reduce_scatter", operand, gradient), (), name)
         gradient = self._follow_steps(tensor, gradient, operand.conversion.backward, phases, name)
+        lent, back = (
+            [s.op for s in way if s.op in LENDING] for way in (operand.conversion.forward, operand.conversion.backward)
+        )
+        if (lent, back) not in (([], []), (["lend"], ["give_back"])):
+            raise Unsound(f"{title_of(tensor)} is taken by {plus(lent)}, and its gradient by {plus(back)}")
         if isinstance(tensor, Parameter):
             summed = frozenset(self._plan.reductions.get(tensor.name, ()))
             if left := gradient.partial - summed:
@@ -150,6 +155,9 @@ class Walk:
             if phases and step.op in COLLECTIVES:
                 given = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
                 elements = min(self._rows(s, sizes) if rows else s.elements(sizes, self._extents) for s in given)
+                if step.op in LENDING:
+                    own = sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
+                    step, elements = replace(step, op="all_to_allv"), elements // own * self._plan.scheme.lent
                 for phase in phases:
                     self._launches[step.op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
         return spread
@@ -157,7 +165,7 @@ class Walk:
     def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
         """Return the elements of the most rows that a rank can have."""
         experts = sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
-        of_token = min(self._plan.sizes["rows"], experts)
+        of_token = min(self._plan.sizes["rows"], experts + self._plan.scheme.lent)
         rest = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
         return sizes["length"] * of_token * rest.elements(sizes, self._extents)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from platform.plan.communication.rule import Step
+from platform.plan.communication.rule import LENDING, Step
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Parameter, Spec
 
@@ -85,6 +85,10 @@ def unordered(spread: Spread, dims: Sequence[str] = PACKED) -> Spread:
 def after(spread: Spread, step: Step) -> Spread:
     """Return the spread of a tensor after a step of a conversion. Raises Unsound for a step that takes something else
     than there is, such as a gather of a whole tensor, or that some ranks would take without the others."""
+    if step.op in LENDING:
+        if spread.split.get("experts", ()) != step.axes:
+            raise Unsound(f"{step.op} over {plus(step.axes)} takes experts that {plus(spread.axes)} splits")
+        return spread
     axes, (before, then) = step.axes, BECOMES[step.op]
     split, partial, only, dims = dict(spread.split), set(spread.partial), set(spread.only), list(spread.split)
     if max(step.dim, step.joined) >= max(1, len(dims)):

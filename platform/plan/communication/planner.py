@@ -10,6 +10,7 @@ from platform.plan.communication.planned import Collective, shapes
 from platform.plan.communication.rule import (
     APPEAR,
     COLLECTIVES,
+    LENDING,
     Contraction,
     Conversion,
     Step,
@@ -92,7 +93,8 @@ class Planner:
         # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
         if experts := self.picked(tensor):
             ranks, tokens = self.mesh.extent(experts["experts"]), sizes["length"] * sizes["batch"]
-            sizes["rows"] = ranks * tokens * min(sizes["rows"], max(1, sizes["experts"] // ranks))
+            own = max(1, sizes["experts"] // ranks) + self.scheme.lent
+            sizes["rows"] = ranks * tokens * min(sizes["rows"], own)
         return sizes
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
@@ -155,6 +157,23 @@ class Planner:
             backward.insert(at, Step("all_reduce", summed, only=only))
         return replace(conversion, backward=tuple(backward))
 
+    def lending(self, layer: str, conversion: Conversion) -> Conversion:
+        """Extend the conversion of a parameter of experts, its first dim, by the exchange of lent experts, and of their
+        gradients. `layer`: the layer of experts."""
+        if not self.scheme.lent:
+            return conversion
+
+        def wider(shape: tuple[int, ...]) -> tuple[int, ...]:
+            """Return the shape of a block of experts, with lent ones."""
+            return (shape[0] + self.scheme.lent, *shape[1:]) if shape else shape
+
+        steps = [[replace(s, shape=wider(s.shape)) for s in way] for way in (conversion.forward, conversion.backward)]
+        only = steps[0][0].only if steps[0] else ()
+        lend = Step("lend", ("expert",), only=only, shape=wider(conversion.before), layer=layer)
+        back = replace(lend, op="give_back", shape=conversion.before)
+        forward, backward = (lend, *steps[0]), (*steps[1], back)
+        return replace(conversion, forward=forward, backward=backward, after=wider(conversion.after))
+
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
         """Return the collectives that a rank launches for a conversion, in the forward and then in the backward pass;
         `regathered`: the backward pass begins by repeating the forward ones."""
@@ -175,7 +194,11 @@ class Planner:
                 # rows that are exchanged are no more than either end can have
                 counted = after if step.op == "scatter" else min(before, after) if step.op == "all_to_allv" else before
                 rows = counted[0] if ragged else 0
-                found.append(Collective(step.op, step.axes, prod(counted), dtype, phase, step.only, rows))
+                if step.op in LENDING:
+                    rows = abs(after[0] - before[0])
+                    counted = (rows, *before[1:])
+                op = "all_to_allv" if step.op in LENDING else step.op
+                found.append(Collective(op, step.axes, prod(counted), dtype, phase, step.only, rows))
         return found
 
     def statistics(

@@ -53,9 +53,12 @@ class Step:
     scatter         splits `dim` of the tensor of index 0
     gather          joins `dim` at index 0, which alone keeps the result
     drop            only index 0 keeps the tensor, free
+    lend            adds busy experts of other ranks to a parameter's block of experts, its first dim
+    give_back       adds the gradients of lent experts to those at the ranks that lent them
 
     Only the ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: the shape of the block
-    that a broadcast or a scatter gives to ranks that had nothing, or the largest that an all_to_allv leaves.
+    that a broadcast or a scatter gives to ranks that had nothing, or the largest that an all_to_allv leaves,
+    or a block's with lent experts, or without. `layer`: the layer whose experts are lent.
     """
 
     op: str
@@ -64,6 +67,7 @@ class Step:
     joined: int = 0
     only: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
+    layer: str = ""
 
     def after(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """Return the local shape of a block of local shape `shape` after this move of a conversion; `ranks`: the number
@@ -79,7 +83,8 @@ class Step:
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_allv", "broadcast", "reduce",
-               "scatter", "gather")  # fmt: skip
+               "scatter", "gather", "lend", "give_back")  # fmt: skip
+LENDING = ("lend", "give_back")  # whose launches are all_to_allv of the experts that are lent
 SPLIT = ("reduce_scatter", "scatter", "slice", "all_to_all")  # a dim of the block gets shorter
 JOIN = ("all_gather", "gather", "pad", "all_to_all")  # a dim of the block gets longer
 APPEAR = ("broadcast", "scatter")  # ranks that had nothing get a block

@@ -94,8 +94,9 @@ class Plan:
 
     @cached_property
     def balanced(self) -> dict[str, PlannedOperation]:
-        """Map the name of each layer with states to its routing, whose load of experts in a step updates these."""
-        return {name: o for (kind, name), o in self.operations.items() if kind == "route" and o.operation.states}
+        """Map the name of each layer with states or lent experts to its routing, whose load changes these."""
+        routes = {name: o for (kind, name), o in self.operations.items() if kind == "route"}
+        return {name: o for name, o in routes.items() if o.operation.states or self.scheme.lent}
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:

@@ -47,6 +47,7 @@ class Scheme:
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
     zero: int = 0  # replicas of an expert next to each other that divide one state (axis `zero`), 0: all do
     experts: int = 1  # replicas next to each other that divide the experts among them, along the axis `expert`
+    lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
@@ -99,7 +100,7 @@ def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
 
 
 def compose_scheme(
-    tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 0, experts: int = 1
+    tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 0, experts: int = 1, lent: int = 0
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
@@ -155,6 +156,5 @@ def compose_scheme(
         parameters_only=only("parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
-        zero=zero,
-        experts=experts,
+        **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from platform.plan.communication.planned import EinsumGroup, PlannedOperation, shapes
-from platform.plan.communication.rule import VANISH, Conversion, Step
+from platform.plan.communication.rule import LENDING, VANISH, Conversion, Step
 from platform.plan.core.ahead import Ahead, Use
 from platform.plan.core.buckets import Bucket
 from platform.plan.core.chunks import Chunk
@@ -160,6 +160,8 @@ class Meter(Ops):
         """Allocate a counted storage for the result of a collective `step`, of `elements` of `itemsize` bytes. A split
         or joined dim that is not first in memory costs a copy, before or after. `parameter`: it is a gathered copy of a
         parameter."""
+        if step.op in LENDING:
+            return self._lent(elements, step, parameter, itemsize)
         last = step.joined if step.op == "all_to_all" else step.dim
         before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
         after = step.op in ("all_gather", "gather", "all_to_all") and last
@@ -168,6 +170,17 @@ class Meter(Ops):
         out = self.new(elements, itemsize, parameter=parameter)
         del copy
         return self.new(elements, itemsize, parameter=parameter) if after else out
+
+    def _lent(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
+        """Allocate a counted storage for a block of experts after `step`, of `elements` of `itemsize` bytes; at most, a
+        rank lends to all others."""
+        lent, others = self.plan.scheme.lent, self.plan.mesh.extent(step.axes) - 1
+        width = elements // step.shape[0]
+        more = lent if step.op == "lend" else 0
+        moved = [self.new(n * width, itemsize) for n in (lent * others, more) if n]
+        out = self.new(elements + (0 if more else lent * width), itemsize, parameter=parameter)
+        del moved
+        return out
 
     def forward(self, x: Value, conversion: Conversion) -> Value:
         """Count the bytes of a conversion's forward steps of x, without a backward pass; return the result."""

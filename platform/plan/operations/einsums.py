@@ -38,14 +38,17 @@ class _Products(Op):
     def plan(self, planner, operation):
         """Plan compute layouts, conversions and collectives of the einsums; einsums that convert x to the same compute
         layout, for results of one dtype, form a group, which gathers x once."""
-        x, regathers = operation.inputs[0], planner.scheme.gathered == "again"
+        x = operation.inputs[0]
+        lends = "rows" in x.dims and planner.scheme.lent > 0
+        regathers = planner.scheme.gathered == "again"
         grouped: dict[tuple[Conversion, Layout, str], list[tuple[Einsum, Contraction]]] = {}
         for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
             c = planner.contraction((x, operand), out)
             enter_operand = c.inputs[1]
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
-            einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers)
+                enter_operand = planner.lending(operation["layer"], enter_operand) if lends else enter_operand
+            einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers or lends)
             grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims), out.dtype), []).append((einsum, c))
         groups, found = [], []
         for (enter_x, *_), entries in grouped.items():
@@ -93,7 +96,8 @@ class ProjectOp(_Products):
     def record(self, ops, x, spec, weights, outs, biases=(), counts=None):
         if ("rows" in spec.dims) != (counts is not None):
             raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
-        found = ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs)
+        of_rows = {} if counts is None else {"layer": counts}
+        found = ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs, **of_rows)
         found = found if len(outs) > 1 else (found,)
         for y, bias, out in zip(found, biases, outs, strict=bool(biases)):
             ops.shift(y, out, bias, counts)

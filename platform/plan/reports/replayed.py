@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from platform.plan.communication.planned import Collective, PlannedOperation
@@ -14,11 +15,15 @@ from platform.plan.communication.traffic import TRAFFIC, label
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
 from platform.plan.language.layout import at_zero
+from platform.plan.language.lent import Lent, dealt
 from platform.plan.language.ops import Spec
 from platform.plan.operations.tables.dispatch_rows import Ends
 
 # routing[rank][layer][pass][expert]: the rows that a rank's tokens have at an expert; without a rank's other stages
 Routing = Sequence[Mapping[str, Sequence[Sequence[int]]]]
+
+
+NONE_LENT: Mapping[str, Lent] = MappingProxyType({})
 
 
 class _Layer(NamedTuple):
@@ -28,34 +33,42 @@ class _Layer(NamedTuple):
     away: Mapping[int, int]
 
 
-def replayed(plan: Plan, routing: Routing) -> dict[str, int]:
+def replayed(plan: Plan, routing: Routing, lent: Mapping[str, Lent] = NONE_LENT) -> dict[str, int]:
     """Return the bytes that all workers together move in a training step with this `routing`, by `OP/AXES`, to the byte
-    as the run's counters measure them. `plan`: the plan of all stages."""
+    as the run's counters measure them. `plan`: the plan of all stages; `lent`: layer -> lent
+    experts."""
     found: Counter[str] = Counter()
     for _, c, launches in step_collectives(plan):
         if not c.rows:
             found[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
-    for _, c, moved in moves_of_rows(plan, routing):
+    for _, c, moved in moves_of_rows(plan, routing, lent):
         found[label(c.op, plan.mesh.ordered(c.axes))] += moved
     return {key: n for key, n in sorted(found.items()) if n}
 
 
-def moves_of_rows(plan: Plan, routing: Routing) -> Iterator[tuple[str, Collective, int]]:
-    """Yield (operation, collective, bytes that all workers move) for every collective of rows in the passes of a step
-    with this `routing`."""
+def moves_of_rows(
+    plan: Plan, routing: Routing, lent: Mapping[str, Lent] = NONE_LENT
+) -> Iterator[tuple[str, Collective, int]]:
+    """Yield (operation, collective, bytes that all workers move) for every collective of rows, and of experts that are
+    `lent`, in the passes of a step with this `routing`."""
     for chunk in plan.chunks:
         passes: list[_Layer] = []
         for (kind, name), planned in chunk.operations.items():
             if kind == "dispatch_rows":
-                passes = list(_passes(plan, planned, chunk.stage, routing))
+                there = lent.get(name, ())
+                passes = list(_passes(plan, planned, chunk.stage, routing, there))
             for c in planned.collectives:
                 if c.rows:
                     twice = 2 if planned.operation.recomputed and c.phase == "forward" else 1
-                    moved = sum(_elements(plan, c, one) for one in passes)
+                    if c.op == "all_to_allv" and kind not in ("dispatch_rows", "combine_rows"):
+                        groups = sum(len(one.here) // plan.mesh.extent(c.axes) for one in passes)
+                        moved = groups * sum(map(len, there)) * c.elements // c.rows
+                    else:
+                        moved = sum(_elements(plan, c, one) for one in passes)
                     yield f"{kind} {name}", c, twice * moved * plan.itemsize[c.dtype]
 
 
-def _passes(plan: Plan, planned: PlannedOperation, stage: int, routing: Routing) -> Iterator[_Layer]:
+def _passes(plan: Plan, planned: PlannedOperation, stage: int, routing: Routing, lent: Lent) -> Iterator[_Layer]:
     """Yield the passes of a layer in the microbatches of a step, from the way of its tokens to their experts."""
     (spec, _), (out,), mesh = planned.operation.inputs, planned.operation.outputs, plan.mesh
     assert isinstance(spec, Spec)
@@ -66,10 +79,16 @@ def _passes(plan: Plan, planned: PlannedOperation, stage: int, routing: Routing)
         rows = {rank: routing[rank][name][number] for rank in ranks}
         here, away = {}, {}
         for rank, (axes, first, count) in seats.items():
-            group = mesh.group(rank, axes) if axes else (rank,)
-            own = slice(first[group.index(rank)], first[group.index(rank)] + count)
-            here[rank] = sum(sum(rows[member][own]) for member in group)
-            away[rank] = sum(rows[rank]) - sum(rows[rank][own])
+            group, number = mesh.group(rank, axes) if axes else (rank,), 0
+            own, here[rank], away[rank] = group.index(rank), 0, 0
+            for owner, begin in enumerate(first):
+                for expert in range(begin, begin + count):
+                    at = sorted([owner, *(i for i, experts in enumerate(lent) if number in experts)])
+                    for source, member in enumerate(group):
+                        deal = dict(zip(at, dealt(rows[member][expert], source, at), strict=True))
+                        here[rank] += deal.get(own, 0)
+                        away[rank] += sum(deal.values()) - deal.get(own, 0) if source == own else 0
+                    number += 1
         yield _Layer(here, away)
 
 

@@ -38,6 +38,7 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.counted import counted_stretches, counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
+from platform.plan.language.lent import lent_by_layer
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
@@ -180,10 +181,8 @@ class Trainer:
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Compute this rank's part of the gradient of the global mean loss in training step `step` into
-        `weights.gradients`: reduced over the ranks, but not yet clipped, and times the loss scale.
-
-        Return the loss and the whole gradient's 2-norm, both global and without the loss scale.
-        """
+        `weights.gradients`: reduced over the ranks, but not yet clipped, and times the loss scale. Return the loss and
+        the whole gradient's 2-norm, both global and without the loss scale."""
         loss, share = self._forward_backward(step)
         with self.clock.section("reduce"):
             reduced = self.weights.finish()
@@ -315,10 +314,9 @@ class Trainer:
         return place(part, self.communicator, rows)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor, counted: bool = False) -> list[float]:
-        """Sum this rank's loss (fp64 scalar, over its tokens) and `squares`, its part of the squared gradient norm,
-        over all ranks; return both sums, equal on all ranks. If a training step has `counted` tokens of experts, sum
-        the loads of the layers that are balanced too, into `_loads`, and return this rank's own counts of all layers
-        behind both sums: the device is waited for once."""
+        """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks;
+        return both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads
+        of balanced layers are summed into `_loads`."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         sums, own = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
         if loads := self.plan.balanced if counted else {}:
@@ -327,7 +325,11 @@ class Trainer:
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             sums = self.communicator.launch("all_reduce", sums, world).wait()
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
-        return self.communicator.read(torch.cat((sums[:2], sum(own[1:], own[0]).flatten())) if own else sums[:2])
+        counts = sum(own[1:], own[0]).flatten() if own else sums[:0]
+        found = self.communicator.read(torch.cat((sums[:2], counts, sums[2:])))
+        if loads and self.plan.scheme.lent:
+            self.communicator.lent = lent_by_layer(list(loads), found[2 + len(counts) :], self.plan.scheme)
+        return found[: 2 + len(counts)]
 
     def _update(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
@@ -345,8 +347,8 @@ class Trainer:
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
         for name, o in self.stage.balanced.items():
-            states = {p.role: self.weights.states[p.name] for p in o.operation.states}
-            settle(o.operation["router"], states, self._loads[name])
+            if states := {p.role: self.weights.states[p.name] for p in o.operation.states}:
+                settle(o.operation["router"], states, self._loads[name])
         self.weights.average(self.config.train.ema)
         self.weights.refresh(ahead=True)
 

@@ -135,6 +135,17 @@ def test_so_it_is_of_rows_in_the_worst_routing(name, monkeypatch):
     holds(c)
 
 
+@pytest.mark.parametrize("more", [{}, {"recompute": "full"}], ids=["none", "full"])
+def test_lent_experts_need_no_more_than_is_planned(more, monkeypatch):
+    """Nor much less, though ranks are rarely as busy as they can be."""
+    c = configured(**{**DROPLESS, "data": 4, "experts_of": 4, **more})
+    c.parallel.lent_experts = 1
+    to_the_first(monkeypatch, c.model.experts, 2)
+    plan = make_plan(c)
+    peak = max(rank.peak for rank in count(c, plan))
+    assert 0.6 * needed_bytes(c, plan) <= peak <= needed_bytes(c, plan)
+
+
 @pytest.mark.parametrize(
     "more",
     [{}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, "zero": 1, "data": 2},

@@ -7,7 +7,7 @@ host memory; ranks with the same tokens must find the same. No sum depends on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,20 +16,42 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
 from platform.parallel.kernels.statistics import widened
+from platform.plan.language.lent import Lent
+
+EMPTY = -1  # in place of the number of an expert, in a seat without one
 
 
 class Seats(NamedTuple):
     """Experts of the ranks that exchange rows along `axes`, () for one rank alone: `first`, the number of the first
-    expert of each, in the group's order, of `each` experts."""
+    expert of each, in the group's order, of `each` experts. This rank is number `own`. Each has `more` seats for lent
+    experts: the first ones are for those `lent` to it, by their places among all experts here."""
 
     axes: tuple[str, ...]
     first: tuple[int, ...]
     each: int
+    own: int = 0
+    more: int = 0
+    lent: Lent = ()
 
     @property
     def experts(self) -> list[int]:
-        """Return the numbers of all these experts, rank after rank."""
-        return [expert for first in self.first for expert in range(first, first + self.each)]
+        """Return the numbers of the experts in all seats, rank after rank, with -1 in an empty seat."""
+        own = [[*range(first, first + self.each)] for first in self.first]
+        every = [expert for there in own for expert in there]
+        lent = [[every[i] for i in there] for there in self.lent] or [[] for _ in own]
+        pairs = zip(own, lent, strict=True)
+        return [e for here, more in pairs for e in (*here, *more, *[EMPTY] * (self.more - len(more)))]
+
+    def places(self, experts: int) -> list[list[int]]:
+        """Return for each of `experts` the seats that tokens of this rank may have there: its own alone, if there is
+        one; [] for experts of none of these ranks."""
+        found: list[list[int]] = [[] for _ in range(experts)]
+        for seat, expert in enumerate(self.experts):
+            if expert != EMPTY:
+                found[expert].append(seat)
+        width = self.each + self.more
+        own = range(self.own * width, (self.own + 1) * width)
+        return [[seat for seat in seats if seat in own] or seats for seats in found]
 
 
 class Counts(NamedTuple):
@@ -62,12 +84,19 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
     """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most `chosen`, where a
     weight is not 0, for the experts of `seats`. Ranks exchange the numbers of rows first."""
     goes, device = weights.flatten(0, 1) != 0, weights.device
-    experts, n, each = goes.shape[1], len(seats.first), seats.each
-    served, place = _served(seats, experts, device)
+    experts, n, each = goes.shape[1], len(seats.first), seats.each + seats.more
+    place, places = _served(seats, experts, device)
     # the experts of a token in their order, so that what they make is added in it
     order, which = (goes * torch.arange(experts, 0, -1, device=device)).topk(min(chosen, experts), -1)
-    _, pair = place[which].masked_fill_(order == 0, n * each).flatten().sort(stable=True)
-    given = goes.sum(0)[served].view(n, each)
+    if seats.lent:  # the rows of an expert go to each of its seats in turn
+        turn = ((goes.cumsum(0) - 1).gather(-1, which) + seats.own) % places[which]
+        taken = place[which, turn]
+    else:
+        taken = place[which, 0]
+    taken = taken.masked_fill_(order == 0, n * each).flatten()
+    _, pair = taken.sort(stable=True)
+    given = torch.zeros(n * each + 1, dtype=torch.int64, device=device).index_add_(0, taken, torch.ones_like(taken))
+    given = given[:-1].view(n, each)
     got = communicator.launch("all_to_all", given, seats.axes, name="rows of experts").wait() if seats.axes else given
     numbers = [int(number) for number in communicator.read(torch.cat([given, got]).flatten())]
     sent, received = ([numbers[i : i + each] for i in range(at, at + n * each, each)] for at in (0, n * each))
@@ -87,13 +116,13 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
     )
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the experts of `seats`, and the place of each of `experts` there, the last for others."""
-    served = torch.tensor(seats.experts, device=device)  # once: a copy to the device waits for it
-    place = torch.full((experts,), len(served), device=device)
-    place[served] = torch.arange(len(served), device=device)
-    return served, place
+    """Return the seats [experts, most] in which each expert has rows, and how many seats each has [experts]."""
+    places = seats.places(experts)  # once: a copy to the device waits for it
+    most, last = max(map(len, places)), len(seats.first) * (seats.each + seats.more)
+    filled = [[*found, *[last] * (max(most, 1) - len(found))] for found in places]
+    return torch.tensor(filled, device=device), torch.tensor([max(1, len(found)) for found in places], device=device)
 
 
 def _by_expert(got: Tensor, rows: int) -> Tensor:

@@ -12,11 +12,12 @@ class ShiftOp(BlockOp):
     wide = "inputs", "outputs"
 
     def record(self, ops, x, spec, parameter, counts=None):
-        return ops.record(self.kind, parameter.name, [x], [spec, parameter], [spec])
+        of_rows = {} if counts is None else {"layer": counts}
+        return ops.record(self.kind, parameter.name, [x], [spec, parameter], [spec], **of_rows)
 
     def plan(self, planner, operation):
         """Plan adding a parameter, such as a bias, in its activation's layout, to which it is converted."""
-        return with_vectors(planner, operation)
+        return with_vectors(planner, operation, layer=dict(operation.attributes).get("layer", ""))
 
     def run(self, ops, found, x, spec, parameter, counts=None):
         """Add the parameter, a bias or a table of positions, to this rank's block of x."""

@@ -58,8 +58,9 @@ class Ends(NamedTuple):
 
     def numbers(self, planner: Planner) -> list[Collective]:
         """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
-        experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
         axes = planner.mesh.ordered(self.exchanged)
+        seats = planner.scheme.lent * planner.mesh.extent(axes)
+        experts = planner.sizes["experts"] // planner.mesh.extent(self.held) + seats
         return [Collective("all_to_all", axes, experts, "integers", "forward", self.tokens.only)] if axes else []
 
     def seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
@@ -89,7 +90,7 @@ class DispatchRowsOp(Op):
     def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check(name, spec, out)
         rows = ops.record(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
-        return rows, rows
+        return rows, name
 
     def plan(self, planner, operation):
         """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
@@ -109,9 +110,11 @@ class DispatchRowsOp(Op):
         if ops.absent(x):
             return x, None
         kernel, ends = ops.kernels.expert_rows, Ends.of(ops.plan.planner, spec, out)
-        seats = kernel.Seats(*ends.seats(ops.plan.planner, out, ops.communicator.rank))
+        here, lent = ends.seats(ops.plan.planner, out, ops.communicator.rank), ops.plan.scheme.lent
+        place = ops.communicator.index(here[0]) if here[0] else 0
+        seats = kernel.Seats(*here, place, lent, ops.communicator.lent.get(name, ()))
         counts = kernel.count(ops.communicator, weights, seats, chosen)
-        ops.sent(name, dict(zip(seats.experts, counts.given, strict=True)))
+        ops.sent(name, zip(seats.experts, counts.given, strict=True))
         return kernel.to_experts(ops.communicator, x, counts), counts
 
     def meter(self, ops, name, x, spec, weights, of_weights, out, chosen):
@@ -206,4 +209,6 @@ def _moved(ops, rows, conversion: Conversion, elements: int):
 def _places(ops, rows: Conversion, tokens: int, experts: int, chosen: int):
     """Count the integers that say which rows are of which tokens, and where each token's lie."""
     ops.integers(tokens * (experts + 6 * chosen))  # while they are sorted
+    if ops.plan.scheme.lent:
+        ops.integers(tokens * (2 * experts + 8 * chosen))
     return ops.integers(2 * tokens * chosen + rows.before[0] + (rows.after[0] if rows.forward else 0))

@@ -1,0 +1,102 @@
+"""Experts that ranks compute for others: which, in how many bytes, and the same numbers (fp64)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from platform.parallel.sharding import lending
+from platform.plan.check.plan_check import unsound
+from platform.plan.language.lent import dealt, lent_experts
+from platform.plan.reports.replayed import replayed
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import compare, configure, run, serial, trainer_of
+from tests.harness.threads import run_threads
+
+KIND = {"experts": 8, "experts_per_token": 2, "expert_d_ff": 24, "capacity_factor": 0.0, "balance_loss": 0.3}
+PLANS = {
+    "serial": {"tensor": "serial", "data": 4, "experts_of": 4},
+    "two pairs": {"tensor": "serial", "data": 4, "experts_of": 2},
+    "1d": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "experts_of": 2},
+}
+
+
+def configured(lent: int, biased: bool = False, **plan):
+    c = configure(**{**KIND, **plan}, **({"expert_bias": True} if biased else {}))
+    c.parallel.lent_experts = lent
+    return c
+
+
+@pytest.mark.parametrize("seats", [1, 2])
+def test_no_rank_gets_busier(seats):
+    generator = torch.Generator().manual_seed(seats)
+    for _ in range(100):
+        load = (torch.rand(8, generator=generator) ** 4 * 100).int().tolist()
+        lent = lent_experts(load, 4, seats)
+        at = {e: [e // 2, *(rank for rank, there in enumerate(lent) if e in there)] for e in range(8)}
+        busy = [sum(load[e] / len(at[e]) for e in at if rank in at[e]) for rank in range(4)]
+        assert max(busy) <= max(sum(load[2 * rank : 2 * rank + 2]) for rank in range(4)) + 1e-9
+        assert all(len(there) <= seats for there in lent)
+        assert all(len(set(ranks)) == len(ranks) for ranks in at.values())
+        for expert, ranks in at.items():
+            for source in range(4):
+                assert sum(dealt(load[expert], source, sorted(ranks))) == load[expert]
+
+
+@pytest.mark.parametrize("lent", [1, 3])
+@pytest.mark.parametrize("name", PLANS)
+def test_equals_one_process(name, lent):
+    c = configured(lent, **PLANS[name])
+    plan, results = run(c)
+    compare(c, plan, results, serial(c))
+    assert not list(unsound(plan))
+
+
+def test_equals_one_process_with_biases_recomputed():
+    c = configured(2, biased=True, **PLANS["serial"])
+    c = replace(c, recompute="full")
+    plan, results = run(c)
+    compare(c, plan, results, serial(c))
+
+
+def lent_in_the_second(c, plan):
+    """The bytes that the second step moves, and its plan's."""
+
+    def steps(communicator):
+        trainer = trainer_of(c, plan, communicator)
+        trainer.step(1)
+        lent, trainer.ops.routing = dict(communicator.lent), {}
+        report = trainer.step(2)
+        return lent, trainer.ops.routing, report.comm_bytes
+
+    return run_threads(plan.mesh, steps)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_are_those_of_the_routing(name):
+    c = configured(1, **PLANS[name])
+    plan = make_plan(c)
+    found = lent_in_the_second(c, plan)
+    lent = found[0][0]
+    assert any(there for layer in lent.values() for there in layer), "nobody lends anything"
+    assert all(one == lent for one, _, _ in found)
+    moved: dict[str, int] = {}
+    for _, _, of_rank in found:
+        for key, n in of_rank.items():
+            moved[key] = moved.get(key, 0) + n
+    assert moved == replayed(plan, [routing for _, routing, _ in found], lent)
+
+
+def test_a_gradient_that_stays_is_found(monkeypatch):
+    def forgetful(self):
+        self.sent.clear()
+        return whole(self)
+
+    whole = lending.Lending.wait
+    monkeypatch.setattr(lending.Lending, "wait", forgetful)
+    c = configured(1, **PLANS["serial"])
+    plan, results = run(c)
+    with pytest.raises(AssertionError):
+        compare(c, plan, results, serial(c))
