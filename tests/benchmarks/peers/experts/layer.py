@@ -107,7 +107,7 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Layer:
     tokens: Any = {("route", NAME): torch.zeros(x.shape[:2], dtype=torch.long)}
 
     def step() -> Tensor:
-        x.grad = ops.routed = None
+        x.grad, ops.routed = None, {}
         for flat in weights.buckets:
             _forget(flat)
         ops.begin()
