@@ -57,8 +57,9 @@ def step_on_card(c: Config, rank: int) -> None:
     reads: list[int] = []
     with alone(c, rank, reads, corpus=open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
         report = trainer.step(1)
-    loads = len(trainer.plan.balanced) * c.model.experts
-    assert reads == [2 + len(report.routed) + loads] and not report.skipped, f"rank {rank} on the card reads {reads}"
+    loads = len(trainer.plan.balanced) * c.model.experts if trainer.plan.scheme.lent else 0
+    once = reads in ([2 + loads], [2 + 2 * c.model.experts + loads])  # some ranks count what experts are chosen
+    assert once and not report.skipped, f"rank {rank} on the card reads {reads}"
     threads, here = counter.sections["backward"].threads, current_thread().name
     assert threads - {here} or not trainer.weights.trained, f"rank {rank} on the card: backward in {threads}"
     updates = c.optimizer.kind == "adamw" and any(x.numel() for x in trainer.weights.trained.values())
