@@ -21,7 +21,7 @@ USED = 0.5  # of a GPU's peak speed, at most: no step is estimated too long
 
 class SnapshotPrice(NamedTuple):
     """Price of one snapshot in memory: `bytes` that leave the node which sends most, the `seconds` that takes at
-    cluster.network, and those of the training `step` beside it, at least; None where the GPU's speed is not known."""
+    cluster.network, and seconds of the training `step` beside it, at least; None where the GPU's speed is not known."""
 
     bytes: int
     seconds: float

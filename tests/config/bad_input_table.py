@@ -177,6 +177,9 @@ model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no
 model.router_jitter=0.1 | model.router_jitter=0.1: model.experts=0: the model has no experts | 0
 model.router_bias=true | model.router_bias=True: model.experts=0: the model has no experts | False
 model.balance_over=microbatch | model.balance_over=microbatch: unknown | batch
+parallel.lent_experts=1 | parallel.lent_experts=1: parallel.experts=1: every replica has all | 0
+model.experts=4 parallel.experts=4 parallel.lent_experts=1 | parallel.lent_experts=1: model.capacity_factor=1. | 0
+model.experts=4 model.capacity_factor=0 parallel.experts=4 parallel.lent_experts=4 | parallel.lent_experts=4: must | 3
 model.dense_layers=[0] | model.dense_layers=[0]: model.experts=0: the model has no experts | []
 model.experts=4 model.dense_layers=[1,4] | model.dense_layers=4: layers are 0 to 3 | 3
 model.experts=4 model.experts_every=2 model.dense_layers=[1,3] | model.dense_layers=[1, 3]: leaves no layer with | [1]
@@ -261,7 +264,7 @@ run.time_limit=1:2:3:4 | run.time_limit=1:2:3:4: must be seconds | 3600
 run.time_limit=-5 | run.time_limit=-5: must be seconds | 3600
 run.time_limit=nan | run.time_limit=nan: must be seconds | 3600
 run.time_limit=1e300 | run.time_limit=1e+300: must be <= 100000000 seconds | 100000000
-resume.allow=[model.layers] run.dir=x | resume.allow=model.layers: | model.dropout
+resume.allow=[model.layers] run.dir=x | resume.allow=model.layers: | model.z_loss
 resume.allow=[nope] run.dir=x | resume.allow=nope: no key of a run's identity
 resume.allow=[optimizer.lr] | resume.allow=optimizer.lr: needs the run to go on from | run.dir=DIRECTORY
 monitor.project='a/b c#' | monitor.project=a/b c#: W&B takes

@@ -295,6 +295,9 @@ def draw_case(
     for i, c in enumerate(configs):
         c.model, c.seed, c.train.steps = replace(model), seed, 3
         c.parallel.experts = c.parallel.experts if model.experts else 1
+        inside = c.tensor.regions.get("experts", {}).get("experts")
+        if c.parallel.experts > 1 and not model.capacity_factor and not inside:
+            c.parallel.lent_experts = r.randint(0, min(2, model.experts - model.experts // c.parallel.experts))
         c.optimizer.lr, c.optimizer.clip, c.optimizer.weight_decay = 1e-2, clip, decay
         c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update
         if c.pipeline.kind == "file":

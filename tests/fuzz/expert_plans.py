@@ -14,7 +14,7 @@ from platform.config.batch_ramp import batch_of
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
+from platform.plan.reports.replayed import replayed
 from tests.fuzz import plans
 from tests.fuzz.draw_data import open_data
 from tests.fuzz.plans import CLASSES
@@ -49,12 +49,16 @@ def step(c: Config) -> float:
     corpus, skipped = open_data(c), list[bool]()
 
     def work(communicator: Communicator) -> Result:
-        report = trainer_of(c, plan, communicator, corpus).step(1)
+        trainer = trainer_of(c, plan, communicator, corpus)
+        trainer.ops.routing = routing = {}
+        report = trainer.step(1)
         skipped.append(report.skipped)
-        return Result(communicator.rank, report.loss, 0.0, {}, {}, {}, [], Counter(report.comm_bytes), [])
+        moved = Counter(report.comm_bytes)
+        return Result(communicator.rank, report.loss, 0.0, {}, {}, {}, [], moved, [], routing=routing)
 
     found = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else plans.on_threads(c, plan, work)
     first = plans.of_batch(c, batch_of(c.train, 1))
-    assert any(skipped) or counted(found) == communication(first), f"bytes moved in {c.precision}"
+    moved = replayed(first, [result.routing for result in found])
+    assert any(skipped) or counted(found) == moved, f"bytes moved in {c.precision}"
     assert torch.tensor([result.loss for result in found]).unique().numel() == 1, f"losses of ranks in {c.precision}"
     return found[0].loss

@@ -142,7 +142,8 @@ class Planner:
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Extend the conversion of parameter `p` for its use in an operation, if the parameter's uses differ in their
-        partial axes, by this use's reduction of the gradient, at the step where the gradient is smallest.
+        partial axes, by this use's reduction of the gradient, at the step where the gradient is smallest; and, of
+        experts that multiply rows, by the exchange of lent ones.
 
         A sum over an axis of blocks padded with zeros along that axis is replaced by an all-gather of the blocks.
         """
@@ -155,23 +156,27 @@ class Planner:
             at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
             only = conversion.backward[at].only if at < len(backward) else self.layout(p).only
             backward.insert(at, Step("all_reduce", summed, only=only))
-        return replace(conversion, backward=tuple(backward))
+        found = replace(conversion, backward=tuple(backward))
+        layer = dict(operation.attributes).get("layer", "")  # of rows of experts
+        return self._lending(layer, found) if layer and self.scheme.lent else found
 
-    def lending(self, layer: str, conversion: Conversion) -> Conversion:
+    def _lending(self, layer: str, conversion: Conversion) -> Conversion:
         """Extend the conversion of a parameter of experts, its first dim, by the exchange of lent experts, and of their
-        gradients. `layer`: the layer of experts."""
-        if not self.scheme.lent:
-            return conversion
+        gradients: where a rank has all of its experts. `layer`: the layer of experts."""
 
         def wider(shape: tuple[int, ...]) -> tuple[int, ...]:
             """Return the shape of a block of experts, with lent ones."""
             return (shape[0] + self.scheme.lent, *shape[1:]) if shape else shape
 
-        steps = [[replace(s, shape=wider(s.shape)) for s in way] for way in (conversion.forward, conversion.backward)]
-        only = steps[0][0].only if steps[0] else ()
-        lend = Step("lend", ("expert",), only=only, shape=wider(conversion.before), layer=layer)
-        back = replace(lend, op="give_back", shape=conversion.before)
-        forward, backward = (lend, *steps[0]), (*steps[1], back)
+        steps, back = conversion.forward, conversion.backward
+        moved = [[i for i, s in enumerate(way) if s.moves(0)] for way in (steps, back)]
+        at, until = max(moved[0], default=-1) + 1, min(moved[1], default=len(back))
+        (*_, own) = (conversion.before, *(after for *_, after in shapes(steps[:at], conversion.before, self.mesh)))
+        only = next((s.only for s in (*steps, *back)), ())
+        lend = Step("lend", ("expert",), only=only, shape=wider(own), layer=layer)
+        home = replace(lend, op="give_back", shape=own)
+        widened = [[replace(s, shape=wider(s.shape)) for s in way] for way in (steps[at:], back[:until])]
+        forward, backward = (*steps[:at], lend, *widened[0]), (*widened[1], home, *back[until:])
         return replace(conversion, forward=forward, backward=backward, after=wider(conversion.after))
 
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:

@@ -69,6 +69,12 @@ class Step:
     shape: tuple[int, ...] = ()
     layer: str = ""
 
+    def moves(self, dim: int) -> bool:
+        """Return True if this move of a conversion splits or joins the dim at position `dim`."""
+        return self.op in (*SPLIT, *JOIN) and dim in (
+            (self.dim, self.joined) if self.op == "all_to_all" else (self.dim,)
+        )
+
     def after(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """Return the local shape of a block of local shape `shape` after this move of a conversion; `ranks`: the number
         of ranks along the move's `axes` together."""

@@ -47,7 +47,6 @@ class _Products(Op):
             enter_operand = c.inputs[1]
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
-                enter_operand = planner.lending(operation["layer"], enter_operand) if lends else enter_operand
             einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers or lends)
             grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims), out.dtype), []).append((einsum, c))
         groups, found = [], []

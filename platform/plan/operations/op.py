@@ -138,13 +138,12 @@ def planned(
 def with_vectors(planner: Planner, operation: Operation, statistics: Sequence[Collective] = (), **more: Any) -> Any:
     """Plan an operation in the layout of its activation, to which its parameters, vectors of some of the dims, are
     converted. `statistics` and `more` as in `planned`."""
-    have, layer = planner.layout(operation.inputs[0]), more.pop("layer", "")
+    have = planner.layout(operation.inputs[0])
     there = Layout.of({**have, **planner.picked(operation.inputs[0])}, have.only)
     conversions = [
         planner.parameter_conversion(operation, p, planner.enter(p, there.restrict(p.dims), have.axes))
         for p in operation.parameters
     ]
-    conversions = [planner.lending(layer, c) for c in conversions] if layer else conversions
     return planned(planner, operation, have, conversions, statistics, **more)
 
 

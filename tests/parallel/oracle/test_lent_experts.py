@@ -54,6 +54,17 @@ def test_equals_one_process(name, lent):
     assert not list(unsound(plan))
 
 
+@pytest.mark.parametrize("dim", ["experts", "d_ff"])
+def test_weights_that_another_axis_splits_are_joined_before_they_are_lent(dim):
+    """Or split again: an all-to-all of experts and widths."""
+    c = configured(1, biased=True, tensor="layout", axes={"b": 2}, rules={}, data=2, experts_of=2)
+    c.tensor.regions["experts"] = {"d_ff": ["b"]} if dim == "experts" else {}
+    c.tensor.parameters = {"in": {dim: ["b"]}, "out": {dim: ["b"]}}
+    plan, results = run(c)
+    compare(c, plan, results, serial(c))
+    assert not list(unsound(plan))
+
+
 def test_equals_one_process_with_biases_recomputed():
     c = configured(2, biased=True, **PLANS["serial"])
     c = replace(c, recompute="full")

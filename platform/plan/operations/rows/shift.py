@@ -17,7 +17,7 @@ class ShiftOp(BlockOp):
 
     def plan(self, planner, operation):
         """Plan adding a parameter, such as a bias, in its activation's layout, to which it is converted."""
-        return with_vectors(planner, operation, layer=dict(operation.attributes).get("layer", ""))
+        return with_vectors(planner, operation)
 
     def run(self, ops, found, x, spec, parameter, counts=None):
         """Add the parameter, a bias or a table of positions, to this rank's block of x."""
