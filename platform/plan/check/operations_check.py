@@ -144,7 +144,9 @@ class Walk:
         """Return the spread of a tensor after `steps`, whose launches are counted in `phases`; `name`: its name
         in messages."""
         rows, (_, sizes) = "rows" in tensor.dims, self._lying_of(tensor)
+        wider = any(step.op == "give_back" for step in steps)  # by lent experts
         for step in steps:
+            wider = step.op == "lend" or (wider and step.op != "give_back")
             before, taken = spread, step
             if rows and step.op != "all_to_allv":  # which moves rows between the dims that they stand for
                 taken = replace(step, dim=step.dim + 1, joined=step.joined + 1)
@@ -155,17 +157,21 @@ class Walk:
             if phases and step.op in COLLECTIVES:
                 given = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
                 elements = min(self._rows(s, sizes) if rows else s.elements(sizes, self._extents) for s in given)
-                if step.op in LENDING:
-                    own = sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
-                    step, elements = replace(step, op="all_to_allv"), elements // own * self._plan.scheme.lent
+                if step.op in LENDING or wider:
+                    own, lent = self._experts(spread, sizes), self._plan.scheme.lent
+                    elements = elements // own * (lent if step.op in LENDING else own + lent)
+                op = "all_to_allv" if step.op in LENDING else step.op
                 for phase in phases:
-                    self._launches[step.op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
+                    self._launches[op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
         return spread
+
+    def _experts(self, spread: Spread, sizes: Mapping[str, int]) -> int:
+        """Return how many experts of its own a rank has where they lie as `spread` says; `sizes`: of all dims."""
+        return sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
 
     def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
         """Return the elements of the most rows that a rank can have."""
-        experts = sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
-        of_token = min(self._plan.sizes["rows"], experts + self._plan.scheme.lent)
+        of_token = min(self._plan.sizes["rows"], self._experts(spread, sizes) + self._plan.scheme.lent)
         rest = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
         return sizes["length"] * of_token * rest.elements(sizes, self._extents)
 
