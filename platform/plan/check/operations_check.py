@@ -166,7 +166,7 @@ class Walk:
         return spread
 
     def _experts(self, spread: Spread, sizes: Mapping[str, int]) -> int:
-        """Return how many experts of its own a rank has where they lie as `spread` says; `sizes`: of all dims."""
+        """Return how many experts of its own a rank has in a `spread` of a tensor of global `sizes`."""
         return sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
 
     def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
