@@ -219,8 +219,9 @@ class ProcessGroups(HostMemory):
 
 
 def _rotate(given: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any) -> Callable[[], None]:
-    """Start sending `given` to the next of the `members` of an NCCL group and receiving `out` from the one before, as one
-    operation: two would each wait for a peer that has begun with the same. Returns the function that waits."""
+    """Start sending `given` to the next of the `members` of an NCCL `group`, of which this rank is number `me`, and
+    receiving `out` from the one before, as one operation: two would each wait for a peer that has begun with the same.
+    Returns the function that waits."""
     there = dist.P2POp(dist.isend, given, members[(me + 1) % len(members)], group)
     here = dist.P2POp(dist.irecv, out, members[me - 1], group)
     works = dist.batch_isend_irecv([there, here])
