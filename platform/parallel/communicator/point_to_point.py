@@ -52,8 +52,7 @@ class Messages:
         return lambda: self._wait(works)
 
     def rotate(self, given: Tensor, out: Tensor) -> Callable[[], None]:
-        """Start sending `given` to the next group member and receiving `out` from the one before; return the function
-        that waits."""
+        """Start giving `given` to the next group member for `out` from the one before; return what waits."""
         tag = self._tag()
         works = [self._group.recv([out], (self._me - 1) % self._size, tag)]
         works.append(self._group.send([given], (self._me + 1) % self._size, tag))

@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
 class Pair(NamedTuple):
     """Queries and keys that one call of a kernel computes: the `rows` of a block of queries, the `columns` of a block
     of keys, and their `relation`: every query sees every key (WHOLE), or the keys up to its own position, which are as
-    many as the queries (DIAGONAL), or those that a mask says (MASKED). `at`, `start`: the first global positions of
+    many as the queries (DIAGONAL), or what a mask says (MASKED). `at`, `start`: the first global positions of
     queries and keys; the positions of a WHOLE one that is not in blocks may go on elsewhere."""
 
     rows: Stretch
@@ -54,7 +54,7 @@ def pairs(
         rows, columns = ([x for x in found for x in _in_blocks(*x, block)] for found in (rows, columns))
     elif causal:
         borders = sorted({p for _, s in (*rows, *columns) for p in (s.first, s.end)})
-        rows, columns = ([x for x in found for x in _cut(*x, borders)] for found in (rows, columns))
+        rows, columns = ([x for x in found for x in _at_borders(*x, borders)] for found in (rows, columns))
     found = []
     for row, q in rows:
         for column, k in columns:
@@ -64,7 +64,7 @@ def pairs(
                 relation = _relation(q, seen, causal, window)
                 places = Stretch(row, q.size), Stretch(column + first - k.first, seen.size)
                 found.append(Pair(*places, relation, q.first, first))
-    return found if block else _joined(found)
+    return found if block else _coalesced(found)
 
 
 def _placed(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:
@@ -82,7 +82,7 @@ def _in_blocks(place: int, stretch: Stretch, block: int) -> Iterator[tuple[int, 
         yield place + done, Stretch(stretch.first + done, min(block, stretch.size - done))
 
 
-def _cut(place: int, stretch: Stretch, borders: Sequence[int]) -> Iterator[tuple[int, Stretch]]:
+def _at_borders(place: int, stretch: Stretch, borders: Sequence[int]) -> Iterator[tuple[int, Stretch]]:
     """Yield a placed stretch, cut at the `borders` within it, which are in order."""
     ends = [p for p in borders if stretch.first < p < stretch.end]
     for first, end in zip([stretch.first, *ends], [*ends, stretch.end], strict=True):
@@ -96,7 +96,7 @@ def _relation(q: Stretch, k: Stretch, causal: bool, window: int) -> str:
     return DIAGONAL if k == q and (not window or window >= q.size) else MASKED
 
 
-def _joined(found: Sequence[Pair]) -> list[Pair]:
+def _coalesced(found: Sequence[Pair]) -> list[Pair]:
     """Return pairs with neighbours in a block made one, where every query sees every key: along keys, then queries."""
     out: list[Pair] = []
     for pair in found:

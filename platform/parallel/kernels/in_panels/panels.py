@@ -26,7 +26,7 @@ from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.kernels import positions, random
 from platform.parallel.kernels.dropout import Drawing
-from platform.parallel.kernels.scores import Given, PairKernel, Scores, finite, kernel_of
+from platform.parallel.kernels.in_panels.scores import Given, PairKernel, Scores, finite, kernel_of
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.stretches import DIAGONAL, MASKED, Pair, Stretch, pairs
@@ -36,7 +36,7 @@ BLOCK, LEAST = 1024, 128  # rows, and columns, of a mask or of scores that are m
 
 class PanelAttention(NamedTuple):
     """Attention whose keys lie in panels, of each rank along the axes `over`. `queries`: the global positions of this
-    rank's queries; `keys`: those of every rank's keys; `kernel`: which computes a pair (flash, cudnn, efficient, math);
+    rank's queries; `keys`: the positions of each rank's keys; `kernel`: its name (flash, cudnn, efficient, math);
     `window`: a query of a `causal` one sees so many keys, itself included; 0: all."""
 
     queries: Sequence[Stretch]
@@ -92,14 +92,13 @@ class _Whole:
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, of_other: Tensor) -> None:
-    """Merge the attention `other` [batch, heads, length, d_kv], over keys of its own, with log-sum-exp `of_other`
-    [batch, heads, length], into the attention `out` with log-sum-exp `lse`, in place."""
+    """Merge the attention `other` over keys of its own, with its log-sum-exp, into the attention `out`, in place."""
     share = torch.sigmoid(of_other - lse).nan_to_num_(0)  # not a number where neither sees a key
     out.lerp_(other, share.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, of_other))
 
 
-class _Sum:
+class _PairSum:
     """Gradient of a block shaped as `x`, summed in the type of statistics over the pairs that read a part of it."""
 
     def __init__(self, x: Tensor):
@@ -160,7 +159,7 @@ class _Reader:
         return Scores(self.plan.scale, pair.relation == DIAGONAL and hidden is None, hidden, bias, factor)
 
 
-def _part(pair: Pair, given: Given) -> Given:
+def _operands(pair: Pair, given: Given) -> Given:
     """Return the queries, keys and values of a pair as views of their blocks."""
     q, k, v = given
     return q.narrow(2, *pair.rows), k.narrow(2, *pair.columns), v.narrow(2, *pair.columns)
@@ -202,7 +201,7 @@ class _Panels(torch.autograd.Function):
         read, whole = _Reader(plan, q, bias, hiding), _Whole(q, v.shape[-1])
         for owner, *panel in _in_turn(communicator, plan, k, v):
             for pair in read.pairs(owner):
-                whole.add(pair.rows, *read.kernel.forward(_part(pair, (q, *panel)), read.scores(pair)))
+                whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, *panel)), read.scores(pair)))
         out, lse = whole.close(sink)
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)
         ctx.options = communicator, plan, hiding
@@ -210,19 +209,19 @@ class _Panels(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return the gradients of q, k, v, sink and bias; those of keys and values have come from all ranks."""
+        """Return the gradients of q, k, v, sink and bias; the parts of k and v have come from all ranks."""
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         communicator, plan, hiding = ctx.options
-        read, dq, statistic = _Reader(plan, q, bias, hiding), _Sum(q), finite(lse)
+        read, dq, statistic = _Reader(plan, q, bias, hiding), _PairSum(q), finite(lse)
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # torch's kernels take no other
         dbias = None if bias is None else torch.zeros_like(bias)
         own: list[Tensor] = []
         coming: Handle | Arrived | None = None
         for owner, *panel in _in_turn(communicator, plan, k, v):
-            sums = [_Sum(x) for x in panel]
+            sums = [_PairSum(x) for x in panel]
             for pair in read.pairs(owner):
                 rows = [x.narrow(2, *pair.rows) for x in (gradient, out, statistic)]
-                given, scores = _part(pair, (q, *panel)), read.scores(pair)
+                given, scores = _operands(pair, (q, *panel)), read.scores(pair)
                 found = read.kernel.backward(rows[0], given, (rows[1], rows[2]), scores)
                 for total, where, part in zip((dq, *sums), (pair.rows, *[pair.columns] * 2), found, strict=False):
                     total.add(where, part)
@@ -246,7 +245,7 @@ class _Panels(torch.autograd.Function):
         return None, None, None, dq.value().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
 
 
-def attend(
+def attend_panels(
     communicator: Communicator,
     plan: PanelAttention,
     given: Given,

@@ -50,12 +50,11 @@ class PairKernel(NamedTuple):
 
 
 def kernel_of(name: str, device: torch.device, scores_are_made: bool) -> PairKernel:
-    """Return the kernel `name` (flash, cudnn, efficient, math) of a device; two products for scores that are made, to
-    add a bias or to drop some."""
+    """Return the kernel `name` on a device; two products where scores are made, to add a bias or to drop some."""
     return PRODUCTS if scores_are_made or name == MATH else FUSED[device.type, name]
 
 
-def _seen(result: Result, scores: Scores) -> Result:
+def _unseen_as_nothing(result: Result, scores: Scores) -> Result:
     """Return the result of a kernel with a log-sum-exp of -inf, and 0, for queries that see no key."""
     out, lse = result
     if scores.hidden is not None:
@@ -79,7 +78,7 @@ def _flash_cpu(given: Given, scores: Scores) -> Result:
     result = _ATEN._scaled_dot_product_flash_attention_for_cpu(
         *given, 0.0, scores.causal, attn_mask=added, scale=scores.scale
     )
-    return _seen(result, scores)
+    return _unseen_as_nothing(result, scores)
 
 
 def _flash_cpu_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
@@ -127,7 +126,7 @@ def _efficient(given: Given, scores: Scores) -> Result:
     out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
         *given, _mask(*given[:2], scores), True, 0.0, scores.causal, scale=scores.scale
     )
-    return _seen((out, lse[..., : given[0].shape[2]]), scores)
+    return _unseen_as_nothing((out, lse[..., : given[0].shape[2]]), scores)
 
 
 def _efficient_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
@@ -147,7 +146,7 @@ def _cudnn(given: Given, scores: Scores) -> Result:
     out, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(
         *given, _mask(*given[:2], scores), True, 0.0, scores.causal, False, scale=scores.scale
     )
-    return _seen((out, lse.view(given[0].shape[:3])), scores)
+    return _unseen_as_nothing((out, lse.view(given[0].shape[:3])), scores)
 
 
 def _cudnn_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
@@ -161,15 +160,15 @@ def _cudnn_backward(gradient: Tensor, given: Given, result: Result, scores: Scor
     )  # fmt: skip
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     """Return x [batch, heads, length, n] with the heads that share a head of k as more rows of it."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
-def _made(given: Given, scores: Scores) -> Tensor:
+def _made_scores(given: Given, scores: Scores) -> Tensor:
     """Return the scores of a pair [batch, heads, length, memory_length], in the type of statistics."""
     q, k, _ = given
-    made = (_grouped(widened(q) * scores.scale, k) @ widened(k).mT).view(*q.shape[:3], k.shape[2])
+    made = (_by_key_head(widened(q) * scores.scale, k) @ widened(k).mT).view(*q.shape[:3], k.shape[2])
     if scores.bias is not None:
         made += widened(scores.bias)
     if scores.causal:
@@ -180,12 +179,12 @@ def _made(given: Given, scores: Scores) -> Tensor:
 def _math(given: Given, scores: Scores) -> Result:
     """Compute a pair by two products, in the type of statistics."""
     q, k, v = given
-    made = _made(given, scores)
+    made = _made_scores(given, scores)
     lse = made.logsumexp(-1)
     p = made.sub_(finite(lse).unsqueeze(-1)).exp_()
     if scores.factor is not None:
         p *= scores.factor
-    out = _grouped(p, k) @ widened(v)
+    out = _by_key_head(p, k) @ widened(v)
     return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
 
 
@@ -194,15 +193,15 @@ def _math_backward(gradient: Tensor, given: Given, result: Result, scores: Score
     q, k, v = given
     out, lse = result
     wide = widened(gradient)
-    p = _made(given, scores).sub_(lse.unsqueeze(-1)).exp_()
-    dp = (_grouped(wide, k) @ widened(v).mT).view(p.shape)
+    p = _made_scores(given, scores).sub_(lse.unsqueeze(-1)).exp_()
+    dp = (_by_key_head(wide, k) @ widened(v).mT).view(p.shape)
     dropped = p if scores.factor is None else p * scores.factor
-    dv = _grouped(dropped, k).mT @ _grouped(wide, k)
+    dv = _by_key_head(dropped, k).mT @ _by_key_head(wide, k)
     if scores.factor is not None:
         dp *= scores.factor
     ds = p.mul_(dp.sub_((wide * out).sum(-1, keepdim=True)))
-    dq = (_grouped(ds, k) @ widened(k)).view(q.shape).mul_(scores.scale)
-    dk = (_grouped(ds, k).mT @ _grouped(widened(q), k)).mul_(scores.scale)
+    dq = (_by_key_head(ds, k) @ widened(k)).view(q.shape).mul_(scores.scale)
+    dk = (_by_key_head(ds, k).mT @ _by_key_head(widened(q), k)).mul_(scores.scale)
     return (dq, dk, dv) if scores.bias is None else (dq, dk, dv, ds.sum_to_size(scores.bias.shape))
 
 
