@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 import platform
 from platform.checkpoint.blocks import buffer
 from platform.config.fields import Config
+from platform.parallel import offload
 from platform.parallel.communicator.base import Communicator, Handle, SingleRank
 from platform.parallel.communicator.clock import Clock
 from platform.parallel.sharding.convert import Pending
@@ -517,6 +518,7 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
         return SingleRank(plan.mesh, CARD) if plan.mesh.size == 1 else OnStreams(recorder, plan, rank)
 
     buffer._stream_of_copies.cache_clear()
+    offload._stream.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         recorder.stand_in(patch)
         with alone(c, rank, [], communicator) as trainer, recorder, pytest.MonkeyPatch.context() as within:
@@ -529,3 +531,4 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
             within.setattr(Communicator, "read", noted)
             yield trainer
     buffer._stream_of_copies.cache_clear()
+    offload._stream.cache_clear()
