@@ -16,13 +16,13 @@ from platform.parallel import kernels
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.compiled import Trial, region
 from platform.parallel.compiled_block import CompiledBlock, compiled_block
+from platform.parallel.kept.offload import Offload
+from platform.parallel.kept.recompute import recomputed
 from platform.parallel.kernels import random
 from platform.parallel.kernels.dropout import Drawing
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.kernels.loss import Classes, Targets, TokenLoss
 from platform.parallel.kernels.residual import Region
-from platform.parallel.offload import Offload
-from platform.parallel.recompute import recomputed
 from platform.parallel.sdpa import in_kernel
 from platform.parallel.sharding import convert as conversions
 from platform.parallel.sharding.convert import Pending, convert

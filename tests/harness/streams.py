@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_leaves
 import platform
 from platform.checkpoint.blocks import buffer
 from platform.config.fields import Config
-from platform.parallel import offload
 from platform.parallel.communicator.base import Communicator, Handle, SingleRank
 from platform.parallel.communicator.clock import Clock
+from platform.parallel.kept import offload
 from platform.parallel.sharding.convert import Pending
 from platform.plan.core.plan import Plan
 from platform.train.step import trainer as trainer_module

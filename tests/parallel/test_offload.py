@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.offload import Offload
+from platform.parallel.kept.offload import Offload
 from platform.plan.core.away import Away
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of

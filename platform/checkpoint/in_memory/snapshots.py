@@ -20,7 +20,7 @@ from platform.checkpoint.in_memory.copies import Copy, exchanged
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_node
 from platform.parallel.communicator.progress import PROGRESS
-from platform.parallel.pinned import lock_pages
+from platform.parallel.kept.pinned import lock_pages
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""

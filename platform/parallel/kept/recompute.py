@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.offload import Offload
+from platform.parallel.kept.offload import Offload
 from platform.parallel.sharding.convert import absent
 from platform.parallel.sharding.share import gather_parts, keep_part
 

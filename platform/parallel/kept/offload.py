@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from platform.parallel.pinned import pinned_bytes
+from platform.parallel.kept.pinned import pinned_bytes
 from platform.plan.core.away import Away
 
 Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it
