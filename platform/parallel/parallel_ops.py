@@ -114,7 +114,7 @@ class ParallelOps(Ops):
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
         if self.offload:
-            self.offload.begin()
+            self.offload.begin_pass()
 
     def read_on(self, offset: int, cache: KeyValueCache) -> None:
         """Begin a pass of text generation after `offset` tokens per sequence that the key-value `cache` holds."""

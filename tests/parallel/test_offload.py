@@ -10,7 +10,7 @@ import torch
 
 from platform.config.fields import Config
 from platform.parallel.kept.offload import Offload
-from platform.plan.core.away import Away
+from platform.plan.communication.away import Away
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of
 from tests.harness.threads import run_threads
@@ -83,15 +83,15 @@ def test_what_is_needed_next_is_under_way():
 
     last: Away[int] | None = None
     passed = [last := Away(lambda i=i: fetch(i), last) for i in range(3)]
-    assert passed[2].take() == 2 and started == [2, 1]
-    assert passed[1].take() == 1 and started == [2, 1, 0]
-    assert passed[0].take() == 0 and started == [2, 1, 0]
+    assert passed[2].take_back() == 2 and started == [2, 1]
+    assert passed[1].take_back() == 1 and started == [2, 1, 0]
+    assert passed[0].take_back() == 0 and started == [2, 1, 0]
 
 
 def test_a_pass_does_not_fetch_what_another_has_left():
     offload = Offload(torch.device("cpu"))
     first, _ = offload.leave(torch.ones(3))
-    offload.begin()
+    offload.begin_pass()
     second, _ = offload.leave(torch.zeros(3))
-    assert torch.equal(second.take()(), torch.zeros(3)) and len(offload._free[12]) == 1
-    assert torch.equal(first.take()(), torch.ones(3)) and len(offload._free[12]) == 2
+    assert torch.equal(second.take_back()(), torch.zeros(3)) and len(offload._free[12]) == 1
+    assert torch.equal(first.take_back()(), torch.ones(3)) and len(offload._free[12]) == 2

@@ -81,8 +81,7 @@ def _loss_scale(config: Config) -> Iterator[str]:
 
 
 def _offload(config: Config) -> Iterator[str]:
-    """Yield a refusal line if inputs of blocks are to be kept in host memory (recompute_offload), but blocks are not
-    what is recomputed."""
+    """Yield a refusal line if inputs of blocks are to be kept in host memory, but other activations are kept."""
     if config.recompute_offload and config.recompute != "full":
         constraint = f"recompute={config.recompute} keeps more than the inputs of blocks, recompute=full these alone"
         yield refused(config, "recompute_offload", constraint, [False])

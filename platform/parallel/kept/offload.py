@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from platform.parallel.kept.pinned import pinned_bytes
-from platform.plan.core.away import Away
+from platform.plan.communication.away import Away
 
 Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it
 
 
 class Offload:
-    """Activations of one rank in host memory. What has once been allocated there is used again, by its size.
+    """Activations of one rank in host memory. Memory there is used again, for activations of the same size.
 
     On a GPU the memory is page-locked, and all copies run in one stream, there and back: memory of the host that an
-    activation has left is overwritten after that. What is copied out stays until the block that reads it is computed
-    (`leave`), and what is copied in is allocated when the computation before it is queued: no allocator has to know of
-    the other stream. On a CPU the copies are made as well, though they lessen nothing.
+    activation has left is overwritten after that. An activation stays on the device until the block that reads it is
+    computed (`leave`), and one that comes back is allocated when all computation before it is queued: no allocator has
+    to know of the other stream. On a CPU the copies are made as well, though they lessen nothing.
     """
 
     def __init__(self, device: torch.device):
@@ -31,13 +31,13 @@ class Offload:
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
         self._last: Away[Arriving] | None = None
 
-    def begin(self) -> None:
-        """Begin a forward pass: what leaves from now on comes back in this pass's backward pass."""
+    def begin_pass(self) -> None:
+        """Begin a forward pass, whose activations come back in its own backward pass."""
         self._last = None
 
     def leave(self, x: Tensor) -> tuple[Away[Arriving], Callable[[], None]]:
         """Start to copy the activation x to host memory; return it as it is away, and a function to call when its block
-        is computed: what is queued then may use the memory of x again."""
+        is computed: work that is queued then may use the memory of x again."""
         there = self._memory(x.numel() * x.element_size())
         host = there.view(x.dtype).view(x.shape)
         left = self._copied(host, x)
@@ -57,7 +57,7 @@ class Offload:
         self._free[len(there)].append(there)  # the next copy into it is queued behind this one
 
         def arrive() -> Tensor:
-            """Return the activation that is copied back; what is queued from now on may read it."""
+            """Return the activation that is copied back; work that is queued from now on may read it."""
             arrived()
             return x
 

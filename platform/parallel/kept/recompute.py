@@ -45,7 +45,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx, *gradients):
         """Recompute the activations from their saved arguments, now with autograd; return the arguments' gradients."""
         saved = list(ctx.saved_tensors)
-        part = ctx.away.take()() if ctx.away else saved.pop(0)
+        part = ctx.away.take_back()() if ctx.away else saved.pop(0)
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
             more[i] = other.detach().requires_grad_(ctx.needs_input_grad[6 + i])
@@ -70,6 +70,6 @@ def recomputed(
 
     The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
     whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included);
-    `offload`: takes what is saved of x to host memory until then, if it is given.
+    `offload`: takes the saved part of x to host memory until then, if it is given.
     """
     return _Recomputed.apply(communicator, function, restore, axes, offload, x, *more)

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
+from platform.plan.communication.away import Away
 from platform.plan.communication.planned import EinsumGroup, PlannedOperation, shapes
 from platform.plan.communication.rule import LENDING, VANISH, Conversion, Step
 from platform.plan.core.ahead import Ahead, Use
-from platform.plan.core.away import Away
 from platform.plan.core.buckets import Bucket
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
@@ -324,7 +324,7 @@ class Meter(Ops):
         def backward(gs: Gradients, saved: Saved) -> Gradients:
             """Count the memory of the recomputed forward pass and of its backward pass; return the inputs'
             gradients."""
-            part, others = away.take() if away else saved[0], iter(saved[1:])
+            part, others = away.take_back() if away else saved[0], iter(saved[1:])
             whole = Value(self.new(elements) if axes else part, elements)
             arguments = [None if n is None else Value(next(others), n) for n in sizes]
             before, self.tape, self.deferred = (self.tape, self.deferred), Tape(), deferred

@@ -23,7 +23,7 @@ class Away(Generic[T]):
             self._coming.append(self._fetch())
             self._fetch = None
 
-    def take(self) -> T:
+    def take_back(self) -> T:
         """Return the activation, under way from host memory, once; that of the block before is started behind it."""
         self.start()
         if self._before:
