@@ -24,7 +24,7 @@ class Away(Generic[T]):
             self._fetch = None
 
     def take_back(self) -> T:
-        """Return the activation, under way from host memory, once; the activation of the block before is started behind it."""
+        """Return the activation from host memory, once, and start to bring back that before it."""
         self.start()
         if self._before:
             self._before.start()
