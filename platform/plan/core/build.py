@@ -18,7 +18,7 @@ from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
 from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
-from platform.plan.language.scheme import Scheme
+from platform.plan.language.scheme import CONTEXT, Scheme
 from platform.plan.operations.legality import IllegalPlan, illegal_operation, violations
 from platform.plan.operations.recorder import Recorder
 from platform.plan.operations.words import flops, word_of
@@ -66,7 +66,7 @@ def build_plan(
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planner, planned, reductions = _planned(planner, operations, microbatch)
-    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert")) if zero else ()
+    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert", *CONTEXT)) if zero else ()
     chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
         planner=planner,
