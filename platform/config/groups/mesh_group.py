@@ -43,7 +43,10 @@ class Parallel:
     )
     context_kind: str = key("auto", "how attention sees keys and values of all of them", tuple(CONTEXT_KINDS))
     context_heads: int = key(
-        0, "context_kind=nested: ranks of parallel.context, next to each other, that exchange heads", ">= 0", most=WORKERS
+        0,
+        "context_kind=nested: ranks of parallel.context, next to each other, that exchange heads",
+        ">= 0",
+        most=WORKERS,
     )
     lent_experts: int = key(
         0,

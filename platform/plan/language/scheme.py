@@ -77,8 +77,8 @@ class Scheme:
         return self.regions[region].restrict(dims)
 
     def fuses_attention(self, region: str) -> bool:
-        """Return True if one fused kernel can do attention: `region` leaves length, memory_length and d_kv whole."""
-        return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
+        """Return True if one fused kernel can do attention: `region` leaves memory_length and d_kv whole."""
+        return not any(self.regions[region][d] for d in ("memory_length", "d_kv"))
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
@@ -128,10 +128,10 @@ def compose_scheme(
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
-    all of them begin, so that it moves alone, by one all-to-all. The axes of CONTEXT are put first in length's list
-    in every region; in the core of attention, exchange is put last in heads' list instead. A region's map replaces the stream's; a region
-    that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and d_model as the
-    stream).
+    all of them begin, so that it moves alone, by one all-to-all. The axes of CONTEXT are put first in length's list in
+    every region; in the core of attention, exchange is put last in heads' list instead. A region's map replaces the
+    stream's; a region that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and
+    d_model as the stream).
     """
     order = tensor["order"] or list(tensor["axes"])
     sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
