@@ -277,8 +277,8 @@ class ParallelOps(Ops):
 
     def seen(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
         """Return the attention mask added to the scores of q, of type `spec`, and all k [batch, heads, length, d_kv]:
-        -inf for keys hidden by causality, by a `window`, or by `begins`, the positions at which documents begin; else 0.
-        It is made once for all layers and, without `begins`, for all passes."""
+        -inf for keys hidden by causality, by a `window`, or by `begins`, the positions at which documents begin, else
+        0. It is made once for all layers and, without `begins`, for all passes."""
         key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
         known = self.position.masks if self.offset or begins is not None else self._masks
         if key not in known:

@@ -51,7 +51,7 @@ def zero_group(config: Config, groups: int, experts: int) -> int:
 
 
 def context_axes(config: Config, kind: str) -> dict[str, int]:
-    """Return the sizes of the axes of a configuration's contexts of this `kind`: of parallel.context_kind, not auto."""
+    """Return the sizes of the axes of a configuration's contexts of a `kind` of parallel.context_kind, not auto."""
     ranks, inner = config.parallel.context, config.parallel.context_heads
     exchange = {"heads": ranks, "nested": inner}.get(kind, 1)
     return {"context": ranks // exchange, "exchange": exchange}

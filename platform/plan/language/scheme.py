@@ -110,6 +110,26 @@ def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
     return dict(table.get(name, table.get(fallback, {})))
 
 
+def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Add the axes of a branch splitting to a region's map from dims to mesh axes: before or behind those of a dim."""
+    own = any(name in branch[k] for k in ("append", "prepend"))
+    key = name if own else {"core": "attention", "experts": "mlp"}.get(name, name)
+    out, branches = {dim: list(axes) for dim, axes in rules.items()}, list(branch["axes"])
+    for dim in branch["prepend"].get(key, ()):
+        out[dim] = branches + out.get(dim, [])
+    for dim in branch["append"].get(key, ()):
+        out[dim] = out.get(dim, []) + branches
+    return out
+
+
+def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Add the axes of contexts to a region's map from dims to mesh axes: before the others of length, and last of heads."""
+    heads = [axis for axis in contexts if name == "core" and axis == "exchange"]
+    length = [axis for axis in contexts if axis not in heads]
+    own = {"length": [*length, *rules.get("length", [])], "heads": [*rules.get("heads", []), *heads]}
+    return {**rules, **own} if contexts else dict(rules)
+
+
 NO_CONTEXT: Mapping[str, int] = MappingProxyType({})
 
 
@@ -139,22 +159,9 @@ def compose_scheme(
     branches, replicas = list(branch["axes"]), _replicas(data, zero, experts)
     dealt: dict[str, list[str]] = {"experts": ["expert"]} if experts > 1 else {}
 
-    def split(name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """Add the branch axes to a map from dims to mesh axes: before or behind the axes of each dim."""
-        own = any(name in branch[k] for k in ("append", "prepend"))
-        key = name if own else {"core": "attention", "experts": "mlp"}.get(name, name)
-        out = {dim: list(axes) for dim, axes in rules.items()}
-        for dim in branch["prepend"].get(key, ()):
-            out[dim] = branches + out.get(dim, [])
-        for dim in branch["append"].get(key, ()):
-            out[dim] = out.get(dim, []) + branches
-        return out
-
     def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
         """Return the layout of a region or role from its map of dims to mesh axes, behind the axes `first`."""
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
-        if name == "core" and "exchange" in contexts:
-            merged["heads"] = [*merged.get("heads", []), "exchange"]
         live = {**replicas, **contexts, **sizes}
         return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
 
@@ -162,22 +169,20 @@ def compose_scheme(
         """Return the branch axes at whose index 0 alone the tensors of a region or the parameters exist."""
         return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
 
-    maps = {r: split(r, _of_region(tensor["regions"], r)) for r in REGIONS}
+    maps = {r: _with_branches(branch, r, _of_region(tensor["regions"], r)) for r in REGIONS}
+    maps = {r: _with_context(contexts, r, rules) for r, rules in maps.items()}
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
     of_experts, of_others = {"batch": outer, **dealt}, {"batch": [*outer, *dealt.get("experts", ())]}
-    splits = {r: {"length": [a for a in contexts if r != "core" or a != "exchange"]} for r in REGIONS}
     roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
-        regions={
-            r: layout(r, rules, {**splits[r], **(of_experts if r == "experts" else of_others)})
-            for r, rules in maps.items()
-        },
+        regions={r: layout(r, rules, of_experts if r == "experts" else of_others) for r, rules in maps.items()},
         parameters={
-            r: layout("", split("parameters", rules), {} if r == "vector" else dealt) for r, rules in roles.items()
+            r: layout("", _with_branches(branch, "parameters", rules), {} if r == "vector" else dealt)
+            for r, rules in roles.items()
         },
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
