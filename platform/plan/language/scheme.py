@@ -123,7 +123,7 @@ def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Seq
 
 
 def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Add the axes of contexts to a region's map from dims to mesh axes: before the others of length, and last of heads."""
+    """Add the axes of contexts to a region's map from dims to mesh axes: first of length, and last of heads."""
     heads = [axis for axis in contexts if name == "core" and axis == "exchange"]
     length = [axis for axis in contexts if axis not in heads]
     own = {"length": [*length, *rules.get("length", [])], "heads": [*rules.get("heads", []), *heads]}

@@ -28,8 +28,8 @@ def length_of(kv: Spec) -> str:
 class FusedAttentionOp(BlockOp):
     """scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v (`kv`, `values`) have the
     same dims with a length of their own, called memory_length where ranks split the queries; v and the result `out`
-    perhaps another d_kv; what hides scores, and `bias`, as in softmax. Dropout of its probabilities is drawn by the kernel
-    itself. The gradients of k and v may stay partial."""
+    perhaps another d_kv; what hides scores, and `bias`, as in softmax. Dropout of its probabilities is drawn by the
+    kernel itself. The gradients of k and v may stay partial."""
 
     open = {"inputs": "gradient"}
 
