@@ -291,8 +291,7 @@ class ParallelOps(Ops):
         return known[key]
 
     def lengths(self, spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the token positions of queries q, of type `spec`, and all keys k [batch, heads, length, d_kv], int64
-        [length]."""
+        """Return the token positions of queries q, of type `spec`, and of all keys k, each int64 [length]."""
         return self.positions(spec, "length", q.device), torch.arange(k.shape[2], device=k.device)
 
     def targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
