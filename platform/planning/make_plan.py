@@ -208,8 +208,7 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 
 def is_legal(config: Config, data: int) -> bool:
-    """Return True if the configured model has a legal plan with the configured sizes of tensor and branch axes over
-    `data` replicas. One layer is planned, without pipeline stages, as all layers are alike."""
+    """Return True if the configured model has a legal plan over `data` replicas, by one layer: all are alike."""
     return _plan_of_one_layer(config, data, settled_context(config, data)) is not None
 
 
