@@ -12,3 +12,4 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
     statistics,
 )
 from platform.parallel.kernels.by_index import expert_rows, slots, table_rows  # noqa: F401
+from platform.parallel.kernels.in_panels import panels  # noqa: F401

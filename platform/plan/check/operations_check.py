@@ -198,11 +198,12 @@ def _check_dtype(tensor: Tensor, conversion: Conversion) -> None:
 
 
 def _steps(op: str, operand: Operand, spread: Spread) -> list[Step]:
-    """Return the steps in whose place SUMMA passes panels of an operand, none without: each axis by itself."""
-    if not operand.panels:
+    """Return the steps in whose place an operand is passed on in panels, none without: each axis by itself."""
+    if not operand.panels and not operand.around:
         return []
-    dim = operand.tensor.dims.index(operand.panels.dim)
-    axes = operand.axes if op == "reduce_scatter" else operand.axes[::-1]
+    dim = operand.tensor.dims.index(operand.panels.dim if operand.panels else "length")
+    axes = operand.around or operand.axes
+    axes = axes if op == "reduce_scatter" else axes[::-1]
     return [Step(op, (axis,), dim, only=tuple(spread.only)) for axis in axes]
 
 

@@ -27,6 +27,7 @@ GATHERED = {
 CONTEXT_KINDS = {
     "auto": "the legal kind that moves the fewest bytes",
     "gather": "each rank gathers all keys and values, for its own queries",
+    "ring": "keys and values go around the ranks, a panel at a time, while the one before is computed",
     "heads": "ranks exchange length for heads, and back",
     "nested": "parallel.context_heads ranks next to each other exchange heads, and gather keys of the others",
 }
@@ -57,6 +58,7 @@ class Scheme:
     experts: int = 1  # replicas next to each other that divide the experts among them, along the axis `expert`
     lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
     context: tuple[tuple[str, int], ...] = ()  # the axes of CONTEXT with their sizes, of more than one rank
+    ring: bool = False  # keys and values go around the axis context, and are not gathered over it
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
@@ -79,6 +81,12 @@ class Scheme:
     def fuses_attention(self, region: str) -> bool:
         """Return True if one fused kernel can do attention: `region` leaves memory_length and d_kv whole."""
         return not any(self.regions[region][d] for d in ("memory_length", "d_kv"))
+
+    def rings(self, region: str, memory: str) -> bool:
+        """Return True if keys in region `memory` go around the ranks of queries in `region`: where the axis context
+        alone splits the length of both, and one kernel can do attention."""
+        lengths = {self.regions[r]["length"] for r in (region, memory)}
+        return self.ring and lengths == {CONTEXT[:1]} and self.fuses_attention(region)
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
@@ -141,10 +149,12 @@ def compose_scheme(
     experts: int = 1,
     lent: int = 0,
     context: Mapping[str, int] = NO_CONTEXT,
+    ring: bool = False,
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
-    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT.
+    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT; `ring`: as
+    in Scheme.
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
@@ -191,4 +201,5 @@ def compose_scheme(
         slice_via=branch["slice_via"],
         **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
         context=tuple(contexts.items()),
+        ring=ring,
     )

@@ -199,7 +199,7 @@ def test_narrow_types_are_merged_in_the_type_of_statistics():
     for count in (1, 4):
         x = [tensors(c)[name].bfloat16() for name in "qkv"]
         queries, keys = [Stretch(0, LENGTH)], [Stretch(0, LENGTH)]
-        reader = panels._Reader(PanelAttention(queries, [keys], (), "flash", SCALE, False), x[0], None, Hiding())
+        reader = panels._Reader(PanelAttention(queries, [keys], (), "flash", SCALE, False), x, None, Hiding())
         whole, size = panels._Whole(x[0], 8), LENGTH // count
         for i in range(count):
             part = [x[0], *(t.narrow(2, i * size, size) for t in x[1:])]
