@@ -31,6 +31,9 @@ from platform.parallel.kernels.statistics import widened
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.stretches import BLOCK, DIAGONAL, LEAST, MASKED, Pair, Stretch, pairs
 
+# messages of a ring, in a timeline
+KEYS, AGAIN, GRADIENTS = "keys and values", "keys and values again", "gradients of keys and values"
+
 
 class PanelAttention(NamedTuple):
     """Attention whose keys lie in panels, of each rank along the axes `over`. `queries`: the global positions of this
@@ -166,15 +169,15 @@ def _operands(pair: Pair, given: Given) -> Given:
 
 
 def _in_turn(
-    communicator: Communicator, plan: PanelAttention, k: Tensor, v: Tensor
+    communicator: Communicator, plan: PanelAttention, k: Tensor, v: Tensor, name: str
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (owner, keys, values) of every panel, this rank's own first, then those before it around the ring. The next
-    one is on its way while one is used."""
+    one is on its way while one is used, called `name`."""
     n = len(plan.keys)
     me = communicator.index(plan.over) if n > 1 else 0
     message = _packed(k, v) if n > 1 else k
     for step in range(n):
-        coming = communicator.launch("rotate", message, plan.over) if step + 1 < n else None
+        coming = communicator.launch("rotate", message, plan.over, name=name) if step + 1 < n else None
         yield (me - step) % n, k, v
         if coming:
             message = coming.wait()
@@ -199,7 +202,7 @@ class _Panels(torch.autograd.Function):
     def forward(ctx, communicator, plan, hiding, q, k, v, sink, bias):
         """Return the attention of q to the panels of all ranks, k and v being this rank's."""
         read, whole = _Reader(plan, (q, k, v), bias, hiding), _Whole(q, v.shape[-1])
-        for owner, *panel in _in_turn(communicator, plan, k, v):
+        for owner, *panel in _in_turn(communicator, plan, k, v, KEYS):
             for pair in read.pairs(owner):
                 whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, *panel)), read.scores(pair)))
         out, lse = whole.close(sink)
@@ -217,7 +220,7 @@ class _Panels(torch.autograd.Function):
         dbias = None if bias is None else torch.zeros_like(bias)
         own: list[Tensor] = []
         coming: Handle | Arrived | None = None
-        for owner, *panel in _in_turn(communicator, plan, k, v):
+        for owner, *panel in _in_turn(communicator, plan, k, v, AGAIN):
             sums = [_PairSum(x) for x in panel]
             for pair in read.pairs(owner):
                 rows = [x.narrow(2, *pair.rows) for x in (gradient, out, statistic)]
@@ -234,7 +237,7 @@ class _Panels(torch.autograd.Function):
             message = _packed(*parts)
             if coming:
                 message += coming.wait()
-            coming = communicator.launch("rotate", message.to(k.dtype), plan.over)
+            coming = communicator.launch("rotate", message.to(k.dtype), plan.over, name=GRADIENTS)
         if coming:
             own = [x + part for x, part in zip(own, _unpacked(coming.wait(), k, v), strict=True)]
         dsink = None
