@@ -29,7 +29,7 @@ from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
-RING = "ring"  # kind of context in which keys go around
+RING = "ring"  # kind of context in which keys and values go around
 AUTOMATIC = ("gather", "heads")  # kinds of context among which context_kind=auto chooses
 MESHES_SHOWN = 4
 MESHES_TRIED = 60  # nearest meshes that are planned to find legal ones; each takes milliseconds
@@ -86,8 +86,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     experts = expert_group(config, data)
     lent = config.parallel.lent_experts
     groups = zero_group(config, data // experts, experts)
-    context, ring = settled_context(config, data), config.parallel.context_kind == RING
-    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context, ring)
+    context = settled_context(config, data)
+    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context)
+    scheme = replace(scheme, ring=config.parallel.context_kind == RING)
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):

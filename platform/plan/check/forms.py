@@ -184,8 +184,7 @@ def _ring(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
 
 
 def _held_heads(plan: Plan, name: str, memory: Spec | Parameter) -> int:
-    """Return the elements of a rank's keys or values in the attention `name`: of KV heads where these stay as they
-    are, since the rank has whole groups of heads."""
+    """Return the elements of a rank's keys or values in the attention `name`, of KV heads if it has whole groups."""
     whole = prod(plan.local_shape(memory))
     if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))):
         return whole

@@ -83,8 +83,7 @@ class Scheme:
         return not any(self.regions[region][d] for d in ("memory_length", "d_kv"))
 
     def rings(self, region: str, memory: str) -> bool:
-        """Return True if keys in region `memory` go around the ranks of queries in `region`: where the axis context
-        alone splits the length of both, and one kernel can do attention."""
+        """Return True if keys in region `memory` go around: context alone splits length there and in `region`."""
         lengths = {self.regions[r]["length"] for r in (region, memory)}
         return self.ring and lengths == {CONTEXT[:1]} and self.fuses_attention(region)
 
@@ -149,12 +148,10 @@ def compose_scheme(
     experts: int = 1,
     lent: int = 0,
     context: Mapping[str, int] = NO_CONTEXT,
-    ring: bool = False,
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
-    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT; `ring`: as
-    in Scheme.
+    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT.
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
@@ -199,7 +196,6 @@ def compose_scheme(
         parameters_only=only("parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
-        **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
+        **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0),
         context=tuple(contexts.items()),
-        ring=ring,
     )

@@ -78,8 +78,7 @@ class Ops:
         return ("fused_attention", name) in self.plan.operations
 
     def rings(self, name: str, spec: Spec, kv: Spec) -> bool:
-        """Return True if keys and values, of type `kv`, go around the ranks that split the queries' length in the
-        attention `name` of type `spec`: in a training pass without dropout, where the scheme says so."""
+        """Return True if keys of type `kv` go around in the attention `name`: without dropout or a cache."""
         return ("ring_attention", name) in self.plan.operations
 
     def splits(self, spec: Spec, dim: str) -> bool:

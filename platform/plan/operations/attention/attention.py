@@ -13,8 +13,8 @@ class AttentionOp(Op):
     length of their own in cross-attention. With a `width`, v and the result have a d_kv of that size. Scores are
     hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
     (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
-    Where length is split, keys and values go around its ranks (`rings`), or each rank gathers those of all positions,
-    before they are repeated."""
+    Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
+    are repeated."""
 
     def compose(
         self,

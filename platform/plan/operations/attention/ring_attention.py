@@ -15,7 +15,7 @@ from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Gradients, Saved
 
 
-def message(planner: Planner, operation: Operation) -> int:
+def ring_message(planner: Planner, operation: Operation) -> int:
     """Return the elements of a rank's keys and values, as a ring attention sends them: of KV heads that are `shared` by
     heads, where the rank has whole groups of these, else of heads."""
     found, each = 0, planner.sizes["heads"] // planner.sizes.get("kv_heads", planner.sizes["heads"])
@@ -31,10 +31,9 @@ def message(planner: Planner, operation: Operation) -> int:
 
 
 def rotations(planner: Planner, operation: Operation) -> list[Collective]:
-    """Return the collectives of a ring attention: each panel of keys and values passes all ranks but the last in both
-    passes, and its gradient comes back from them."""
+    """Return the collectives of a ring attention: each panel goes around in both passes, and its gradient in one."""
     layout = planner.layout(operation.outputs[0])
-    over, elements = layout["length"], message(planner, operation)
+    over, elements = layout["length"], ring_message(planner, operation)
     phases = ["forward", "backward", "backward"] * (planner.mesh.extent(over) - 1)
     return [Collective("rotate", over, elements, "compute", phase, layout.only) for phase in phases]
 
@@ -96,7 +95,7 @@ class RingAttentionOp(BlockOp):
         self, ops, found, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
         mask=None, begins=None, bias=None,
     ):  # fmt: skip
-        """Count the memory of what is kept, of two panels and, in the backward pass, of the gradients of two more."""
+        """Count the memory of all that is kept, of two panels and, in the backward pass, of their gradients."""
         size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         rows = query["batch"] * query["heads"] * query["length"]
         made = found.operation["kernel"] == MATH or bias is not None
