@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
+from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows, weighted_rows
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.lent import Lent
 
@@ -202,7 +202,7 @@ class _Combine(torch.autograd.Function):
         of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=rows.device)
         of_weights.flatten(0, 1).scatter_add_(-1, counts.which, found)
         by_place = weights.flatten(0, 1).gather(-1, counts.which).flatten()
-        of_rows = sum_of_rows(gradient, counts.token.unsqueeze(-1), by_place[counts.pair].unsqueeze(-1))
+        of_rows = weighted_rows(gradient, counts.token, by_place.index_select(0, counts.pair))
         return _there(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
 
 
