@@ -4,6 +4,7 @@ collectives among these computations are the plan's, handed in as conversions an
 from platform.parallel.kernels import (  # noqa: F401  (operations reach them as `ops.kernels`)
     dropout,
     einsum,
+    gated,
     loss,
     positions,
     products,

@@ -175,7 +175,7 @@ def _operand_gradients(
     read = widened(x) if group.wide else x
     straight = not any(e.operand.backward for e in group.einsums)
     together = Neighbours.of(leaves[:count]) if counts and straight else None
-    if together:
+    if counts and together:
         together.add(partial(_gradients_of_rows, counts, group, leaves, read, gradients))
         pending += [None] * count
     for e, g, w, n in zip(group.einsums[len(pending) :], gradients, leaves, needed, strict=False):

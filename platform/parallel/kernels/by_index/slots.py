@@ -40,8 +40,8 @@ def settle(router: Router, rows: Rows, load: Tensor) -> None:
 
 class _Route(torch.autograd.Function):
     """Autograd function of `route`, which keeps the scores [length, batch, experts] and the choice, by which it routes
-    again in its backward pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert takes; `rows`: states,
-    which stay as they are until the end of a step."""
+    again in its backward pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert
+    takes; `rows`: states, which stay as they are until the end of a step."""
 
     @staticmethod
     def forward(ctx, scores, real, router, slots, rows):
@@ -57,9 +57,10 @@ class _Route(torch.autograd.Function):
     def backward(ctx, of_weights, of_losses, _):
         """Return the gradient of the scores."""
         scores, real, best = ctx.saved_tensors
+        router, slots, rows = ctx.rules
         with torch.enable_grad():
             scores = scores.detach().requires_grad_()
-            *found, _ = _routed(scores, real, *ctx.rules, best)
+            *found, _ = _routed(scores, real, router, slots, rows, best)
         (gradient,) = torch.autograd.grad(found, scores, (of_weights, of_losses))
         return gradient, None, None, None, None
 
@@ -78,7 +79,7 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows
     weights = probabilities * chosen
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).masked_fill(~counted, 1)
-    kept = chosen
+    kept, each = chosen, chosen.sum(0)
     if slots < len(scores):
         kept = chosen & (chosen.cumsum(0) <= slots)
         weights = weights * kept
@@ -90,11 +91,13 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows
         even = (rows["load"] * shares).sum(-1)
     else:
         tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
-        load = chosen.sum(0, dtype=scores.dtype) / tokens  # of each sequence: [batch, experts]
+        load = each.to(scores.dtype) / tokens  # of each sequence: [batch, experts]
         even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
-    square = scores.logsumexp(-1).square()
-    counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
-    return weights, (router.balance * even + router.z * square) * real, counts
+    loss = router.balance * even
+    if router.z:
+        loss = loss + router.z * scores.logsumexp(-1).square()
+    counts = torch.stack([each.sum(0), each.sum(0) if kept is chosen else kept.sum((0, 1))])
+    return weights, loss * real, counts
 
 
 def _best(scores: Tensor, router: Router, rows: Rows) -> Tensor:
