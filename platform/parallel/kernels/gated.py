@@ -1,5 +1,5 @@
-"""Gated activations of experts' rows, which are not compiled, as there are other numbers of rows in each pass: few tensors
-are made and kept."""
+"""Gated activations of experts' rows, which are not compiled, as each pass has another number of them: few tensors are
+made and kept."""
 
 from __future__ import annotations
 
