@@ -4,7 +4,6 @@ collectives among these computations are the plan's, handed in as conversions an
 from platform.parallel.kernels import (  # noqa: F401  (operations reach them as `ops.kernels`)
     dropout,
     einsum,
-    gated,
     loss,
     positions,
     products,
@@ -12,4 +11,4 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
     residual,
     statistics,
 )
-from platform.parallel.kernels.by_index import expert_rows, slots, table_rows  # noqa: F401
+from platform.parallel.kernels.by_index import expert_rows, gated_rows, slots, table_rows  # noqa: F401

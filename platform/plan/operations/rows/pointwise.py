@@ -72,7 +72,7 @@ class PointwiseOp(Op):
         compute = _functions()[function]
         gated = function.startswith("gated_")  # the others are one kernel as they are
         if x[0].dim() == 2:  # rows of experts: another number in every pass, and each would be compiled for itself
-            return getattr(ops.kernels.gated, function, compute)(*x)
+            return getattr(ops.kernels.gated_rows, function, compute)(*x)
         return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
 
     def meter(self, ops, function, *x):
