@@ -228,8 +228,7 @@ def einsums(
 def _outputs(
     counts: Groups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
 ) -> Iterable[Tensor]:
-    """Return the products of a group of einsums of x, with their biases: computed one when it is asked for, but of rows
-    of experts, by their `counts`, all of them in turn."""
+    """Return the products of a group of einsums of x: each computed when it is asked for, of experts' rows in turn."""
     triples = zip(operands, biases, group.einsums, strict=True)
     if counts is None:
         return (local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)

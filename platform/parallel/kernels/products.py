@@ -164,22 +164,22 @@ Turns = Iterator[None]  # products of groups of rows, of which each step compute
 
 
 def grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return `local_einsum` of rows [rows, d] of dims `a` with matrices of their experts [experts, ..] of dims `b`, or
-    of two activations of the same rows: `out` then has a matrix for each expert, 0 where it has no rows."""
+    """Return the function of a product of rows, as `grouped_turns` starts it, that computes all of it."""
     start = grouped_turns(groups, a, b, out)
     return lambda *operands, **how: in_turn([start(*operands, **how)])[0]
 
 
 def in_turn(products: Sequence[tuple[Tensor, Turns]]) -> list[Tensor]:
-    """Compute started products of the same groups of rows, each group's one after the other: rows that several read, or
-    to which several add, are still in the cache then. Return their results."""
+    """Compute started products group by group, so that rows that several read are still in the cache; return them."""
     for _ in zip_longest(*(turns for _, turns in products)):
         pass
     return [there for there, _ in products]
 
 
 def grouped_turns(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
-    """Return a function that starts a `grouped_einsum`: it returns the result's memory, and what fills it `in_turn`."""
+    """Return a function that starts `local_einsum` of rows [rows, d] of dims `a` with matrices of their experts
+    [experts, ..] of dims `b`, or of two activations of the same rows: `out` then has a matrix for each expert, 0 where
+    it has no rows. It returns the result's memory, and what fills it `in_turn`."""
     matrices = "rows" in b
     turned = (out[1] == a[1]) if matrices else (b[2] == a[1])
 

@@ -130,8 +130,7 @@ def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, T
 
 
 def _turned(got: Tensor, rows: int) -> Tensor:
-    """Return the index [rows] that orders received rows by expert; `got`: numbers of these, [ranks, experts]. Of
-    numbers [experts, ranks] it is the index that orders them by rank again."""
+    """Return the index [rows] that orders rows by expert; `got` [ranks, experts]: numbers in which they lie by rank."""
     ends = got.flatten().cumsum(0).view(got.shape).t().flatten()
     lengths = got.t().flatten()
     first = ends - lengths.cumsum(0)  # of a stretch: where it came, less where it goes

@@ -71,8 +71,7 @@ def _probabilities(scores: Tensor, router: Router) -> Tensor:
 
 
 def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows, best: Tensor) -> tuple[Tensor, ...]:
-    """Compute `route`, with the `best` experts of each token, by torch's own functions, of which autograd knows the
-    backward pass."""
+    """Compute `route` from the `best` experts of each token, by torch's functions, which autograd knows."""
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
     probabilities = _probabilities(scores, router)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, counted.expand_as(best))
