@@ -21,13 +21,13 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, communicator, function, restore, axes, x, *more):
+    def forward(ctx, communicator, function, restore, axes, elements, x, *more):
         """Return the activation function(x, *more) without its graph, saving the arguments: of x one part per rank."""
         ctx.communicator, ctx.function, ctx.restore = communicator, function, restore
         ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
         ctx.count = len(more)
-        ctx.save_for_backward(keep_part(communicator, x, axes), *(more[i] for i in ctx.tensors))
+        ctx.save_for_backward(keep_part(communicator, x, axes, elements), *(more[i] for i in ctx.tensors))
         return function(x, *more)
 
     @staticmethod
@@ -36,12 +36,12 @@ class _Recomputed(torch.autograd.Function):
         part, *saved = ctx.saved_tensors
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
-            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[5 + i])
-        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[4])
+            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[6 + i])
+        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[5])
         with torch.enable_grad(), ctx.restore():
             out = ctx.function(x, *more)
         torch.autograd.backward(out, gradients)
-        return None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
+        return None, None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
 
 
 def recomputed(
@@ -49,13 +49,15 @@ def recomputed(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     restore: Callable[[], Any],
     axes: tuple[str, ...],
+    elements: int,
     x: Tensor,
     *more: Tensor | None,
 ) -> Any:
     """Return function(x, *more), an activation or several, saving only the arguments for the backward pass, which calls
     `function` again to recompute the tensors between.
 
-    The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
-    whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included).
+    The ranks along `axes` hold equal x and save one part of so many `elements` each, gathered again in the backward
+    pass; `more` is saved whole. `restore`: returns a context in which `function` computes the same as now (dropout
+    masks included).
     """
-    return _Recomputed.apply(communicator, function, restore, axes, x, *more)
+    return _Recomputed.apply(communicator, function, restore, axes, elements, x, *more)
