@@ -16,7 +16,8 @@ from platform.plan.communication.rule import Step
 
 def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
     """Return a copy of this rank's part [elements] of the local tensor x, flattened and padded, where the ranks along
-    `axes` hold equal x: kept for recomputation, or sent to another stage, in place of x. `elements`: as planned.
+    `axes` hold equal x: kept for recomputation, or sent to another stage, in place of x. `elements`: size of the part,
+    as planned.
 
     Returns x itself if `axes` is empty or x is absent (empty).
     """

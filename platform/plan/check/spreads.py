@@ -69,7 +69,8 @@ class Spread(NamedTuple):
         return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.along(axis))
 
     def longest(self, dim: str, sizes: Sizes, extents: Mapping[str, int]) -> int:
-        """Return the extent of the longest block of `dim`. `sizes`: of each dim; `extents`: of each mesh axis."""
+        """Return the extent of the longest block of `dim`. `sizes`: global sizes by dim; `extents`: sizes of mesh
+        axes by name."""
         size, unit = sizes[dim]
         return -(-size // unit // prod(extents[a] for a in self.split[dim])) * unit
 

@@ -20,8 +20,8 @@ class Collective:
     `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients),
     `integers` (numbers of rows) or `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation,
     `reduce` or `update` at the end of a step. `rows`: the most rows that there can be, of a collective of experts'
-    rows, whose elements these are; else 0. `cuts`: of the dims along which blocks of ranks of different groups differ;
-    `elements` is then the largest's size.
+    rows, whose elements these are; else 0. `cuts`: cuts of the dims along which blocks of ranks of different groups
+    differ; `elements` is then the size of the largest.
     """
 
     op: str

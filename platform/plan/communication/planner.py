@@ -121,7 +121,7 @@ class Planner:
         return {"heads": heads // groups} if differ else {}
 
     def uneven(self, dim: str) -> bool:
-        """Return True if axes may cut `dim` into blocks that differ: KV heads, if those of heads go by their groups."""
+        """Return True if axes may cut `dim` into blocks that differ: KV heads, if heads are cut by their groups."""
         return self.scheme.uneven and dim in UNEVEN and (dim != "kv_heads" or bool(self.units))
 
     def cuts(self, tensor: Spec | Parameter, layout: Layout) -> Cuts:
@@ -137,7 +137,7 @@ class Planner:
         return cut if cut.size % (cut.blocks * cut.unit) else None
 
     def cuts_of(self, tensor: Spec | Parameter, layout: Layout, dims: Sequence[str]) -> tuple[Cut, ...]:
-        """Return how those of `dims` are cut in a tensor's `layout` whose blocks differ."""
+        """Return how the dims among `dims` whose blocks differ are cut in a tensor's `layout`."""
         return tuple(cut for i, cut in self.cuts(tensor, layout) if tensor.dims[i] in dims)
 
     def contraction(self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None) -> Contraction:

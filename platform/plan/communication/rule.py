@@ -118,8 +118,8 @@ class Conversion:
     that its gradient takes back (backward).
 
     `before`, `after`: local shapes in the two layouts, and `dtype`: the tensor's, which the planner fills in; `ragged`:
-    its first dim is one of rows, whose sizes are the largest that can be. `cuts`: of the dims whose blocks differ, in
-    the layout before, and after; the shapes are then the longest blocks'.
+    its first dim is one of rows, whose sizes are the largest that can be. `cuts`: cuts before, and after, of the
+    dims whose blocks differ; the shapes are then the shapes of the longest blocks.
     """
 
     forward: tuple[Step, ...] = ()

@@ -118,8 +118,8 @@ def padded(size: int, parts: int) -> int:
 
 def offset_of(index: int, size: int, blocks: int, unit: int = 1) -> int:
     """Return where block number `index` begins if a dim of `size` is cut into so many `blocks` of whole units. The
-    longest and the shortest differ by one unit, the first is a longest one, and blocks of a block lie in it: those of
-    two axes in those of the first."""
+    longest and the shortest differ by one unit, the first is a longest one, and the blocks of two axes lie in the
+    blocks of the first."""
     return -(-index * (size // unit) // blocks) * unit
 
 
@@ -177,7 +177,7 @@ def block(
     units: Mapping[str, int] = NO_UNITS,
 ) -> list[tuple[int, int]]:
     """Return (offset, extent) along every dim of the block that the rank at `coordinates` holds of a global tensor with
-    dims `dims` of global `sizes` in `layout`. `units`: of dims whose blocks are of whole units of several."""
+    dims `dims` of global `sizes` in `layout`. `units`: elements of a unit, by dim, where a unit has several."""
     out = []
     for dim in dims:
         axes, unit = layout[dim], units.get(dim, 1)
@@ -194,5 +194,6 @@ def local_shape(
     mesh: Mesh,
     units: Mapping[str, int] = NO_UNITS,
 ) -> tuple[int, ...]:
-    """Return the shape of the longest block of a tensor of global `sizes`: where axes divide all dims, of every one."""
+    """Return the shape of the longest block of a tensor of global `sizes`, which is every block's where axes divide all
+    dims; arguments as of `block`."""
     return tuple(offset_of(1, sizes[d], mesh.extent(layout[d]), units.get(d, 1)) for d in dims)
