@@ -16,12 +16,13 @@ from platform.parallel import kernels
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.compiled import Trial, region
 from platform.parallel.compiled_block import CompiledBlock, compiled_block
+from platform.parallel.kept.offload import Offload
+from platform.parallel.kept.recompute import recomputed
 from platform.parallel.kernels import random
 from platform.parallel.kernels.dropout import Drawing
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.kernels.loss import Classes, Targets, TokenLoss
 from platform.parallel.kernels.residual import Region
-from platform.parallel.recompute import recomputed
 from platform.parallel.sdpa import in_kernel
 from platform.parallel.sharding import convert as conversions
 from platform.parallel.sharding.convert import Pending, convert
@@ -83,6 +84,7 @@ class ParallelOps(Ops):
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
+        self.offload = Offload(communicator.device) if plan.recompute.offload else None
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
         self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
         self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
@@ -113,6 +115,8 @@ class ParallelOps(Ops):
         """Begin a forward pass on this rank: wait for gathers of parameters started early but never used."""
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
+        if self.offload:
+            self.offload.begin_pass()
 
     def read_on(self, offset: int, cache: KeyValueCache) -> None:
         """Begin a pass of text generation after `offset` tokens per sequence that the key-value `cache` holds."""
@@ -171,7 +175,8 @@ class ParallelOps(Ops):
             self.position, self.deferred, self.ahead.again = now
 
         axes = self.plan.kept_axes(spec)
-        return recomputed(self.communicator, function, restore, axes, self.plan.shared_elements(spec, axes), x, *more)
+        elements = self.plan.shared_elements(spec, axes)
+        return recomputed(self.communicator, function, restore, axes, elements, self.offload, x, *more)
 
     def count_routed(self, name: str, counts: Tensor, axes: Sequence[str]) -> None:
         """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`."""

@@ -65,6 +65,11 @@ def needed_bytes(config: Config, plan: Plan) -> int:
     return max(footprints(config, plan), key=lambda f: f.total).total
 
 
+def host_bytes(config: Config, plan: Plan) -> int:
+    """Return the bytes of host memory in which the worker that has most there keeps activations under the plan."""
+    return max(f.host for f in footprints(config, plan)) if plan.recompute.offload else 0
+
+
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
     """Return the predicted memory (`Footprint`) of one worker of every pipeline stage under the plan, in stage order:
     in a training step, or while tasks score its model, where that takes more; on a GPU with what its libraries
@@ -99,8 +104,9 @@ def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) 
     model, scored = answering_model(config, source), scoring_shape(plan, m.length, source)
     shapes = (scored, reading_shape(scored, m.length))
     most = [max(answer_bytes(plan, model, shape, stage, device) for shape in shapes) for stage in range(plan.stages)]
-    there = {"gradients": 0, "activations": 0, "in_flight": 0}
-    return [replace(f, **there, working=n) for f, n in zip(training, most, strict=True)]
+    there = {"gradients": 0, "in_flight": 0}
+    stays = [f.host if device == "cpu" else 0 for f in training]
+    return [replace(f, **there, activations=h, working=n) for f, h, n in zip(training, stays, most, strict=True)]
 
 
 def _scratch(config: Config, plan: Plan, stage: int) -> int:

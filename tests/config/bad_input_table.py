@@ -83,6 +83,8 @@ optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
 tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
 precision=fp8 | precision=fp8: unknown | fp64
 recompute=all | recompute=all: unknown | full
+recompute.offload=true | recompute.offload=true: unknown key | recompute_offload
+recompute_offload=true | recompute_offload=true: recompute=none keeps more than the inputs of blocks | false
 model.norm=batch | model.norm=batch: unknown | layernorm
 model.activation=gulu | model.activation=gulu: unknown | gelu
 model.positions=learnt | model.positions=learnt: unknown | learned

@@ -98,11 +98,12 @@ def configure(
     scatter_gather: bool = True,
     recompute: str = "none",
     every: int = 1,
+    offload: bool = False,
     gathered: str = "",
     **model: Any,
 ) -> Config:
     """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
-    c = Config(precision=precision, recompute=recompute, recompute_every=every)
+    c = Config(precision=precision, recompute=recompute, recompute_every=every, recompute_offload=offload)
     c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
     c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
     c.tensor.gathered = gathered or c.tensor.gathered

@@ -67,7 +67,7 @@ class Ops:
         """Return function(x, *more), an activation or a tuple of several, computed with activation checkpointing if
         `self.recompute` is of this `kind`, "selective" or "full": then only the arguments are kept, and the backward
         pass calls `function` again. `name`: the attention's, or the first block's, that `function` computes. x is of
-        type `spec`; n ranks that replicate it keep 1/n of it each."""
+        type `spec`; n ranks that replicate it keep 1/n of it each, in host memory under `self.recompute.offload`."""
         return function(x, *more)
 
     def fuses_attention(self, name: str, spec: Spec) -> bool:
