@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from random import Random
 
 import pytest
@@ -50,8 +51,9 @@ def test_equals_one_process(name):
 
 
 def test_a_mean_that_takes_blocks_for_equal_differs(monkeypatch):
-    """The negative control: a norm over heads merges the statistics of ranks as if all had as many."""
-    monkeypatch.setattr(ParallelOps, "widths", lambda ops, spec, dims, over: [10, 10])
+    """The negative control: a norm over heads merges the statistics of ranks as if all had as many as this one."""
+    alike = lambda ops, spec, dims, over: [prod(ops.plan.shape_at(spec, ops.communicator.coordinates)[-dims:])] * 2  # noqa: E731
+    monkeypatch.setattr(ParallelOps, "widths", alike)
     with pytest.raises(AssertionError, match=r"gradient|loss"):
         prove(uneven(**CASES["norms of all heads"]))
 
