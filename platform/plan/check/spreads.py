@@ -69,8 +69,7 @@ class Spread(NamedTuple):
         return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.along(axis))
 
     def longest(self, dim: str, sizes: Sizes, extents: Mapping[str, int]) -> int:
-        """Return the extent of the longest block of `dim`. `sizes`: global sizes by dim; `extents`: sizes of mesh
-        axes by name."""
+        """Return the extent of the longest block of `dim`, of global `sizes`, where mesh axes have these `extents`."""
         size, unit = sizes[dim]
         return -(-size // unit // prod(extents[a] for a in self.split[dim])) * unit
 

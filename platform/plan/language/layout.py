@@ -117,9 +117,9 @@ def padded(size: int, parts: int) -> int:
 
 
 def offset_of(index: int, size: int, blocks: int, unit: int = 1) -> int:
-    """Return where block number `index` begins if a dim of `size` is cut into so many `blocks` of whole units. The
-    longest and the shortest differ by one unit, the first is a longest one, and the blocks of two axes lie in the
-    blocks of the first."""
+    """Return where block number `index` begins if a dim of `size` is cut into so many `blocks` of whole units."""
+    # The longest and the shortest differ by one unit, the first is a longest one, and the blocks of two axes lie in the
+    # blocks of the first.
     return -(-index * (size // unit) // blocks) * unit
 
 
@@ -142,8 +142,7 @@ class Cut:
         return offset_of(i + 1, self.size, self.blocks, self.unit) - offset_of(i, self.size, self.blocks, self.unit)
 
     def parts(self, mesh: Mesh, coordinates: Mapping[str, int], ranks: int) -> Parts:
-        """Return the blocks of the group of so many `ranks`, along the last of the axes, in which the rank at mesh
-        `coordinates` is."""
+        """Return the blocks of the rank at `coordinates` and others of so many `ranks` along the last of the axes."""
         first = mesh.index(coordinates, self.axes) // ranks * ranks
         ends = [offset_of(first + i, self.size, self.blocks, self.unit) for i in range(ranks + 1)]
         return Parts(self.longest(), tuple(b - a for a, b in pairwise(ends)))
