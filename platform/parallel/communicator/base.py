@@ -64,8 +64,7 @@ class Aborted(RuntimeError):
 
 class Handle:
     """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
-    booked under the clock section `section`. `flight`: under which the clock notes the collective, None if it does not.
-    """
+    booked under the clock section `section`. `flight`: the clock's note of the collective, if it takes one."""
 
     def __init__(
         self,
@@ -135,16 +134,16 @@ class Communicator(ABC):
         joined; `joined`: position of the dim that an all_to_all joins. `reduce`: sum, or max for all_reduce. `owned`:
         reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
         scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
-        gets the result of a reduce or gather (the others get an empty tensor). `into`: contiguous memory [n, ...] for
-        the parts that an all_gather over n ranks joins; x may be this rank's part of it. `name`: its name in a
-        timeline, by default its operation. Several axes act as one, in mesh order, for all_reduce, broadcast, reduce,
-        and all_gather of unordered statistics. `parts`, `joined_parts`: the blocks of these dims, if they differ; each
-        has the longest one's room in the buffers.
+        gets the result of a reduce or gather (the others get an empty tensor). A rotate gives x to the next member, of
+        which the last one's is the first. `into`: contiguous memory [n, ...] for the parts that an all_gather over n
+        ranks joins; x may be this rank's part of it. `name`: its name in a timeline, by default its operation. Several
+        axes act as one, in mesh order, for all_reduce, broadcast, reduce, and all_gather of unordered statistics.
+        `parts`, `joined_parts`: blocks of these dims, if they differ; each has the longest one's room in the buffers.
         """
         if torch.compiler.is_compiling():
             cut = tuple([p.room, *p.extents] if p else [] for p in (parts, joined_parts))
-            members = self.mesh.extent(axes)
-            return Arrived(collective(x, self._number, op, "+".join(axes), members, dim, joined, reduce, *cut))
+            where = "+".join(axes), self.mesh.extent(axes)
+            return Arrived(collective(x, self._number, op, *where, dim, joined, reduce, *cut))
         axes = self.mesh.ordered(axes)
         group = self.mesh.group(self.rank, axes)
         n = len(group)
@@ -207,8 +206,8 @@ class Communicator(ABC):
         global ranks of its n members, in order; `reduce`: sum, or max for all_reduce; `root`: index in `group` of the
         member that broadcasts or scatters, or that alone receives a reduce or gather.
 
-        Shapes `given` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...]
-        -> [n, ...]; scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast,
+        Shapes `given` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; scatter: the root's
+        [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_to_all, rotate: alike; all_reduce, broadcast,
         reduce: in place.
         """
 

@@ -34,9 +34,10 @@ def buffers(
         out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
         # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
         return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out
-    if op in ("broadcast", "scatter"):
-        out = x.contiguous()
-        return out, out, lambda: out
+    if op in ("broadcast", "scatter", "rotate"):
+        given = x.contiguous()
+        out = torch.empty_like(given) if op == "rotate" else given
+        return given, out, lambda: out
     assert op in ("all_reduce", "reduce"), op
     out = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
     return out, out, lambda: out if op == "all_reduce" or is_root else out.new_empty(0)

@@ -19,6 +19,7 @@ TRAFFIC = {
     "reduce": lambda n, e: (n - 1) * e,
     "scatter": lambda n, e: (n - 1) * e,
     "gather": lambda n, e: (n - 1) * e,
+    "rotate": lambda n, e: n * e,
     "send": lambda n, e: n * e,  # each of the n stages sends
 }
 

@@ -299,8 +299,8 @@ def _follow(ops, operands: Sequence[Value]) -> bool:
 
 
 def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:
-    """Count the memory of one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current
-    and next panel of both operands, and a product; return the results."""
+    """Count the memory of one group of einsums that SUMMA computes (`platform.parallel.kernels.in_panels.summa`):
+    current and next panel of both operands, and a product; return the results."""
     einsums, panels, mesh = group.einsums, group.panels, ops.plan.mesh
     assert panels
     local = [ops.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
