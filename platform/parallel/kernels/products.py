@@ -201,12 +201,12 @@ def grouped_turns(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., 
         fresh, there = fresh or into is None, x.new_empty(shape) if into is None else into
         each = list(groups.each)
         left, right = x.split(each, int(matrices)), y.split(each) if matrices else y.unbind()
-        return there, _turns(there.unbind() if matrices else there.split(each), left, right, bias, fresh)
+        return there, _one_by_one(there.unbind() if matrices else there.split(each), left, right, bias, fresh)
 
     return start
 
 
-def _turns(
+def _one_by_one(
     there: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None, fresh: bool
 ) -> Turns:
     """Compute the products of matrices `left` and `right`, and the expert's `bias` added, one in each step."""

@@ -115,8 +115,8 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
         pair[:rows].clone(),
         lies.masked_fill_(lies >= rows, -1).view(which.shape),
         which,
-        _turned(got, there) if mixed else None,
-        _turned(got.t(), there) if mixed else None,
+        _reordered(got, there) if mixed else None,
+        _reordered(got.t(), there) if mixed else None,
     )
 
 
@@ -129,7 +129,7 @@ def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, T
     return torch.tensor(filled, device=device), torch.tensor([max(1, len(found)) for found in places], device=device)
 
 
-def _turned(got: Tensor, rows: int) -> Tensor:
+def _reordered(got: Tensor, rows: int) -> Tensor:
     """Return the index [rows] that orders rows by expert; `got` [ranks, experts]: numbers in which they lie by rank."""
     ends = got.flatten().cumsum(0).view(got.shape).t().flatten()
     lengths = got.t().flatten()
