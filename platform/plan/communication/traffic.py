@@ -35,5 +35,7 @@ def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
     """Return the bytes that all workers together move in one launch of the planned collective `c`; `itemsize`: bytes
     per element by `Collective.dtype`."""
     n = mesh.extent(c.axes)
-    groups = mesh.size // n // mesh.extent(c.only)
-    return TRAFFIC[c.op](n, c.elements) * {**EVER, **itemsize}[c.dtype] * groups
+    everywhere = c.elements * (mesh.size // n // mesh.extent(c.only))
+    for cut in c.cuts:  # the mean of what ranks have, as every combination of blocks occurs alike
+        everywhere = everywhere * cut.size // (cut.longest() * cut.blocks)
+    return TRAFFIC[c.op](n, everywhere) * {**EVER, **itemsize}[c.dtype]

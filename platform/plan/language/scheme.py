@@ -56,6 +56,7 @@ class Scheme:
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
     zero: int = 0  # replicas of an expert next to each other that divide one state (axis `zero`), 0: all do
     experts: int = 1  # replicas next to each other that divide the experts among them, along the axis `expert`
+    uneven: bool = False  # axes may cut dims into blocks that differ by one unit: see UNEVEN
     lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
     context: tuple[tuple[str, int], ...] = ()  # the axes of CONTEXT with their sizes, of more than one rank
     ring: bool = False  # keys and values go around the axis context, and are not gathered over it
@@ -85,7 +86,7 @@ class Scheme:
     def rings(self, region: str, memory: str) -> bool:
         """Return True if keys in region `memory` go around: context alone splits length there and in `region`."""
         lengths = {self.regions[r]["length"] for r in (region, memory)}
-        return self.ring and lengths == {CONTEXT[:1]} and self.fuses_attention(region)
+        return self.ring and not self.uneven and lengths == {CONTEXT[:1]} and self.fuses_attention(region)
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
@@ -196,6 +197,7 @@ def compose_scheme(
         parameters_only=only("parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
+        uneven=tensor["uneven"],
         **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0),
         context=tuple(contexts.items()),
     )
