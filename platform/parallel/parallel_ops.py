@@ -237,9 +237,9 @@ class ParallelOps(Ops):
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of `spec`, int64 [local extent]."""
-        first, n = self.blocks[spec][spec.dims.index(dim)]
-        first += self.offset if dim == "length" else 0
-        return torch.arange(first, first + n, device=device)
+        first = self.offset if dim == "length" else 0
+        found = self.plan.planner.held_positions(spec, dim, self.communicator.coordinates)
+        return torch.cat([torch.arange(first + i, first + i + n, device=device) for i, n in found])
 
     def without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
         """Return x, this rank's block of the activation `spec`, with its padding along `dims` overwritten by `value`:
@@ -267,7 +267,8 @@ class ParallelOps(Ops):
         dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
         strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
         if spec not in self._counters:
-            self._counters[spec] = random.counters(self.blocks[spec], [strides[d] for d in spec.dims], device)
+            where = [self.positions(spec, d, device) - self.offset * (d == "length") for d in spec.dims]
+            self._counters[spec] = random.counters(where, [strides[d] for d in spec.dims])
         key = random.key(p.seed, kind, p.step, name)
         start = random.start(key, p.first_sequence * strides["batch"], device)
         return Drawing(self._counters[spec], start, rate)

@@ -14,8 +14,8 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.sharding.lending import Lending, lending
-from platform.plan.communication.rule import APPEAR, COLLECTIVES, LENDING, Conversion, Step
-from platform.plan.language.layout import at_zero
+from platform.plan.communication.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, Step
+from platform.plan.language.layout import at_zero, zigzag
 
 
 class Pending:
@@ -27,6 +27,7 @@ class Pending:
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
         self._handle: Handle | Arrived | Lending | None = None
+        self._taken: Step | None = None  # the step whose collective is in progress
         if steps:
             self._advance()
 
@@ -34,7 +35,7 @@ class Pending:
         """Take the conversion's local steps (slice, pad, drop) up to the next collective and issue that, or all steps
         left. A collective among other ranks alone has a turn here too, as nothing to wait for: where several tensors
         are being converted, each group then sees its collectives in one order."""
-        self._handle = None
+        self._handle = self._taken = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
             if not at_zero(step.only, communicator.coordinates):
@@ -42,15 +43,18 @@ class Pending:
                     continue
                 self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
                 return
-            index = communicator.index(step.axes)
-            if step.op == "slice":
-                extent = self._x.shape[step.dim] // communicator.mesh.extent(step.axes)
+            index, ranks = communicator.index(step.axes), communicator.mesh.extent(step.axes)
+            if step.op == "slice" and step.zigzag == step.dim:
+                pieces = self._x.chunk(2 * ranks, step.dim)
+                self._x = torch.cat((pieces[index], pieces[-1 - index]), step.dim)
+            elif step.op == "slice":
+                extent = self._x.shape[step.dim] // ranks
                 self._x = self._x.narrow(step.dim, index * extent, extent)
             elif step.op == "pad":
                 extent = self._x.shape[step.dim]
-                whole = self._x.new_zeros(step.after(self._x.shape, communicator.mesh.extent(step.axes)))
+                whole = self._x.new_zeros(step.after(self._x.shape, ranks))
                 whole.narrow(step.dim, index * extent, extent).copy_(self._x)
-                self._x = whole
+                self._x = whole if step.zigzag < 0 else in_order(whole, step.dim, ranks)
             elif step.op == "drop":
                 self._x = self._x.new_empty(0) if index else self._x
             elif step.op in LENDING:
@@ -58,19 +62,23 @@ class Pending:
                 self._steps = self._steps[i + 1 :]
                 return
             else:
+                if step.op in SPLIT and step.zigzag == step.dim:
+                    self._x = in_zigzag(self._x, step.dim, ranks)
                 if step.op in APPEAR and index:
                     self._x = self._x.new_empty(step.shape)
                 self._handle = communicator.launch(
                     step.op, self._x, step.axes, step.dim, step.joined, owned=self._owned, name=self._name
                 )
-                self._steps = self._steps[i + 1 :]
+                self._steps, self._taken = self._steps[i + 1 :], step
                 return
         self._steps = ()
 
     def proceed(self) -> None:
         """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
         if self._handle:
-            self._x = self._handle.wait()
+            self._x, step = self._handle.wait(), self._taken
+            if step and step.op in JOIN and step.zigzag == (step.joined if step.op == "all_to_all" else step.dim):
+                self._x = in_order(self._x, step.zigzag, self._communicator.mesh.extent(step.axes))
             self._advance()
 
     def wait(self) -> Tensor:
@@ -86,6 +94,18 @@ def convert(
     """Start converting the local tensor x to another layout by a plan's `steps`, without autograd: the first collective
     is issued at once. `owned`: reductions may overwrite x; `name`: name of its collectives in a timeline."""
     return Pending(communicator, x, steps, owned, name)
+
+
+def in_zigzag(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Return x with the pieces of `dim` in the order in which `ranks` ranks hold them in zigzag."""
+    pieces = x.chunk(2 * ranks, dim)
+    return torch.cat([pieces[number] for number in zigzag(ranks)], dim)
+
+
+def in_order(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, in their own order."""
+    pieces, places = x.chunk(2 * ranks, dim), zigzag(ranks)
+    return torch.cat([pieces[places.index(number)] for number in range(2 * ranks)], dim)
 
 
 def absent(x: Tensor) -> bool:

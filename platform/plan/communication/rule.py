@@ -58,7 +58,8 @@ class Step:
 
     Only the ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: the shape of the block
     that a broadcast or a scatter gives to ranks that had nothing, or the largest that an all_to_allv leaves,
-    or a block's with lent experts, or without. `layer`: the layer whose experts are lent.
+    or a block's with lent experts, or without. `layer`: the layer whose experts are lent. `zigzag`: the position of the
+    dim that it splits or joins whose pieces ranks hold in zigzag, -1 without one.
     """
 
     op: str
@@ -68,6 +69,7 @@ class Step:
     only: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
     layer: str = ""
+    zigzag: int = -1
 
     def moves(self, dim: int) -> bool:
         """Return True if this move of a conversion splits or joins the dim at position `dim`."""
