@@ -15,7 +15,7 @@ from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.sharding.lending import Lending, lending
 from platform.plan.communication.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, Step
-from platform.plan.language.layout import at_zero, zigzag
+from platform.plan.language.layout import Parts, at_zero, shape_at, zigzag
 
 
 class Pending:
@@ -43,41 +43,56 @@ class Pending:
                     continue
                 self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
                 return
-            index, ranks = communicator.index(step.axes), communicator.mesh.extent(step.axes)
-            if step.op == "slice" and step.zigzag == step.dim:
-                pieces = self._x.chunk(2 * ranks, step.dim)
-                self._x = torch.cat((pieces[index], pieces[-1 - index]), step.dim)
-            elif step.op == "slice":
-                extent = self._x.shape[step.dim] // ranks
-                self._x = self._x.narrow(step.dim, index * extent, extent)
-            elif step.op == "pad":
-                extent = self._x.shape[step.dim]
-                whole = self._x.new_zeros(step.after(self._x.shape, ranks))
-                whole.narrow(step.dim, index * extent, extent).copy_(self._x)
-                self._x = whole if step.zigzag < 0 else in_order(whole, step.dim, ranks)
-            elif step.op == "drop":
-                self._x = self._x.new_empty(0) if index else self._x
+            if step.op not in COLLECTIVES:
+                self._x = self._changed(step)
             elif step.op in LENDING:
                 self._handle = lending(communicator, step, self._x)
                 self._steps = self._steps[i + 1 :]
                 return
             else:
                 if step.op in SPLIT and step.zigzag == step.dim:
-                    self._x = in_zigzag(self._x, step.dim, ranks)
-                if step.op in APPEAR and index:
-                    self._x = self._x.new_empty(step.shape)
+                    self._x = in_zigzag(self._x, step.dim, communicator.mesh.extent(step.axes))
+                if step.op in APPEAR and communicator.index(step.axes):
+                    shape = shape_at(step.shape, step.cuts, communicator.mesh, communicator.coordinates)
+                    self._x = self._x.new_empty(shape)
                 self._handle = communicator.launch(
-                    step.op, self._x, step.axes, step.dim, step.joined, owned=self._owned, name=self._name
+                    step.op,
+                    self._x,
+                    step.axes,
+                    step.dim,
+                    step.joined,
+                    owned=self._owned,
+                    name=self._name,
+                    parts=_parts(communicator, step, step.dim),
+                    joined_parts=_parts(communicator, step, step.joined),
                 )
                 self._steps, self._taken = self._steps[i + 1 :], step
                 return
         self._steps = ()
 
+    def _changed(self, step: Step) -> Tensor:
+        """Return this rank's tensor after a local step of its conversion: a slice, a pad or a drop."""
+        communicator, x, dim = self._communicator, self._x, step.dim
+        index, ranks = communicator.index(step.axes), communicator.mesh.extent(step.axes)
+        if step.op == "drop":
+            return x.new_empty(0) if index else x
+        if step.op == "slice" and step.zigzag == dim:
+            pieces = x.chunk(2 * ranks, dim)
+            return torch.cat((pieces[index], pieces[-1 - index]), dim)
+        parts = _parts(communicator, step, dim)
+        extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
+        first = sum(extents[:index])
+        if step.op == "slice":
+            return x.narrow(dim, first, extents[index])
+        whole = x.new_zeros((*x.shape[:dim], sum(extents), *x.shape[dim + 1 :]))
+        whole.narrow(dim, first, extents[index]).copy_(x)
+        return in_order(whole, dim, ranks) if step.zigzag == dim else whole
+
     def proceed(self) -> None:
         """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
         if self._handle:
             self._x, step = self._handle.wait(), self._taken
-            if step and step.op in JOIN and step.zigzag == (step.joined if step.op == "all_to_all" else step.dim):
+            if step and step.op in JOIN and step.zigzag == step.joins:
                 self._x = in_order(self._x, step.zigzag, self._communicator.mesh.extent(step.axes))
             self._advance()
 
@@ -86,6 +101,12 @@ class Pending:
         while self._handle:
             self.proceed()
         return self._x
+
+
+def _parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
+    """Return the blocks, along the dim at position `dim`, of the ranks that take a step together, if they differ."""
+    cut = step.cut(dim) if step.cuts and step.moves(dim) else None
+    return cut.parts(communicator.mesh, communicator.coordinates, communicator.mesh.extent(step.axes)) if cut else None
 
 
 def convert(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.parallel import parallel_ops
 from platform.parallel.sharding import convert
 from platform.plan.check.plan_check import unsound
 from platform.plan.communication.planner import Planner
@@ -113,13 +114,7 @@ def test_negative_controls(mutant, monkeypatch):
     c = configure(context=2, context_kind="gather", positions="rope", tied=False)
     expected = serial(c)
     if mutant == "offset":  # each rank's queries are at the first positions
-
-        def first(planner, tensor, dim, coordinates):
-            found = whole(planner, tensor, dim, coordinates)
-            return found if dim not in ("length", "memory_length") else [(0, sum(n for _, n in found))]
-
-        whole = Planner.held_positions
-        monkeypatch.setattr(Planner, "held_positions", first)
+        monkeypatch.setattr(parallel_ops, "consecutive", lambda offset, extent, size, ranks: [(0, extent)])
     elif mutant == "straight":  # pieces in zigzag are taken for consecutive ones
         monkeypatch.setattr(Planner, "ranks_in_zigzag", lambda *_: 1)
     elif mutant == "labels":
