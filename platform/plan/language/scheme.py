@@ -112,6 +112,11 @@ def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
     return dict(table.get(name, table.get(fallback, {})))
 
 
+def _at_zero_of(branch: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the branch axes at whose index 0 alone the tensors of a region, or `parameters`, exist."""
+    return tuple(axis for axis, n in branch["axes"].items() if n > 1 and name in branch["only"])
+
+
 def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Add the axes of a branch splitting to a region's map from dims to mesh axes, before or behind others."""
     own = any(name in branch[k] for k in ("append", "prepend"))
@@ -171,11 +176,8 @@ def compose_scheme(
         """Return the layout of a region or role from its map of dims to mesh axes, behind the axes `first`."""
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
         live = {**replicas, **contexts, **sizes}
-        return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
-
-    def only(name: str) -> tuple[str, ...]:
-        """Return the branch axes at whose index 0 alone the tensors of a region or the parameters exist."""
-        return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
+        rules = {dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}
+        return Layout.of(rules, _at_zero_of(branch, name))
 
     maps = {r: _of_axes(contexts, branch, r, _of_region(tensor["regions"], r)) for r in REGIONS}
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
@@ -193,7 +195,7 @@ def compose_scheme(
         },
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
-        parameters_only=only("parameters"),
+        parameters_only=_at_zero_of(branch, "parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         uneven=tensor["uneven"],
