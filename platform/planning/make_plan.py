@@ -86,8 +86,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     experts = expert_group(config, data)
     lent = config.parallel.lent_experts
     groups = zero_group(config, data // experts, experts)
-    context = settled_context(config, data)
-    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context)
+    context, balanced = settled_context(config, data), config.parallel.context_balance
+    balanced &= all(n % (2 * config.parallel.context) == 0 for n in (config.model.length, config.model.source_length))
+    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context, balanced)
     scheme = replace(scheme, ring=config.parallel.context_kind == RING)
     try:
         model = build_model(config.model)

@@ -27,6 +27,7 @@ RINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "shared keys, 1d": (2, {"context": 2, "tensor": "1d", "axes": {"t": 2}, **MODELS["llama"], "kv_heads": 1}),
     "latent, 1f1b": (2, {"context": 2, "pipeline": "1f1b", "stages": 2, "microbatch": 2, **MODELS["latent"]}),
     "documents, dsp": (1, {"context": 2, "branch": "dsp", "branch_axes": {"g": 2}, **MODELS["packed_gpt"]}),
+    "straight": (2, {"context": 4}),
     "selective": (2, {"context": 3, "length": 15, "recompute": "selective"}),
     "dropout": (0, {"context": 2, "dropout": 0.2}),  # whose masks are drawn where keys are gathered
 }
@@ -34,7 +35,9 @@ CASES = [{"ring": name} for name in RINGS]
 
 
 def configured(name: str):
-    return configure(context_kind="ring", **RINGS[name][1])
+    c = configure(context_kind="ring", **RINGS[name][1])
+    c.parallel.context_balance = name != "straight"
+    return c
 
 
 @suite("rings", CASES, CASES)
@@ -42,6 +45,7 @@ def test_equals_one_process(case):
     plan, _ = prove(configured(case["ring"]))
     assert sum(kind == "ring_attention" for kind, _ in plan.operations) == RINGS[case["ring"]][0]
     assert unsound(plan) == []
+    assert plan.scheme.zigzag == ("" if case["ring"] == "straight" or plan.sizes["length"] % 2 else "context")
 
 
 @pytest.mark.parametrize("name", ["llama", "latent, 1f1b", "modern, 1d_sp"])

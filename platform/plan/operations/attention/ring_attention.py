@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.planner import Planner
 from platform.plan.language.attention_kernels import MATH
+from platform.plan.language.layout import consecutive
 from platform.plan.language.ops import Operation, Spec, scores_of
 from platform.plan.language.stretches import BLOCK, Stretch
 from platform.plan.operations.attention.hiding import hides, reads_of
@@ -36,6 +39,13 @@ def rotations(planner: Planner, operation: Operation) -> list[Collective]:
     over, elements = layout["length"], ring_message(planner, operation)
     phases = ["forward", "backward", "backward"] * (planner.mesh.extent(over) - 1)
     return [Collective("rotate", over, elements, "compute", phase, layout.only) for phase in phases]
+
+
+def positions_of(plan: Any, spec: Spec, at: Mapping[str, int]) -> list[Stretch]:
+    """Return the stretches of positions in the block of an activation that the rank at coordinates `at` holds."""
+    place, ranks = spec.dims.index("length"), plan.planner.ranks_in_zigzag("length", plan.layout(spec))
+    first, n = plan.block(spec, at)[place]
+    return [Stretch(*s) for s in consecutive(first, n, plan.global_shape(spec)[place], ranks)]
 
 
 class RingAttentionOp(BlockOp):
@@ -78,12 +88,10 @@ class RingAttentionOp(BlockOp):
         panels = ops.kernels.panels
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
-        over, at, place = found.collectives[-1].axes, ops.communicator.coordinates, spec.dims.index("length")
+        over, at = found.collectives[-1].axes, ops.communicator.coordinates
         (axis,) = over
-        ranks = ({**at, axis: i} for i in range(ops.plan.mesh.extent(over)))
-        keys = [[Stretch(*ops.plan.block(kv, there)[place])] for there in ranks]
-        queries = [Stretch(*ops.blocks[spec][place])]
-        kernel = found.operation["kernel"]
+        keys = [positions_of(ops.plan, kv, {**at, axis: i}) for i in range(ops.plan.mesh.extent(over))]
+        queries, kernel = positions_of(ops.plan, spec, at), found.operation["kernel"]
         plan = panels.PanelAttention(queries, keys, over, kernel, scale, causal, window)
         padding = None if mask is None else (mask[self.kind, name] < 0).t()
         hiding = panels.Hiding(None if begins is None else begins[self.kind, name], padding)
