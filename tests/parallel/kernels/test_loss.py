@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from platform.model import build_model
 from platform.parallel.kernels import loss
-from platform.parallel.kernels.loss import Classes, Likelihood, Targets
+from platform.parallel.kernels.chunked.loss import Classes, Likelihood, Targets
 from platform.plan.communication import loss_chunks as chunks
 from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_once
 from platform.plan.language.mesh import Mesh
