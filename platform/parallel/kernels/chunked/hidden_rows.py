@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,8 @@ class HiddenRows:
 
     def before(self, x: Tensor) -> list[Tensor]:
         """Return the products of the rows x, without a graph: the arguments of `function`, its gate last."""
-        biases = self.inner_biases or [None] * len(self.inner)
-        return [F.linear(x, w.detach(), b) for w, b in zip(self.inner, biases, strict=True)]  # type: ignore[arg-type]
+        pairs = zip_longest(self.inner, self.inner_biases)
+        return [F.linear(x, w.detach(), b if b is None else b.detach()) for w, b in pairs]
 
     def after(self, hidden: Tensor, out: Tensor) -> None:
         """Write the product of hidden rows with the outer weight, and its bias, to `out`."""
@@ -90,7 +91,7 @@ class _ByChunks(torch.autograd.Function):
                 for total, g in zip(sums, layer.gradients(x[at], gradient[at], dx[at], adds), strict=False):
                     total += g.sum(0)
         for b, total in zip(layer.inner_biases, sums, strict=True):
-            add_total(b, lambda dtype, total=total: total.to(dtype))  # type: ignore[misc]
+            add_total(b, lambda dtype, total=total: total.to(dtype))
         if layer.outer_bias is not None:
             add_total(layer.outer_bias, lambda dtype: gradient.sum(0, dtype=dtype))
         return None, dx, *(None for _ in layer.tensors)
