@@ -280,21 +280,20 @@ class ParallelOps(Ops):
         key = random.key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self.blocks[spec])
         return random.seeded(key, device)
 
-    def seen(self, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
-        """Return the attention mask added to the scores of whole q and k [batch, heads, length, d_kv]: -inf for keys
-        hidden by causality, by a `window`, or by `begins`, the positions at which documents begin; else 0. It is made
-        once for all layers and, without `begins`, for all passes."""
+    def seen(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
+        """Return the attention mask added to the scores of q, of type `spec`, and all k [batch, heads, length, d_kv]:
+        -inf for keys hidden by causality, by a `window`, or by `begins`, the positions at which documents begin, else
+        0. It is made once for all layers and, without `begins`, for all passes."""
         key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
         known = self.position.masks if self.offset or begins is not None else self._masks
         if key not in known:
             positions = kernels.positions
-            known[key] = positions.as_added(positions.unseen(*self.lengths(q, k), window, begins), q.dtype)
+            known[key] = positions.as_added(positions.unseen(*self.lengths(spec, q, k), window, begins), q.dtype)
         return known[key]
 
-    def lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the token positions of whole queries q and keys k [batch, heads, length, d_kv], int64 [length]."""
-        length = torch.arange(self.offset, self.offset + q.shape[2], device=q.device)
-        return length, torch.arange(k.shape[2], device=k.device)
+    def lengths(self, spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token positions of queries q, of type `spec`, and of all keys k, each int64 [length]."""
+        return self.positions(spec, "length", q.device), torch.arange(k.shape[2], device=k.device)
 
     def targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
         """Return the labels of a planned cross_entropy and, in training, their loss weights: tensors [rows]."""

@@ -45,7 +45,7 @@ class MemoryBudget:
         if self.memory == inf:
             return True
         split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
-        zero, data = config.parallel.zero, config.parallel.data
+        zero, data = config.parallel.zero, config.parallel.data * config.parallel.context
         experts = config.parallel.experts  # divides at most all parameters
         master, compute = self._itemsize["master"], self._itemsize["compute"]
         updated = master * (self._count + self._state) / (data if zero else experts)

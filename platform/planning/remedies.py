@@ -118,6 +118,9 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     yield from _fewer_rows(c)
     for axis, n in c.tensor.axes.items():
         yield f"tensor.axes.{axis}={2 * n}", _with(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
+    for ranks in (n * c.parallel.context for n in (2, 4)):
+        if c.model.length % ranks == 0:
+            yield f"parallel.context={ranks}", _with(c, "parallel", context=ranks), True
     for times in (2, 4):
         stages = times * c.pipeline.stages
         if c.pipeline.kind not in ("none", "file"):

@@ -178,7 +178,7 @@ model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no exp
 model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
 model.router_jitter=0.1 | model.router_jitter=0.1: model.experts=0: the model has no experts | 0
-model.router_bias=true | model.router_bias=True: model.experts=0: the model has no experts | False
+model.router_bias=true | model.router_bias=true: model.experts=0: the model has no experts | false
 model.balance_over=microbatch | model.balance_over=microbatch: unknown | batch
 parallel.lent_experts=1 | parallel.lent_experts=1: parallel.experts=1: every replica has all | 0
 model.experts=4 parallel.experts=4 parallel.lent_experts=1 | parallel.lent_experts=1: model.capacity_factor=1. | 0

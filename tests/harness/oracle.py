@@ -89,6 +89,9 @@ def configure(
     zero: int = 0,
     zero_group: int = 0,
     experts_of: int = 1,
+    context: int = 1,
+    context_kind: str = "auto",
+    context_heads: int = 0,
     microbatch: int = 4,
     global_batch: int = 8,
     precision: str = "fp64",
@@ -113,7 +116,8 @@ def configure(
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {}), "order": order})
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
-    c.parallel.experts = experts_of
+    c.parallel.experts, c.parallel.context = experts_of, context
+    c.parallel.context_kind, c.parallel.context_heads = context_kind, context_heads
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.train.mlp_chunks = mlp_chunks

@@ -72,9 +72,13 @@ class Ops:
         return function(x, *more)
 
     def fuses_attention(self, name: str, spec: Spec) -> bool:
-        """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves length,
+        """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
         return ("fused_attention", name) in self.plan.operations
+
+    def splits(self, spec: Spec, dim: str) -> bool:
+        """Return True if the scheme splits dim `dim` of activations in the region of `spec`."""
+        return bool(self.plan.scheme.regions[spec.region][dim])
 
     def planned(self, kind: str, name: str) -> PlannedOperation:
         """Return the planned operation `name` of this `kind`, such as ("lookup", "embedding"), where it is executed."""
