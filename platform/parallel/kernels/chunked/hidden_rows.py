@@ -1,5 +1,5 @@
 """Two products with a function between them, chunk by chunk of rows: the hidden rows between are computed again in the
-backward pass, so that those of one chunk alone are ever there."""
+backward pass, so that only one chunk's are ever there."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class HiddenRows:
             torch.addmm(self.outer_bias, hidden, self.outer.t(), out=out)
 
     def gradients(self, x: Tensor, gradient: Tensor, dx: Tensor, adds: Sequence[AddPart]) -> list[Tensor]:
-        """Compute the gradients of one chunk from its rows x and the `gradient` of its results: write that of x to
-        `dx`, add those of the weights by `adds`, one each, inner ones first; return those of the inner products."""
+        """Compute the gradients of one chunk from its rows x and the `gradient` of its results: write the gradient
+        of x to `dx`, add the weights' by `adds`, one each, inner ones first; return the gradients of inner products."""
         *inner, outer = adds
         with torch.enable_grad():
             products = [h.requires_grad_() for h in self.before(x)]

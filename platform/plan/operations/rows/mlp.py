@@ -13,7 +13,7 @@ class MlpOp(Op):
     """`down` of `function` of the products of x with the weights `inner` (their gate last): as type `spec` -> `hidden`
     -> `made`. It is planned as these products. On a rank it is computed in as many chunks of rows as the plan says
     (`mlp_chunks`): then `hidden` is there for one chunk at a time, and is computed again in the backward pass. It is
-    computed whole if ranks exchange anything in the middle of it, and where rows are those of experts (`counts`)."""
+    computed whole if ranks exchange anything in the middle of it, and for rows of experts (`counts`)."""
 
     def compose(self, ops, function, x, spec, inner, hidden, biases, down, made, bias, counts=None):
         """Compose a feed-forward layer of its two products and the function between them."""
