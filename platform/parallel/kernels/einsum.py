@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.in_panels.summa import summa
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, add_total
 from platform.parallel.kernels.products import Dims, Groups, grouped_einsum, local_einsum, sums_of_groups
 from platform.parallel.kernels.statistics import widened
-from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.neighbours import Neighbours
 from platform.parallel.sharding.operands import Operands
