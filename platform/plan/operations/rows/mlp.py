@@ -47,7 +47,7 @@ class MlpOp(Op):
         x, y, rows = ops.apply(x, up.groups[0].x), ops.tensor(prod(output.before)), prod(output.before[:-1])
         piece = -(-rows // ops.plan.mlp_chunks) * ops.plan.local_shape(inner[0])[0]
         before, ops.grad = ops.grad, False
-        _hidden(ops, function, len(inner), piece)
+        _inner_rows(ops, function, len(inner), piece)
         ops.grad = before
         keys, size = [p.name for p in (*inner, down)], x.elements
         vectors = {p.name: prod(ops.plan.local_shape(p)) for p in (*biases, *added)}
@@ -58,7 +58,7 @@ class MlpOp(Op):
             for key in keys:
                 ops.in_place(key)
             ops.tape = Tape()
-            h = _hidden(ops, function, len(inner), piece)
+            h = _inner_rows(ops, function, len(inner), piece)
             tape, ops.tape = ops.tape, before
             tape.unwind({h.key: ops.new(piece)}, ops.leaves)
             for name, n in vectors.items():
@@ -87,6 +87,6 @@ class MlpOp(Op):
         return up, last, bias if bias and last.adds([ops.planned("shift", bias[0].name)]) else ()
 
 
-def _hidden(ops, function: str, count: int, elements: int) -> Value:
+def _inner_rows(ops, function: str, count: int, elements: int) -> Value:
     """Count the hidden rows of a chunk, `elements` after the function of so many products."""
     return ops.pointwise(function, *[ops.tensor(elements) for _ in range(count)])
