@@ -75,8 +75,10 @@ class PointwiseOp(Op):
 
     def run(self, ops, function, *x):
         """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
-        rows = x[0].dim() == 2  # of experts: another number in every pass, and each would be compiled for itself
-        return (_functions()[function] if rows or ops.absent(x[0]) else function_of(ops, function))(*x)
+        compute = _functions()[function]
+        if x[0].dim() == 2:  # rows of experts: another number in every pass, and each would be compiled for itself
+            return getattr(ops.kernels.gated_rows, function, compute)(*x)
+        return (compute if ops.absent(x[0]) else function_of(ops, function))(*x)
 
     def meter(self, ops, function, *x):
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
