@@ -78,7 +78,7 @@ OUT = torch.randn(BATCH, HEADS, LENGTH, 16, generator=torch.Generator().manual_s
 def drawing() -> Drawing:
     shape = BATCH, HEADS, LENGTH, LENGTH
     strides = [HEADS * LENGTH**2, LENGTH**2, LENGTH, 1]
-    return Drawing(counters([(0, n) for n in shape], strides, "cpu"), torch.tensor(12345), RATE)
+    return Drawing(counters([torch.arange(n) for n in shape], strides), torch.tensor(12345), RATE)
 
 
 def one_softmax(c: Case) -> dict[str, torch.Tensor]:
