@@ -265,7 +265,7 @@ def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         for s in leave.forward
     ]
     operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_apart(held))
-    yield Form(operands, out, leave, whole=("length",), beside=told)
+    yield Form(operands, out, leave, beside=told)
 
 
 def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -278,7 +278,7 @@ def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         there = after(there, step)
     apart, back = _apart(_held(plan, y, enter)), _apart(_held(plan, y, enter), there.split["batch"])
     operands = Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)
-    yield Form(operands, out, leave, whole=("length",), linear=True)
+    yield Form(operands, out, leave, linear=True)
 
 
 def _held(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
