@@ -34,13 +34,13 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         out = x.new_empty(RANKS, *x.shape)
-        dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous())
+        dist.all_gather_single(out.flatten(0, 1), x.contiguous())
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         out = torch.empty_like(gradient[0])
-        dist.reduce_scatter_tensor(out, gradient.contiguous().flatten(0, 1))
+        dist.reduce_scatter_single(out, gradient.contiguous().flatten(0, 1))
         return out
 
 
