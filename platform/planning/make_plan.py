@@ -126,7 +126,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = _with_updates(config, plan)
+    plan = _with_updates(config, replace(plan, warnings=(*plan.warnings, *_without_ring(config, plan))))
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
@@ -152,6 +152,16 @@ def _with_updates(config: Config, plan: Plan) -> Plan:
     if config.optimizer.kind == "adafactor":
         return replace(plan, factored=tuple(find_factored(plan)))
     return plan
+
+
+def _without_ring(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a warning for a plan in which keys are to go around, and some attention gathers them."""
+    if config.parallel.context_kind != RING or config.parallel.context == 1:
+        return
+    gathers = [name for (kind, name) in plan.operations if kind == "relayout" and name.endswith("attention.key")]
+    if names := dict.fromkeys(name.split(".", 2)[-1].removesuffix(".key") for name in gathers):
+        why = f"model.dropout={config.model.dropout}" if config.model.dropout else "another axis splits length there"
+        yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
 
 def _few_units(config: Config, units: int) -> str:
