@@ -7,22 +7,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
+from typing import Any
 
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.config.extending.extensions import refusing_exits
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.config.layout_map import axes_of
+from platform.config.length_ramp import at_length, phases_of, ramp_of
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
 from platform.optimizer.parameter_groups import find_factored, find_matrices, violations_of_patterns
 from platform.optimizer.whole import split_violations
 from platform.plan.core.build import build_plan
+from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LabelLoss
 from platform.plan.language.mistakes import ModelMistake
-from platform.plan.language.numbers import count_of, factorizations
+from platform.plan.language.numbers import count_of, divisors, factorizations
 from platform.plan.language.ops import Recompute
-from platform.plan.language.scheme import compose_scheme
+from platform.plan.language.scheme import Scheme, compose_scheme
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
@@ -58,7 +61,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     """
     tensor, branch = asdict(config.tensor), asdict(config.branch)
     inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
-    data, train = _replicas(config, inner, workers or inner), config.train
+    data = _replicas(config, inner, workers or inner)
     experts = expert_group(config, data)
     lent = config.parallel.lent_experts
     scheme = compose_scheme(tensor, branch, data, zero_group(config, data // experts, experts), experts, lent)
@@ -68,25 +71,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             raise ConfigError(few)
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
-            build_plan(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
-        plan = build_plan(
-            model,
-            scheme,
-            data=data,
-            microbatch=train.microbatch,
-            microbatches=count_microbatches(config, data),
-            sequences=train.global_batch,
-            stage_of=schedule_of(config, data).placement if stage_of is None else stage_of,
-            recompute=Recompute(config.recompute, config.recompute_every),
-            scatter_gather=config.pipeline.scatter_gather,
-            precision=config.precision,
-            zero=config.parallel.zero,
-            turns=config.pipeline.kind == "none",
-            dropout=config.model.dropout,
-            fused_dropout=config.model.fused_dropout,
-            attention_kernel=train.attention_kernel,
-            loss=LabelLoss(loss_of(config), objective_of(config) in WEIGHTED),
-        )
+            build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+        stage_of = schedule_of(config, data).placement if stage_of is None else stage_of
+        plan = _built(config, model, scheme, data, stage_of)
     except ModelMistake as error:
         line = violation(
             "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
@@ -101,7 +88,68 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
-    return plan
+    return _with_shorter(config, plan, data)
+
+
+def _built(
+    config: Config,
+    model: RecordableModel,
+    scheme: Scheme,
+    data: int,
+    stage_of: Sequence[int],
+    parts: Sequence[Sequence[str]] = (),
+) -> Plan:
+    """Build the plan of a configured `model` over `data` replicas, without what only updates need; `stage_of`, `parts`:
+    the stage, and the units if they are given, of every chunk. Raises ModelMistake, IllegalPlan."""
+    return build_plan(
+        model,
+        scheme,
+        data=data,
+        microbatch=config.train.microbatch,
+        microbatches=count_microbatches(config, data),
+        sequences=config.train.global_batch,
+        stage_of=stage_of,
+        recompute=Recompute(config.recompute, config.recompute_every),
+        scatter_gather=config.pipeline.scatter_gather,
+        precision=config.precision,
+        zero=config.parallel.zero,
+        turns=config.pipeline.kind == "none",
+        dropout=config.model.dropout,
+        fused_dropout=config.model.fused_dropout,
+        attention_kernel=config.train.attention_kernel,
+        loss=LabelLoss(loss_of(config), objective_of(config) in WEIGHTED),
+        parts=parts,
+    )
+
+
+def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
+    """Return the plan with those of the steps whose sequences are shorter (train.length_ramp): the same parameters on
+    the same ranks. Raises ConfigError with a line per length that has no such plan."""
+    found, lines = {}, []
+    stage_of, parts = [c.stage for c in plan.chunks], [c.units for c in plan.chunks]
+    for entry, phase in zip(config.train.length_ramp[:-1], ramp_of(config.train), strict=False):
+        short = at_length(config, phase.length)
+        try:
+            made = _built(short, build_model(short.model), plan.scheme, data, stage_of, parts)
+        except IllegalPlan as error:
+            start = entry.partition(":")[0]
+            others = (n for n in divisors(config.model.length) if is_legal(at_length(config, n), data))
+            legal = [f"{start}:{n}" for n in closest(phase.length, others)]
+            lines += [violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations]
+            continue
+        if _weights(made) != _weights(plan):
+            constraint = f"model.kind={config.model.kind} has other parameters at this length"
+            lines.append(violation("train.length_ramp", entry, constraint, [[]]))
+        found[phase.length] = replace(made, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored)
+    refuse_all(lines)
+    return replace(plan, shorter=found)
+
+
+def _weights(plan: Plan) -> list[tuple[Any, ...]]:
+    """Return what of each parameter of a plan decides where its blocks lie, and where its gradients are summed."""
+    reduced = plan.reductions
+    return [(p.name, plan.global_shape(p), plan.layout(p), reduced.get(p.name), plan.stages_of[p.name])
+            for p in (*plan.parameters, *plan.states)]  # fmt: skip
 
 
 def _replicas(config: Config, inner: int, workers: int) -> int:
@@ -185,11 +233,13 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 def is_legal(config: Config, data: int) -> bool:
     """Return True if the configured model has a legal plan with the configured sizes of tensor and branch axes over
-    `data` replicas. One layer is planned, without pipeline stages, as all layers are alike."""
+    `data` replicas, at all lengths of its sequences. One layer is planned, without pipeline stages, as all layers are
+    alike."""
     scheme = compose_scheme(asdict(config.tensor), asdict(config.branch), data, experts=expert_group(config, data))
-    model = build_model(replace(config.model, layers=1))
     try:
-        build_plan(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+        for c in (at_length(config, phase.length) for phase in phases_of(config)):
+            model = build_model(replace(c.model, layers=1))
+            build_plan(model, scheme, data=data, microbatch=c.train.microbatch, microbatches=1)
     except IllegalPlan:
         return False
     return True

@@ -1,0 +1,67 @@
+"""Length ramp: how long the sequences of each training step are, as a function of the step alone.
+
+A run that trains on short sequences first spends less on attention, and learns what short contexts teach (BERT, Devlin
+et al. 2018, A.2). `STEP:LENGTH`: once STEP updates are done, sequences have LENGTH tokens.
+
+    train.length_ramp=[0:256,200:512,400:1024] model.length=1024 train.global_batch=8
+
+    steps                    1-200   201-400   from 401
+    tokens of a sequence       256       512       1024
+    sequences                   32        16          8
+    samples of 1024 tokens       8         8          8
+
+A sample stays model.length tokens of the corpus: here it is cut into *pieces*, sequences one after another. So the
+tokens of a step, and the labels that it learns from, are those of a run without a ramp: whatever the lengths, no token
+comes twice in an epoch or is left out, and train.global_batch and train.microbatch count samples throughout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from platform.config.fields import Config
+from platform.config.groups.train_group import Train
+
+
+class Phase(NamedTuple):
+    """Consecutive training steps whose sequences have one length: the first step, from 1, and the length in tokens."""
+
+    step: int
+    length: int
+
+
+def ramp_of(train: Train) -> list[Phase]:
+    """Return the phases that train.length_ramp gives a run, as the user has written them; [] for none."""
+    pairs = (entry.partition(":") for entry in train.length_ramp)
+    return [Phase(int(step) + 1, int(length)) for step, _, length in pairs]
+
+
+def phases_of(config: Config) -> Sequence[Phase]:
+    """Return the phases of a run whose sequences grow, each with one length; the last has no end."""
+    return ramp_of(config.train) or [Phase(1, config.model.length)]
+
+
+def length_of(config: Config, step: int) -> int:
+    """Return the tokens of each sequence that training step `step` (from 1) of a configured run takes."""
+    found = phases_of(config)
+    return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)].length
+
+
+def lengths_from(config: Config, step: int) -> list[int]:
+    """Return the lengths that sequences have in training step `step` (from 1) of a configured run and in later ones,
+    ascending."""
+    now = length_of(config, step)
+    return [phase.length for phase in phases_of(config) if phase.length >= now]
+
+
+def at_length(config: Config, length: int) -> Config:
+    """Return the configuration of a run's steps whose sequences have `length` tokens, as if all its steps were such:
+    as many tokens per microbatch and step, in more sequences."""
+    train, pieces = config.train, config.model.length // length
+    counts = {name: getattr(train, name) * pieces for name in ("global_batch", "microbatch", "ramp_from", "ramp_by",
+                                                               "ramp_samples")}  # fmt: skip
+    model = replace(config.model, length=length)
+    return replace(config, model=model, train=replace(train, **counts, length_ramp=[]))
