@@ -13,7 +13,7 @@ from platform.boundary.refusals import ConfigError, closest, refuse_all, violati
 from platform.config.extending.extensions import refusing_exits
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.config.layout_map import axes_of
-from platform.config.length_ramp import at_length, phases_of, ramp_of
+from platform.config.ramps.length_ramp import at_length, phases_of, ramp_of
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
 from platform.optimizer.parameter_groups import find_factored, find_matrices, violations_of_patterns
@@ -73,7 +73,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             shallow = build_model(replace(config.model, layers=2))
             build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
         stage_of = schedule_of(config, data).placement if stage_of is None else stage_of
-        plan = _built(config, model, scheme, data, stage_of)
+        plan = _plan_of(config, model, scheme, data, stage_of)
     except ModelMistake as error:
         line = violation(
             "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
@@ -91,7 +91,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     return _with_shorter(config, plan, data)
 
 
-def _built(
+def _plan_of(
     config: Config,
     model: RecordableModel,
     scheme: Scheme,
@@ -123,21 +123,21 @@ def _built(
 
 
 def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
-    """Return the plan with those of the steps whose sequences are shorter (train.length_ramp): the same parameters on
-    the same ranks. Raises ConfigError with a line per length that has no such plan."""
+    """Return the plan with a plan for each shorter length of its sequences (train.length_ramp), of the same parameters
+    on the same ranks. Raises ConfigError with a line per length without such a plan."""
     found, lines = {}, []
     stage_of, parts = [c.stage for c in plan.chunks], [c.units for c in plan.chunks]
     for entry, phase in zip(config.train.length_ramp[:-1], ramp_of(config.train), strict=False):
         short = at_length(config, phase.length)
         try:
-            made = _built(short, build_model(short.model), plan.scheme, data, stage_of, parts)
+            made = _plan_of(short, build_model(short.model), plan.scheme, data, stage_of, parts)
         except IllegalPlan as error:
             start = entry.partition(":")[0]
             others = (n for n in divisors(config.model.length) if is_legal(at_length(config, n), data))
             legal = [f"{start}:{n}" for n in closest(phase.length, others)]
             lines += [violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations]
             continue
-        if _weights(made) != _weights(plan):
+        if _placed(made) != _placed(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
             lines.append(violation("train.length_ramp", entry, constraint, [[]]))
         found[phase.length] = replace(made, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored)
@@ -145,7 +145,7 @@ def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
     return replace(plan, shorter=found)
 
 
-def _weights(plan: Plan) -> list[tuple[Any, ...]]:
+def _placed(plan: Plan) -> list[tuple[Any, ...]]:
     """Return what of each parameter of a plan decides where its blocks lie, and where its gradients are summed."""
     reduced = plan.reductions
     return [(p.name, plan.global_shape(p), plan.layout(p), reduced.get(p.name), plan.stages_of[p.name])

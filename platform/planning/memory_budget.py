@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf, prod
 
 from platform.config.fields import Config
-from platform.config.length_ramp import at_length
+from platform.config.ramps.length_ramp import at_length
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS, kept_numbers
 from platform.optimizer.scratch import Update, parts_of

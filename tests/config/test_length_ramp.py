@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from platform.config.batch_ramp import samples_of
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.config.length_ramp import at_length, length_of, lengths_from, phases_of
+from platform.config.ramps.batch_ramp import samples_of
+from platform.config.ramps.length_ramp import at_length, length_of, lengths_from, phases_of
 from platform.launch import compose
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from platform.config.batch_ramp import samples_of
 from platform.config.fields import Config, Data
-from platform.config.length_ramp import length_of
+from platform.config.ramps.batch_ramp import samples_of
+from platform.config.ramps.length_ramp import length_of
 from platform.data.corpus import Corpus, open_corpus
-from platform.data.pieces import cut, pieces_of
+from platform.data.objectives import cut
+from platform.train.step.inputs import pieces_of
 
 LENGTH = 12
 

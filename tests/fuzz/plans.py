@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
-from platform.config.batch_ramp import batch_of, samples_of
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.config.length_ramp import length_of
+from platform.config.ramps.batch_ramp import batch_of, samples_of
+from platform.config.ramps.length_ramp import length_of
 from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank

@@ -7,7 +7,7 @@ from math import log
 
 from platform.cluster.control.forming.context import Generation
 from platform.config.fields import Config
-from platform.config.length_ramp import length_of
+from platform.config.ramps.length_ramp import length_of
 from platform.monitor import MetricsRow
 from platform.train.protocol.replies import StepReport
 

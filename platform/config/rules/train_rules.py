@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from platform.boundary.refusals import closest, violation
 from platform.config.fields import Config, objective_of
 from platform.config.key import refused
-from platform.config.length_ramp import ramp_of
+from platform.config.ramps.length_ramp import ramp_of
 from platform.plan.language.numbers import divisors
 
 
 def _ramp(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in the configuration of a growing batch (`platform.config.batch_ramp`)."""
+    """Yield a refusal line for each mistake in the configuration of a growing batch (`ramps.batch_ramp`)."""
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:
@@ -35,7 +35,7 @@ CUT = ("causal", "masked")  # objectives whose samples can be cut: each token ha
 
 def _length_ramp(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of sequences that grow
-    (`platform.config.length_ramp`)."""
+    (`ramps.length_ramp`)."""
     key, most, ramp = "train.length_ramp", config.model.length, ramp_of(config.train)
     for number, (entry, (step, length)) in enumerate(zip(config.train.length_ramp, ramp, strict=True)):
         before, after = (ramp[number - 1] if number else None), ramp[number + 1 :]

@@ -46,8 +46,8 @@ class Plan:
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
-    `shorter`: plans of the steps whose sequences are shorter than `sizes` says (train.length_ramp), by their length:
-    the same ranks hold the same parameters, and activations have other shapes.
+    `shorter`: plans of steps with shorter sequences (train.length_ramp), by length: the same ranks hold the same
+    parameters, and activations have other shapes.
     """
 
     planner: Planner
@@ -96,12 +96,12 @@ class Plan:
         return replace(self, chunks=chunks, parameters=parameters, states=states, shorter={})
 
     def of_length(self, length: int) -> Plan:
-        """Return the plan of the steps whose sequences have `length` tokens."""
+        """Return the plan of steps whose sequences have `length` tokens."""
         return self.shorter.get(length, self)
 
     @property
     def of_lengths(self) -> list[Plan]:
-        """Return the plans of all lengths that a run's sequences have, ascending; the last is this one."""
+        """Return the plans of all lengths of a run's sequences, ascending; the last is this one."""
         return [*(self.shorter[length] for length in sorted(self.shorter)), self]
 
     @cached_property

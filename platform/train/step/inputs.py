@@ -11,6 +11,7 @@ from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
 from platform.data.corpus import Corpus
+from platform.data.objectives import cut
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
@@ -60,6 +61,16 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         blocks = {layout: cut(name, layout) for layout in dict.fromkeys(readers.values())}
         out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
     return out
+
+
+def pieces_of(corpus: Corpus, split: str, start: int, end: int, pieces: int) -> dict[str, Any]:
+    """Return sequences [start, end) of the split's endless global order, as `Corpus.batch` does, with each sample cut
+    into `pieces` sequences: sample n is sequences [n pieces, (n + 1) pieces)."""
+    if pieces == 1:
+        return corpus.batch(split, start, end)
+    first = start // pieces
+    samples = corpus.batch(split, first, -(-end // pieces))
+    return {name: rows[start - first * pieces : end - first * pieces] for name, rows in cut(samples, pieces).items()}
 
 
 def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:

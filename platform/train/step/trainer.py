@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.config.batch_ramp import samples_of
 from platform.config.fields import Config
-from platform.config.length_ramp import length_of, lengths_from
+from platform.config.ramps.batch_ramp import samples_of
+from platform.config.ramps.length_ramp import length_of, lengths_from
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
@@ -41,8 +41,8 @@ from platform.train.protocol.replies import CollectiveSpan, Differences, RankTim
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import share_of
 from platform.train.step.loss_scale import LossScale
-from platform.train.step.passes import Passes, PipelineOf
 from platform.train.step.rank_parameters import DTYPES, Weights
+from platform.train.step.stage_passes import PipelineOf, StagePasses
 
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
 
@@ -87,8 +87,8 @@ class Trainer:
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device, detailed=config.monitor.timeline)
         self._compiles = config.train.compile == "on"  # the driver has settled auto
-        self._of_lengths: dict[int, Passes] = {}
-        self.passes = self.of_length(config.model.length)  # of the step under way
+        self._of_lengths: dict[int, StagePasses] = {}
+        self.passes = self.of_length(config.model.length)  # of the current step
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of this rank's master weights, without frozen ones, with weight decay for the
@@ -103,17 +103,16 @@ class Trainer:
             optimizer.factors = Factors(self.stage, self.communicator)  # type: ignore[attr-defined]
         return optimizer
 
-    def of_length(self, length: int) -> Passes:
+    def of_length(self, length: int) -> StagePasses:
         """Return the passes of this rank over training sequences of `length` tokens."""
         if (found := self._of_lengths.get(length)) is None:
             plan = self.plan.of_length(length)
-            found = Passes(self.config, plan, self.communicator, self.corpus, self.weights, self._compiles)
+            found = StagePasses(self.config, plan, self.communicator, self.corpus, self.weights, self._compiles)
             self._of_lengths[length] = found
         return found
 
-    def enter(self, step: int) -> Passes:
-        """Return the passes of training step `step`, of sequences as long as these are then, as those under way from
-        now on; forget those of shorter ones, which do not come again."""
+    def enter(self, step: int) -> StagePasses:
+        """Make the passes over sequences of training step `step` current, and return them; drop shorter ones."""
         length = length_of(self.config, step)
         self._of_lengths = {n: found for n, found in self._of_lengths.items() if n >= length}
         self.passes = self.of_length(length)
@@ -121,7 +120,7 @@ class Trainer:
 
     @property
     def ops(self) -> ParallelOps:
-        """Return the executor of the operations of the training step under way on this rank."""
+        """Return the executor of the current training step's operations on this rank."""
         return self.passes.ops
 
     def step(
@@ -161,8 +160,7 @@ class Trainer:
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
         scale, overflowed = self.loss_scale, not differences and self._rescale(loss, norm, skipped)
-        samples, reading = samples_of(self.config.train, step), clock.read()
-        seconds = reading.seconds
+        samples, seconds = samples_of(self.config.train, step), (reading := clock.read()).seconds
         return StepReport(
             step=step,
             loss=loss,
@@ -214,14 +212,14 @@ class Trainer:
         """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global sum."""
         share = share_of(self.plan, self.corpus, *samples_of(self.config.train, step))
         passes = self.enter(step)
-        return self._run(step, self._row(step), share, passes.pipeline), share
+        return self._run_passes(step, self._row(step), share, passes.pipeline), share
 
     def _row(self, step: int) -> Sequence[Action]:
         """Return the actions of this pipeline stage, in order, for the microbatches of training step `step`."""
         first, end = samples_of(self.config.train, step)
         return self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
 
-    def _run(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
+    def _run_passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
         """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
         accumulate this rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed
         loss (fp64 scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: constructor of the executor
@@ -271,7 +269,7 @@ class Trainer:
                 ops, stage = self.passes.ops, self.passes.stage
                 compiler, ops.compiler = ops.compiler, trial
                 for ops.watched in (*([Watched(stage, self.communicator)] if self.config.monitor.layers else []), None):
-                    self._run(step, row, 1.0, self.passes.alone)
+                    self._run_passes(step, row, 1.0, self.passes.alone)
                     self.weights.finish()
             if self.config.eval.every:
                 self.passes.evaluate(self.rows.forward, "train", *samples_of(self.config.train, step), alone=True)

@@ -14,15 +14,14 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.length_ramp import length_of
-from platform.data import pieces
+from platform.config.ramps.length_ramp import length_of
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.check.plan_check import unsound
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.replies import StepReport
-from platform.train.step import passes
+from platform.train.step import inputs, stage_passes
 from tests.fuzz import plans
 from tests.harness import reference_transformer
 from tests.harness.oracle import MODELS, Result, Tokens, compare, configure, trainer_of
@@ -92,7 +91,7 @@ def test_negative_control_pieces_that_are_no_neighbours(monkeypatch):
         return {name: rows.reshape(len(rows), -1, count).swapaxes(1, 2).reshape(len(rows) * count, -1)
                 for name, rows in samples.items()}  # fmt: skip
 
-    monkeypatch.setattr(pieces, "cut", strided)
+    monkeypatch.setattr(inputs, "cut", strided)
     with pytest.raises(AssertionError, match="step 1"):
         check_reference(growing(global_batch=4, microbatch=3))
 
@@ -134,7 +133,7 @@ def moved_by_steps(c: Config, plan: Plan) -> tuple[list[Result], list[dict[str, 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_through_two_boundaries_equals_one_process(name):
-    """Loss, gradients, norms, updates, an evaluation and answers; and each step moves the bytes of its length's plan."""
+    """Loss, gradients, norms, updates, an evaluation and answers; each step moves the bytes of its length's plan."""
     c = PLANS[name]()
     plan = make_plan(c)
     assert [*plan.shorter] == [4, 8] and unsound(plan) == []
@@ -157,17 +156,17 @@ def test_a_run_goes_on_under_another_plan(seed):
 def test_negative_control_positions_of_the_last_rows(monkeypatch):
     """Where ranks that are several read the table from its end, the oracle sees it."""
     c = growing("1d", {"t": 2}, microbatch=2)
-    plan, cut_of = make_plan(c), pieces.pieces_of
+    plan, cut_of = make_plan(c), inputs.pieces_of
 
     def shifted(corpus, split, start, end, count):
         return cut_of(corpus, split, start + (count > 1), end + (count > 1), count)
 
-    real, alone = plans.run_phase, passes.pieces_of
+    real, alone = plans.run_phase, stage_passes.pieces_of
 
     def wrong(*given):
-        monkeypatch.setattr(passes, "pieces_of", shifted)
+        monkeypatch.setattr(stage_passes, "pieces_of", shifted)
         found = real(*given)
-        monkeypatch.setattr(passes, "pieces_of", alone)
+        monkeypatch.setattr(stage_passes, "pieces_of", alone)
         return found
 
     monkeypatch.setattr(plans, "run_phase", wrong)

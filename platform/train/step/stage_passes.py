@@ -1,4 +1,4 @@
-"""Passes of one rank over sequences of one length: its part of the model, its data, executors of rows."""
+"""StagePasses of one rank over sequences of one length: its part of the model, its data, executors of rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.config.length_ramp import at_length
+from platform.config.ramps.length_ramp import at_length
 from platform.data.corpus import Corpus
-from platform.data.pieces import pieces_of
 from platform.model import build_model
 from platform.model.layers import Activations
 from platform.model.losses import losses_of
@@ -25,13 +24,13 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.schedule.table import Action
-from platform.train.step.inputs import Blocks, place, stretches
+from platform.train.step.inputs import Blocks, pieces_of, place, stretches
 from platform.train.step.rank_parameters import DTYPES, Weights
 
-PipelineOf = Callable[..., PipelineExecutor]  # `Passes.pipeline` or `Passes.alone`
+PipelineOf = Callable[..., PipelineExecutor]  # `StagePasses.pipeline` or `StagePasses.alone`
 
 
-class Passes:
+class StagePasses:
     """Passes of the rank of `communicator` over microbatches whose sequences have one length. `stage`: the plan of this
     rank's stage; `pieces`: sequences that a sample of the corpus is cut into; `batch`: sequences of a microbatch of all
     replicas."""
@@ -45,8 +44,8 @@ class Passes:
         weights: Weights,
         compiles: bool,
     ):
-        """Prepare a rank's passes under `plan`, that of one length of sequences, through its `weights`. `compiles`: the
-        run compiles."""
+        """Prepare a rank's passes through its `weights` under `plan`, the plan of one length of sequences. `compiles`:
+        True if the run compiles."""
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.stage = stage = plan.at(communicator.coordinates["stage"])
         self.pieces, self.batch = config.model.length // plan.sizes["length"], plan.sizes["batch"]

@@ -10,9 +10,9 @@ et al. 2018, A.2). `STEP:LENGTH`: once STEP updates are done, sequences have LEN
     sequences                   32        16          8
     samples of 1024 tokens       8         8          8
 
-A sample stays model.length tokens of the corpus: here it is cut into *pieces*, sequences one after another. So the
-tokens of a step, and the labels that it learns from, are those of a run without a ramp: whatever the lengths, no token
-comes twice in an epoch or is left out, and train.global_batch and train.microbatch count samples throughout.
+A sample has model.length tokens of the corpus in every step: here it is cut into *pieces*, sequences one after another.
+So a step has the same tokens and labels as without a ramp. An epoch has each token once, at any lengths, and
+train.global_batch and train.microbatch count samples in all steps.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from platform.config.fields import Config
 from platform.config.groups.train_group import Train
 
 
-class Phase(NamedTuple):
+class LengthPhase(NamedTuple):
     """Consecutive training steps whose sequences have one length: the first step, from 1, and the length in tokens."""
 
     step: int
     length: int
 
 
-def ramp_of(train: Train) -> list[Phase]:
+def ramp_of(train: Train) -> list[LengthPhase]:
     """Return the phases that train.length_ramp gives a run, as the user has written them; [] for none."""
     pairs = (entry.partition(":") for entry in train.length_ramp)
-    return [Phase(int(step) + 1, int(length)) for step, _, length in pairs]
+    return [LengthPhase(int(step) + 1, int(length)) for step, _, length in pairs]
 
 
-def phases_of(config: Config) -> Sequence[Phase]:
+def phases_of(config: Config) -> Sequence[LengthPhase]:
     """Return the phases of a run whose sequences grow, each with one length; the last has no end."""
-    return ramp_of(config.train) or [Phase(1, config.model.length)]
+    return ramp_of(config.train) or [LengthPhase(1, config.model.length)]
 
 
 def length_of(config: Config, step: int) -> int:
@@ -51,8 +51,7 @@ def length_of(config: Config, step: int) -> int:
 
 
 def lengths_from(config: Config, step: int) -> list[int]:
-    """Return the lengths that sequences have in training step `step` (from 1) of a configured run and in later ones,
-    ascending."""
+    """Return the lengths of sequences from training step `step` (from 1) of a configured run on, ascending."""
     now = length_of(config, step)
     return [phase.length for phase in phases_of(config) if phase.length >= now]
 
