@@ -336,8 +336,8 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
     """Raise ConfigError for a plan that needs more memory than its workers' devices of `kind` (cpu | cuda) have, or
     warn the user of it, as cluster.memory says. The driver calls it twice, and one of the calls checks: the first
     (`stated`), before it looks for devices, if the configuration states their memory; else the second."""
-    from platform.cluster.run.devices import device_of
-    from platform.planning.remedies import lack_of_memory
+    from platform.cluster.run.devices import device_of, machine_memory
+    from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
 
     c = config.cluster
     decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())
@@ -348,6 +348,9 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
         if c.memory == "refuse":
             raise ConfigError(line)
         say(f"warning: {line}")
+    if kind == "cuda" and resources.crew_kind(c) in ("inline", "local", "processes"):
+        here = Device(machine_memory(), "this machine")
+        refuse_all(filter(None, [lack_of_host_memory(config, plan, here, plan.mesh.size)]))
 
 
 @contextmanager

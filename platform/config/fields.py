@@ -46,6 +46,9 @@ class Config:
         "none", "recomputed in backward: nothing, the inside of attention, or blocks", ("none", "selective", "full")
     )
     recompute_every: int = key(1, "recompute=full: blocks recomputed at a time", ">= 1", most=10_000)
+    recompute_offload: bool = key(
+        False, "recompute=full: keep the inputs of blocks in host memory (on CPUs, a copy that saves nothing)"
+    )
     loss_scale: LossScaling = field(default_factory=LossScaling)
     train: Train = field(default_factory=Train)
     model: Model = field(default_factory=Model)

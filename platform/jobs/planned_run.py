@@ -16,11 +16,11 @@ from platform.config.durations import hms, job_seconds
 from platform.config.fields import Config
 from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
-from platform.jobs.sizing import JobSize, job_size, workers_per_node
+from platform.jobs.sizing import GIB, JobSize, job_size, workers_per_node
 from platform.launch import compose
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
-from platform.planning.remedies import Device, lack_of_memory
+from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
 
 TEMPLATES = CONF.parent / "jobs" / "templates"
 _PLACE = re.compile(r"@\{(\w+)\}")  # `${...}` is bash's
@@ -76,6 +76,9 @@ def plan_job(
     size = job_size(config, plan, options)
     memory = config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu)
     if size.device == "cuda" and memory and (line := lack_of_memory(config, plan, Device(memory, config.cluster.gpu))):
+        raise ConfigError(line)
+    node = Device(options.memory * GIB, f"job.memory={options.memory}")
+    if size.device == "cuda" and node.memory and (line := lack_of_host_memory(config, plan, node, size.workers)):
         raise ConfigError(line)
     if options.time and job_seconds(options.time) < (least := size.margin + _START):
         rule = f"its end, {size.margin} s before which the run saves, and its start take {least} s"

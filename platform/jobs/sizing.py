@@ -9,7 +9,7 @@ from platform.jobs.options import JobOptions
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.plan.memory.worker_bytes import state_elements, weight_bytes
-from platform.planning.memory_budget import needed_bytes
+from platform.planning.memory_budget import host_bytes, needed_bytes
 
 GIB = 1 << 30
 _PER_NODE = 8  # workers of a node, unless job.workers says otherwise
@@ -69,8 +69,7 @@ def job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize:
     own = _state_of_a_worker(config, plan)
     state = _state(config, plan)
     each = _PROCESS[device] + (_COPIES * own if config.elastic.snapshot_every else 0) + _SAVED * own
-    if device == "cpu":
-        each += needed_bytes(config, plan)
+    each += needed_bytes(config, plan) if device == "cpu" else host_bytes(config, plan)
     shm = _gib(workers * _SHARED[device] + GIB)
     memory = options.memory * GIB or _gib(int(_ROOM * (workers * each + _NODE[device])) + shm)
     margin = _LEAST_MARGIN + 2 * state / nodes / _WRITTEN

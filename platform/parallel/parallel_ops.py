@@ -16,12 +16,13 @@ from platform.parallel import kernels
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.compiled import Trial, region
 from platform.parallel.compiled_block import CompiledBlock, compiled_block
+from platform.parallel.kept.offload import Offload
+from platform.parallel.kept.recompute import recomputed
 from platform.parallel.kernels import random
 from platform.parallel.kernels.dropout import Drawing
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.kernels.loss import Classes, Targets, TokenLoss
 from platform.parallel.kernels.residual import Region
-from platform.parallel.recompute import recomputed
 from platform.parallel.sdpa import in_kernel
 from platform.parallel.sharding import convert as conversions
 from platform.parallel.sharding.convert import Pending, convert
@@ -82,6 +83,7 @@ class ParallelOps(Ops):
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
+        self.offload = Offload(communicator.device) if plan.recompute.offload else None
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
         self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
         self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
@@ -111,6 +113,8 @@ class ParallelOps(Ops):
         """Begin a forward pass on this rank: wait for gathers of parameters started early but never used."""
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
+        if self.offload:
+            self.offload.begin_pass()
 
     def read_on(self, offset: int, cache: KeyValueCache) -> None:
         """Begin a pass of text generation after `offset` tokens per sequence that the key-value `cache` holds."""
@@ -168,7 +172,7 @@ class ParallelOps(Ops):
             yield
             self.position, self.deferred, self.ahead.again = now
 
-        return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
+        return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), self.offload, x, *more)
 
     def count_routed(self, name: str, counts: Tensor, axes: Sequence[str]) -> None:
         """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`."""
@@ -275,21 +279,20 @@ class ParallelOps(Ops):
         key = random.key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self.blocks[spec])
         return random.seeded(key, device)
 
-    def seen(self, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
-        """Return the attention mask added to the scores of whole q and k [batch, heads, length, d_kv]: -inf for keys
-        hidden by causality, by a `window`, or by `begins`, the positions at which documents begin; else 0. It is made
-        once for all layers and, without `begins`, for all passes."""
+    def seen(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
+        """Return the attention mask added to the scores of q, of type `spec`, and all k [batch, heads, length, d_kv]:
+        -inf for keys hidden by causality, by a `window`, or by `begins`, the positions at which documents begin, else
+        0. It is made once for all layers and, without `begins`, for all passes."""
         key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
         known = self.position.masks if self.offset or begins is not None else self._masks
         if key not in known:
             positions = kernels.positions
-            known[key] = positions.as_added(positions.unseen(*self.lengths(q, k), window, begins), q.dtype)
+            known[key] = positions.as_added(positions.unseen(*self.lengths(spec, q, k), window, begins), q.dtype)
         return known[key]
 
-    def lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the token positions of whole queries q and keys k [batch, heads, length, d_kv], int64 [length]."""
-        length = torch.arange(self.offset, self.offset + q.shape[2], device=q.device)
-        return length, torch.arange(k.shape[2], device=k.device)
+    def lengths(self, spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token positions of queries q, of type `spec`, and of all keys k, each int64 [length]."""
+        return self.positions(spec, "length", q.device), torch.arange(k.shape[2], device=k.device)
 
     def targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
         """Return the labels of a planned cross_entropy and, in training, their loss weights: tensors [rows]."""

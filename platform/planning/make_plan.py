@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
@@ -21,6 +21,7 @@ from platform.optimizer.whole import split_violations
 from platform.plan.core.build import build_plan
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication
 from platform.plan.language.functions import LabelLoss
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.numbers import count_of, divisors, factorizations
@@ -31,6 +32,7 @@ from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
+AUTOMATIC = ("gather", "heads")  # kinds of context among which context_kind=auto chooses
 MESHES_SHOWN = 4
 MESHES_TRIED = 60  # nearest meshes that are planned to find legal ones; each takes milliseconds
 FACTORIZATIONS = 10_000
@@ -51,6 +53,27 @@ def zero_group(config: Config, groups: int, experts: int) -> int:
     return found if config.parallel.zero and config.parallel.zero_group and found < groups else 0
 
 
+def context_axes(config: Config, kind: str) -> dict[str, int]:
+    """Return the sizes of the axes of a configuration's contexts of a `kind` of parallel.context_kind, not auto."""
+    ranks, inner = config.parallel.context, config.parallel.context_heads
+    exchange = {"heads": ranks, "nested": inner}.get(kind, 1)
+    return {"context": ranks // exchange, "exchange": exchange}
+
+
+def settled_context(config: Config, data: int) -> dict[str, int]:
+    """Return the sizes of the axes of a configuration's contexts: of parallel.context_kind or, where that is auto, of
+    the kind whose legal plan for `data` replicas moves the fewest bytes, the first of equals. One layer is planned."""
+    kind = config.parallel.context_kind
+    if config.parallel.context == 1 or kind != "auto":
+        return context_axes(config, kind)
+    found = {}
+    for kind in AUTOMATIC:
+        *_, plan = plans = _plans_of_one_layer(config, data, context_axes(config, kind))
+        if plan and all(plans):
+            found[kind] = sum(communication(plan).values())
+    return context_axes(config, min(found, key=found.__getitem__, default=AUTOMATIC[0]))
+
+
 @refusing_exits()
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
     """Build the plan of a run from its configuration. `workers`: number of workers, from which parallel.data=-1 is
@@ -61,10 +84,12 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     """
     tensor, branch = asdict(config.tensor), asdict(config.branch)
     inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
+    inner *= config.parallel.context
     data = _replicas(config, inner, workers or inner)
     experts = expert_group(config, data)
     lent = config.parallel.lent_experts
-    scheme = compose_scheme(tensor, branch, data, zero_group(config, data // experts, experts), experts, lent)
+    groups = zero_group(config, data // experts, experts)
+    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, settled_context(config, data))
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
@@ -109,7 +134,7 @@ def _plan_of(
         microbatches=count_microbatches(config, data),
         sequences=config.train.global_batch,
         stage_of=stage_of,
-        recompute=Recompute(config.recompute, config.recompute_every),
+        recompute=Recompute(config.recompute, config.recompute_every, config.recompute_offload),
         scatter_gather=config.pipeline.scatter_gather,
         precision=config.precision,
         zero=config.parallel.zero,
@@ -133,7 +158,8 @@ def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
             made = _plan_of(short, build_model(short.model), plan.scheme, data, stage_of, parts)
         except IllegalPlan as error:
             start = entry.partition(":")[0]
-            others = (n for n in divisors(config.model.length) if is_legal(at_length(config, n), data))
+            context, every = settled_context(config, data), divisors(config.model.length)
+            others = (n for n in every if _plan_of_one_layer(at_length(config, n), data, context))
             legal = [f"{start}:{n}" for n in closest(phase.length, others)]
             lines += [violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations]
             continue
@@ -232,14 +258,25 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 
 def is_legal(config: Config, data: int) -> bool:
-    """Return True if the configured model has a legal plan with the configured sizes of tensor and branch axes over
-    `data` replicas, at all lengths of its sequences. One layer is planned, without pipeline stages, as all layers are
-    alike."""
-    scheme = compose_scheme(asdict(config.tensor), asdict(config.branch), data, experts=expert_group(config, data))
+    """Return True if the configured model has a legal plan over `data` replicas, at all lengths of its sequences. One
+    layer is planned, as all are alike."""
+    return all(_plans_of_one_layer(config, data, settled_context(config, data)))
+
+
+def _plans_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> list[Plan | None]:
+    """Return the plans of one layer of the configured model over `data` replicas, one for each length of sequences,
+    ascending; None for an illegal one. `context`: sizes of the axes of contexts."""
+    lengths = (phase.length for phase in phases_of(config))
+    return [_plan_of_one_layer(at_length(config, length), data, context) for length in lengths]
+
+
+def _plan_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> Plan | None:
+    """Return the plan of one layer of the configured model over `data` replicas, None if it is illegal. `context`:
+    sizes of the axes of contexts."""
+    tensor, branch = asdict(config.tensor), asdict(config.branch)
+    scheme = compose_scheme(tensor, branch, data, experts=expert_group(config, data), context=context)
+    model, train = build_model(replace(config.model, layers=1)), config.train
     try:
-        for c in (at_length(config, phase.length) for phase in phases_of(config)):
-            model = build_model(replace(c.model, layers=1))
-            build_plan(model, scheme, data=data, microbatch=c.train.microbatch, microbatches=1)
+        return build_plan(model, scheme, data=data, microbatch=train.microbatch, microbatches=1)
     except IllegalPlan:
-        return False
-    return True
+        return None

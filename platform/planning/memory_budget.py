@@ -46,7 +46,7 @@ class MemoryBudget:
         if self.memory == inf:
             return True
         split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
-        zero, data = config.parallel.zero, config.parallel.data
+        zero, data = config.parallel.zero, config.parallel.data * config.parallel.context
         experts = config.parallel.experts  # divides at most all parameters
         master, compute = self._itemsize["master"], self._itemsize["compute"]
         updated = master * (self._count + self._state) / (data if zero else experts)
@@ -64,6 +64,11 @@ class MemoryBudget:
 def needed_bytes(config: Config, plan: Plan) -> int:
     """Return the predicted peak memory, in bytes, of the worker that needs most under a configuration's plan."""
     return max(footprints(config, plan), key=lambda f: f.total).total
+
+
+def host_bytes(config: Config, plan: Plan) -> int:
+    """Return the bytes of host memory in which the worker that has most there keeps activations under the plan."""
+    return max(f.host for f in footprints(config, plan)) if plan.recompute.offload else 0
 
 
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
@@ -104,8 +109,9 @@ def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) 
     model, scored = answering_model(config, source), scoring_shape(plan, m.length, source)
     shapes = (scored, reading_shape(scored, m.length))
     most = [max(answer_bytes(plan, model, shape, stage, device) for shape in shapes) for stage in range(plan.stages)]
-    there = {"gradients": 0, "activations": 0, "in_flight": 0}
-    return [replace(f, **there, working=n) for f, n in zip(training, most, strict=True)]
+    there = {"gradients": 0, "in_flight": 0}
+    stays = [f.host if device == "cpu" else 0 for f in training]
+    return [replace(f, **there, activations=h, working=n) for f, h, n in zip(training, stays, most, strict=True)]
 
 
 def _scratch(config: Config, plan: Plan, stage: int) -> int:

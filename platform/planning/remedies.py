@@ -14,7 +14,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import divisors
 from platform.plan.reports.describe import human
 from platform.planning.make_plan import plan_quickly
-from platform.planning.memory_budget import footprints, needed_bytes
+from platform.planning.memory_budget import device_kind, footprints, host_bytes, needed_bytes
 
 SHOWN = 2  # fitting changes named to the user
 LESS = 0.9  # of the memory that was not there
@@ -53,6 +53,16 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
     fitting = _shown(fitting_changes(config, device.memory, weights))
     legal = [*fitting, *(["warn"] if not fitting else [])]
     return violation("cluster.memory", config.cluster.memory, reason, legal)
+
+
+def lack_of_host_memory(config: Config, plan: Plan, node: Device, workers: int) -> str:
+    """Return a refusal line for the user if a node with so many workers of the plan does not have the host memory that
+    they keep activations in; else "". Pure."""
+    needed = workers * host_bytes(config, plan)
+    if needed <= node.memory:
+        return ""
+    reason = f"{workers} workers keep {needed / 1e9:.4g} GB in host memory, {node.name} has {node.memory / 1e9:.4g} GB"
+    return violation("recompute_offload", True, reason, [False])
 
 
 def more_room(config: Config, plan: Plan) -> str:
@@ -97,6 +107,8 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
         yield "recompute=selective", replace(c, recompute="selective"), False
     if c.recompute != "full":
         yield "recompute=full", replace(c, recompute="full"), False
+    if c.recompute == "full" and not c.recompute_offload and device_kind(c) == "cuda":
+        yield "recompute_offload=true", replace(c, recompute_offload=True), False
     if half > 1 and c.pipeline.kind != "file":
         yield "train.microbatch=1", _with(c, "train", microbatch=1), False
     if c.recompute != "full" and half and c.pipeline.kind != "file":
@@ -106,6 +118,9 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     yield from _fewer_rows(c)
     for axis, n in c.tensor.axes.items():
         yield f"tensor.axes.{axis}={2 * n}", _with(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
+    for ranks in (n * c.parallel.context for n in (2, 4)):
+        if c.model.length % ranks == 0:
+            yield f"parallel.context={ranks}", _with(c, "parallel", context=ranks), True
     for times in (2, 4):
         stages = times * c.pipeline.stages
         if c.pipeline.kind not in ("none", "file"):

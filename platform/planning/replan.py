@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from platform.config.fields import Config
 from platform.config.layout_map import axes_of
@@ -38,9 +38,9 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     First choice: all as configured but the number of data replicas: as many as the workers allow, at most as many as at
     the start or, if elastic.max_workers lets the run grow, as the global batch has sequences for. If not even one
     replica is possible, or its plan is illegal or does not fit: among all sizes of the tensor scheme's axes, of branch
-    groups and stages (not more than configured), and of replicas, the plan that uses most ranks; of these, the one that
-    moves the fewest bytes per step by the plan's own count; of these, the nearest to the configured sizes. All axes may
-    become 1, so there is a plan for any number of workers that have the memory.
+    groups, stages and ranks of a context (not more than configured), and of replicas, the plan that uses most ranks; of
+    these, the one that moves the fewest bytes per step by the plan's own count; of these, the nearest to the configured
+    sizes. All axes may become 1, so there is a plan for any number of workers that have the memory.
 
     `config`: the run's configuration at its start, with parallel.data settled, not -1. Everything in the run's identity
     (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
@@ -73,8 +73,9 @@ ConfiguredPlan = tuple[Config, Plan]
 
 
 def _one_replica(config: Config) -> int:
-    """Return the number of workers in one data replica: the product of the tensor and branch axes and the stages."""
-    return prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
+    """Return the number of workers in one data replica: the product of tensor and branch axes, stages and context."""
+    sizes = (*config.tensor.axes.values(), *config.branch.axes.values())
+    return prod((*sizes, config.pipeline.stages, config.parallel.context))
 
 
 def _most_replicas(config: Config) -> int:
@@ -96,17 +97,18 @@ def _with_fewer_replicas(config: Config, workers: int, budget: MemoryBudget) -> 
 
 class _Sizes(NamedTuple):
     """Candidate of the search: sizes of the tensor scheme's axes and of the branch axes, each in order, and numbers of
-    pipeline stages and data replicas."""
+    pipeline stages, ranks of a context and data replicas."""
 
     tensor: tuple[int, ...]
     branch: tuple[int, ...]
     stages: int
+    context: int
     data: int
 
     @property
     def flat(self) -> tuple[int, ...]:
-        """Return all sizes of a candidate mesh in one tuple: tensor axes, branch axes, stages, data replicas."""
-        return (*self.tensor, *self.branch, self.stages, self.data)
+        """Return all sizes of a candidate mesh in one tuple: tensor axes, branch axes, stages, context, replicas."""
+        return (*self.tensor, *self.branch, self.stages, self.context, self.data)
 
 
 class _Search:
@@ -119,8 +121,8 @@ class _Search:
         self.axes, self.branches = axes_of(config.tensor), list(config.branch.axes)
         given = config.tensor.axes
         sizes = tuple(given.get(a, 1) for a in self.axes), tuple(config.branch.axes.values())
-        self.own = _Sizes(*sizes, config.pipeline.stages, config.parallel.data)
-        self._legal: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
+        self.own = _Sizes(*sizes, config.pipeline.stages, config.parallel.context, config.parallel.data)
+        self._legal: dict[_Sizes, bool] = {}
         self._bounds: dict[_Sizes, float] = {}
 
     def best(self) -> ConfiguredPlan | None:
@@ -149,10 +151,11 @@ class _Search:
 
     def _of(self, ranks: int) -> Iterator[_Sizes]:
         """Yield all candidate mesh sizes whose product is `ranks` and of which every data replica gets a sequence."""
-        for (tensor, branch), stages in product(self._scheme_sizes, range(1, self.own.stages + 1)):
-            data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages)
+        most = range(1, self.own.stages + 1), range(1, self.own.context + 1)
+        for (tensor, branch), stages, context in product(self._scheme_sizes, *most):
+            data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages * context)
             if not rest and data <= _most_replicas(self.config):
-                yield _Sizes(tensor, branch, stages, data)
+                yield _Sizes(tensor, branch, stages, context, data)
 
     @cached_property
     def _scheme_sizes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -168,14 +171,16 @@ class _Search:
 
     def legal(self, sizes: _Sizes) -> bool:
         """Return True if a candidate mesh may fit the memory budget, by a quick bound, and has a legal plan."""
-        return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
+        allowed = self._allowed(sizes.tensor, sizes.branch, sizes.context)
+        return allowed and self.budget.may_hold(self.configured(sizes))
 
-    def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Return True if the model has a legal plan at these candidate sizes of tensor and branch axes; planned once
-        and remembered. One replica is tried, as any number of data replicas divides."""
-        if (tensor, branch) not in self._legal:
-            self._legal[tensor, branch] = is_legal(self.configured(_Sizes(tensor, branch, 1, 1)), 1)
-        return self._legal[tensor, branch]
+    def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...], context: int = 1) -> bool:
+        """Return True if the model has a legal plan at these candidate sizes of tensor and branch axes, with so many
+        ranks of a context; planned once and remembered. One replica is tried, as any number of replicas divides."""
+        sizes = _Sizes(tensor, branch, 1, context, 1)
+        if sizes not in self._legal:
+            self._legal[sizes] = is_legal(self.configured(sizes), 1)
+        return self._legal[sizes]
 
     def _bound(self, sizes: _Sizes) -> float:
         """Return a lower bound of the bytes that a re-planned mesh of these sizes communicates per step: without
@@ -204,7 +209,7 @@ class _Search:
             c,
             tensor=replace(c.tensor, axes=dict(zip(self.axes, sizes.tensor, strict=True))),
             branch=replace(c.branch, axes=dict(zip(self.branches, sizes.branch, strict=True))),
-            parallel=replace(c.parallel, data=sizes.data),
+            parallel=replace(c.parallel, data=sizes.data, context=sizes.context, **_kind_of_context(c, sizes.context)),
             pipeline=pipeline,
         )
 
@@ -212,6 +217,14 @@ class _Search:
         """Return how far a candidate mesh is from the configured one: axes that differ, then the sum of differences."""
         pairs = list(zip(sizes.flat, self.own.flat, strict=True))
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
+
+
+def _kind_of_context(config: Config, ranks: int) -> dict[str, Any]:
+    """Return the keys of a configuration's contexts at another number of `ranks`: nested ones stay while they can."""
+    inner, parallel = config.parallel.context_heads, config.parallel
+    if parallel.context_kind != "nested" or (inner < ranks and ranks % inner == 0):
+        return {"context_kind": parallel.context_kind, "context_heads": inner}
+    return {"context_kind": "auto", "context_heads": 0}
 
 
 def _with_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
@@ -225,6 +238,7 @@ def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
     pairs = [
         ("data", before.parallel.data, after.parallel.data),
         ("stages", before.pipeline.stages, after.pipeline.stages),
+        ("context", before.parallel.context, after.parallel.context),
         *((a, before.tensor.axes.get(a, 1), n) for a, n in after.tensor.axes.items()),
         *((a, before.branch.axes[a], n) for a, n in after.branch.axes.items()),
         ("pipeline", before.pipeline.kind, after.pipeline.kind),

@@ -83,6 +83,8 @@ optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
 tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
 precision=fp8 | precision=fp8: unknown | fp64
 recompute=all | recompute=all: unknown | full
+recompute.offload=true | recompute.offload=true: unknown key | recompute_offload
+recompute_offload=true | recompute_offload=true: recompute=none keeps more than the inputs of blocks | false
 model.norm=batch | model.norm=batch: unknown | layernorm
 model.activation=gulu | model.activation=gulu: unknown | gelu
 model.positions=learnt | model.positions=learnt: unknown | learned
@@ -175,7 +177,7 @@ model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no exp
 model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
 model.router_jitter=0.1 | model.router_jitter=0.1: model.experts=0: the model has no experts | 0
-model.router_bias=true | model.router_bias=True: model.experts=0: the model has no experts | False
+model.router_bias=true | model.router_bias=true: model.experts=0: the model has no experts | false
 model.balance_over=microbatch | model.balance_over=microbatch: unknown | batch
 parallel.lent_experts=1 | parallel.lent_experts=1: parallel.experts=1: every replica has all | 0
 model.experts=4 parallel.experts=4 parallel.lent_experts=1 | parallel.lent_experts=1: model.capacity_factor=1. | 0

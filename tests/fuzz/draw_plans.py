@@ -14,6 +14,7 @@ from platform.config.rules.mesh_rules import slices_heads
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.planning.choose_schedule import count_microbatches
+from platform.planning.make_plan import context_axes
 from tests.fuzz.draw_data import draw_data
 from tests.fuzz.draw_training import draw_optimizer, draw_training
 from tests.fuzz.tables import draw_table, spoil
@@ -153,7 +154,17 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, expert
         c.parallel.zero, c.parallel.zero_group = r.choice((0, 1, 2, 3)), r.choice((0, 2 * c.parallel.experts))
     c.recompute = r.choice(("none", "none", "selective", "full"))
     c.recompute_every = r.choice((1, 1, 2))
+    c.recompute_offload = c.recompute == "full" and Random(str(c)).random() < 0.5  # all else is drawn as without it
+    draw_context(Random(repr(c)), c, RANKS // (c.pipeline.stages * ranks * c.parallel.data))
     return c
+
+
+def draw_context(r: Random, c: Config, room: int) -> None:
+    """Draw how many ranks, at most `room`, share each sequence of a plan, and how they attend to all of it."""
+    if r.random() < 0.4:
+        c.parallel.context = r.choice([n for n in (2, 2, 3, 4, 4) if n <= room] or [1])
+        c.parallel.context_kind = r.choice(("auto", "gather", "heads", *["nested"] * (c.parallel.context == 4)))
+        c.parallel.context_heads = 2 * (c.parallel.context_kind == "nested")
 
 
 def needed(configs: Sequence[Config]) -> dict[str, int]:
@@ -162,8 +173,9 @@ def needed(configs: Sequence[Config]) -> dict[str, int]:
     out: dict[str, int] = {}
     for c in configs:
         data, shared = c.parallel.data, c.parallel.experts
-        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), data, experts=shared)
-        sizes = {**dict(scheme.axes), "expert": shared}
+        context = context_axes(c, c.parallel.context_kind)
+        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), data, experts=shared, context=context)
+        sizes = {**dict(scheme.axes), "expert": shared, **context}
         for layout in (*scheme.regions.values(), *scheme.parameters.values()):
             for dim, axes in layout.items():
                 inside = [a for a in axes if a in sizes and (a, dim) != ("expert", "batch")]
@@ -353,6 +365,10 @@ def _data(r: Random, c: Config, folder: Path) -> None:
     c.parallel.data = r.randint(0, 4)
 
 
+def _context(r: Random, c: Config, folder: Path) -> None:
+    c.parallel.context, c.parallel.context_heads = r.randint(0, 4), r.choice((0, 0, 2))
+
+
 def _axis_size(r: Random, c: Config, folder: Path) -> None:
     if c.tensor.axes:
         c.tensor.axes[r.choice(list(c.tensor.axes))] = r.randint(0, 4)
@@ -364,5 +380,5 @@ def _branch(r: Random, c: Config, folder: Path) -> None:
 
 CHANGES: tuple[Any, ...] = (
     _model_size, _model_size, _microbatch, _same_axis_twice, _stages, _schedule, _table, _zero, _data, _axis_size,
-    _branch,
+    _branch, _context,
 )  # fmt: skip

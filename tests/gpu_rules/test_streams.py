@@ -38,6 +38,7 @@ from tests.harness.card import CARD
 from tests.harness.oracle import MODELS, configure, validation_loss
 from tests.harness.streams import POOL, ROOT, Note, Recorder, Work, races, recorded, shared, waits
 
+PINNED = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)  # of torch.cuda.cudart
 Run = Callable[[Trainer, pytest.MonkeyPatch], None]
 
 
@@ -84,6 +85,13 @@ def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
         _restless(trainer, [f"{COPIES}.{next(iter(trainer.weights.compute))}"])
 
 
+def host_kept(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Steps whose blocks' inputs are in host memory meanwhile."""
+    patch.setattr(torch.cuda, "cudart", lambda: PINNED)
+    trainer.step(1)
+    trainer.step(2)
+
+
 def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
     """A worker of two nodes that copies its snapshots beside the next step. What marks them as whole in host memory,
     whose numbers are not there either, is left out. What passes them on is noted as a thread's (`Recorder.beside`), but
@@ -91,8 +99,7 @@ def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
     beside = trainer.communicator._recorder.beside
     executor = SimpleNamespace(submit=lambda do: SimpleNamespace(result=beside(do)), shutdown=lambda wait: None)
     patch.setattr(futures, "ThreadPoolExecutor", lambda *_: executor)
-    pinned = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    patch.setattr(torch.cuda, "cudart", lambda: pinned)
+    patch.setattr(torch.cuda, "cudart", lambda: PINNED)
     patch.setattr(Snapshot, "begin", lambda self: self.__dict__.update(whole=None))
     patch.setattr(Snapshot, "complete", lambda self, step, values: self.__dict__.update(whole=step))
     patch.setattr(Snapshot, "step", property(lambda self: self.__dict__.get("whole")))
@@ -138,6 +145,7 @@ T, RC, XYZ = (
     {"axes": {"r": 2, "c": 2}, "layers": 1},
     {"axes": {"x": 2, "y": 2, "z": 2}},
 )
+HOST_KEPT = {"recompute": "full", "offload": True}
 MEMORY_LENGTH = {"tensor": "layout", "axes": {"m": 2}, "rules": {"memory_length": ["m"], "d_kv": []}, "layers": 1}
 CASES = {
     "zero=0": Case(TWO),
@@ -152,6 +160,7 @@ CASES = {
     "interleaved": Case({**PAIR, "pipeline": "interleaved", "chunks": 2, "layers": 4}),
     "snapshot": Case({"pipeline": "gpipe", "stages": 2}, snapshot),
     "snapshot, lion": Case(TWO, snapshot, settings={"optimizer.kind": "lion"}),  # has no numbers that the host reads
+    "offload": Case({**HOST_KEPT, "layers": 3}, host_kept),
     "generation, 1d": Case({"tensor": "1d", **T}, write),
     "generation, zero=3": Case({**TWO, "zero": 3}, write),
     "generation, zero=1": Case({**TWO, "zero": 1}, write_after),
@@ -176,6 +185,8 @@ MORE = {
     "zb_h1": Case({**PAIR, "pipeline": "zb_h1", "tensor": "1d", "axes": {"t": 2}}, rank=2),
     "1f1b, 1d_sp, zero=3": Case({**PAIR, "tensor": "1d_sp", "axes": {"t": 2}, "data": 2, "zero": 3}),
     "recompute": Case({**TWO, **T, "tensor": "1d_sp", "zero": 3, "recompute": "full"}),
+    "offload, 1d, 1f1b": Case({**PAIR, **T, **HOST_KEPT, "layers": 4, "tensor": "1d"}, host_kept),
+    "offload, t5, zero=3": Case({**TWO, **HOST_KEPT, "zero": 3}, host_kept, model="t5"),
     "adafactor": Case({**TWO, **T, "tensor": "1d", "zero": 1}, settings={"optimizer.kind": "adafactor"}),
     "muon": Case({**TWO, **T, "tensor": "1d", "zero": 1}, settings={"optimizer.kind": "muon"}),
     "zero=1, timeline": Case({**TWO, "zero": 1}, settings={"monitor.timeline": True}),

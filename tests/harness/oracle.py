@@ -89,6 +89,9 @@ def configure(
     zero: int = 0,
     zero_group: int = 0,
     experts_of: int = 1,
+    context: int = 1,
+    context_kind: str = "auto",
+    context_heads: int = 0,
     microbatch: int = 4,
     global_batch: int = 8,
     precision: str = "fp64",
@@ -98,11 +101,12 @@ def configure(
     scatter_gather: bool = True,
     recompute: str = "none",
     every: int = 1,
+    offload: bool = False,
     gathered: str = "",
     **model: Any,
 ) -> Config:
     """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
-    c = Config(precision=precision, recompute=recompute, recompute_every=every)
+    c = Config(precision=precision, recompute=recompute, recompute_every=every, recompute_offload=offload)
     c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
     c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
     c.tensor.gathered = gathered or c.tensor.gathered
@@ -111,7 +115,8 @@ def configure(
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {}), "order": order})
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
-    c.parallel.experts = experts_of
+    c.parallel.experts, c.parallel.context = experts_of, context
+    c.parallel.context_kind, c.parallel.context_heads = context_kind, context_heads
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5

@@ -39,6 +39,7 @@ from platform.checkpoint.blocks import buffer
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, Handle, SingleRank
 from platform.parallel.communicator.clock import Clock
+from platform.parallel.kept import offload
 from platform.parallel.sharding.convert import Pending
 from platform.plan.core.plan import Plan
 from platform.train.step import trainer as trainer_module
@@ -517,6 +518,7 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
         return SingleRank(plan.mesh, CARD) if plan.mesh.size == 1 else OnStreams(recorder, plan, rank)
 
     buffer._stream_of_copies.cache_clear()
+    offload._stream.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         recorder.stand_in(patch)
         with alone(c, rank, [], communicator) as trainer, recorder, pytest.MonkeyPatch.context() as within:
@@ -529,3 +531,4 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
             within.setattr(Communicator, "read", noted)
             yield trainer
     buffer._stream_of_copies.cache_clear()
+    offload._stream.cache_clear()

@@ -41,6 +41,8 @@ MAY_MAKE = {
     "parallel/communicator/host_memory.py:_connected": "host memory",
     "parallel/communicator/host_memory.py:all_gather_texts": "host memory",
     "parallel/communicator/host_memory.py:announce": "host memory",
+    "parallel/kept/offload.py:_memory": "host memory",
+    "parallel/kept/pinned.py:pinned_bytes": "host memory",
     "train/generation/batch.py:__init__": "rows of tokens, placed later",
     "train/generation/batch.py:_source": "rows of tokens, placed later",
     "train/generation/batch.py:data": "rows of tokens, placed later",

@@ -57,3 +57,10 @@ def test_memory_without_snapshots_and_as_given():
 def test_a_worker_on_cpus_needs_its_device_s_memory_of_the_host():
     small, large = sized("+experiment=gpt_quick"), sized("+experiment=gpt_quick", "model=gpt3_350m")
     assert large.memory > 4 * 5e9 and small.cpus == 4
+
+
+def test_activations_in_host_memory_are_a_node_s_too():
+    one = ["+experiment=one_gpu", "recompute=full", "train.microbatch=32"]
+    less, more = sized(*one, workers=1), sized(*one, "recompute_offload=true", workers=1)
+    kept = 32 * 1024 * 768 * 2 * 12  # stream of 12 blocks, in 16 bits
+    assert more.memory - less.memory == pytest.approx(1.1 * kept, abs=GIB)

@@ -76,9 +76,9 @@ BUGS = (
         SEQUENCE_OF_REPLICAS, change=not_summed("*", "data"), line="is partial over data, and never summed there"),
     KnownBug(
         "Megatron-LM #1464", "gradients of keys and values are of a rank's own queries, where a sequence is split",
-        "no sum of the gradients of keys and values", ONE_AXIS,
-        change=steps("einsum", "*.attention.*", "0 0 operand", "backward", without("all_reduce")),
-        line="is partial over"),
+        "a slice in place of the reduce-scatter of the gradients of keys and values", ONE_AXIS,
+        change=steps("relayout", "*.attention.*", "0", "backward", other("reduce_scatter", op="slice")),
+        line="takes what is whole, and it is partial"),
     KnownBug(
         "Megatron-LM of BigCode #11", "the gradients of shared keys and values are not summed over the ranks that"
         " share them", "no sum behind repeated heads", HEADS,

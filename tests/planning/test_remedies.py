@@ -11,8 +11,8 @@ from platform.cluster.run.demonstration import demonstration
 from platform.launch import CONF, compose, main
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
-from platform.planning.remedies import SHOWN, Device, fitting_changes, lack_of_memory
+from platform.planning.memory_budget import footprints, needed_bytes
+from platform.planning.remedies import SHOWN, Device, fitting_changes, lack_of_host_memory, lack_of_memory
 from tests.harness.oracle import configure
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -123,3 +123,15 @@ def test_the_numbers_add_up():
     shares = re.search(r"\((.*?)\), a GPU", line)[1].split(", ")
     assert len(shares) == 5 and abs(sum(float(s.split()[-1]) for s in shares) * 1e9 - needed_bytes(c, plan)) < 1e5
     assert line.endswith("nearest legal: warn")
+
+
+def test_host_memory_that_a_node_does_not_have():
+    """Activations there are planned: what a node lacks is refused, and a job asks for it."""
+    c = configured(recompute="full", offload=True)
+    plan = make_plan(c)
+    [host] = {f.host for f in footprints(c, plan)}
+    assert lack_of_host_memory(c, plan, Device(2 * host, "a node"), 2) == ""
+    line = lack_of_host_memory(c, plan, Device(2e3, "a node"), 2)
+    assert re.fullmatch(r"recompute_offload=true: 2 workers keep \S+ GB in host memory, a node has 2e-06 GB; .*", line)
+    c.recompute_offload = False
+    assert lack_of_host_memory(c, make_plan(c), Device(0, "a node"), 2) == ""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.pinned import pinned_bytes
 from platform.checkpoint.blocks.placement import ITEMSIZE, Block, Share
+from platform.parallel.kept.pinned import pinned_bytes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.pinned import lock_pages
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.copies import Copy, exchanged
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_node
 from platform.parallel.communicator.progress import PROGRESS
+from platform.parallel.kept.pinned import lock_pages
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""

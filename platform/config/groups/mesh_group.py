@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from platform.config.key import WORKERS, key, own_settings
-from platform.plan.language.scheme import GATHERED, SLICE_VIA
+from platform.plan.language.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
 
@@ -33,6 +33,19 @@ class Parallel:
         "replicas that share the experts, next to each other; a run that re-forms takes the largest divisor of its"
         " replicas and of model.experts up to this",
         ">= 1",
+        most=WORKERS,
+    )
+    context: int = key(
+        1,
+        "ranks that share each sequence, whose length they split, in attention too; a run that re-forms may take fewer",
+        ">= 1",
+        most=WORKERS,
+    )
+    context_kind: str = key("auto", "how attention sees keys and values of all of them", tuple(CONTEXT_KINDS))
+    context_heads: int = key(
+        0,
+        "context_kind=nested: ranks of parallel.context, next to each other, that exchange heads",
+        ">= 0",
         most=WORKERS,
     )
     lent_experts: int = key(

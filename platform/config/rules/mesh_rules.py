@@ -28,6 +28,7 @@ def too_many_workers(config: Config) -> Iterator[str]:
     sizes = {
         "parallel.data": max(1, config.parallel.data),
         "pipeline.stages": config.pipeline.stages,
+        "parallel.context": config.parallel.context,
         **{f"tensor.axes.{name}": size for name, size in config.tensor.axes.items()},
         **{f"branch.axes.{name}": size for name, size in config.branch.axes.items()},
     }
@@ -77,6 +78,17 @@ def _experts(config: Config) -> Iterator[str]:
             legal = closest(shared, divisors(gcd(experts, data) if data > 0 else experts))
             yield refused(config, "parallel.experts", f"must divide {key}={number}", legal)
             return
+
+
+def _context(config: Config) -> Iterator[str]:
+    """Yield a refusal line for ranks that exchange heads where not all of parallel.context lie in groups of so many."""
+    ranks, inner, kind = config.parallel.context, config.parallel.context_heads, config.parallel.context_kind
+    if kind != "nested" and inner:
+        yield refused(config, "parallel.context_heads", f"only for context_kind=nested, not {kind}", [0])
+    elif kind == "nested" and (inner < 2 or inner >= ranks or ranks % inner):
+        legal = closest(inner, [n for n in divisors(ranks) if 1 < n < ranks])
+        constraint = f"must divide parallel.context={ranks}, and be neither 1 nor all of it"
+        yield refused(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
 
 
 def _lent(config: Config) -> Iterator[str]:
@@ -154,6 +166,7 @@ RULES = (
     _slice_via,
     _zero,
     _experts,
+    _context,
     _lent,
     _axis_names,
 )

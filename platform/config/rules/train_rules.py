@@ -123,4 +123,11 @@ def _loss_scale(config: Config) -> Iterator[str]:
         yield refused(config, "loss_scale.least", constraint, [config.loss_scale.initial])
 
 
-RULES = (_ramp, _length_ramp, _position_rows, _start, _evaluation, _stop_at, _verify_every, _loss_scale)
+def _offload(config: Config) -> Iterator[str]:
+    """Yield a refusal line if inputs of blocks are to be kept in host memory, but other activations are kept."""
+    if config.recompute_offload and config.recompute != "full":
+        constraint = f"recompute={config.recompute} keeps more than the inputs of blocks, recompute=full these alone"
+        yield refused(config, "recompute_offload", constraint, [False])
+
+
+RULES = (_offload, _ramp, _length_ramp, _position_rows, _start, _evaluation, _stop_at, _verify_every, _loss_scale)

@@ -161,11 +161,10 @@ def _expand(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
 
 
 def _fused(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
-    """Yield the form of attention in one kernel, which needs the positions and d_kv of its heads whole."""
-    query, *memory = planned.operation.inputs
-    rename = _renaming({"length": "memory_length"})
-    operands = [Operand(query), *(Operand(t, renamed=rename) for t in memory)]
-    yield Form(operands, planned.operation.outputs[0], whole=("length", "memory_length", "d_kv"))
+    """Yield the form of attention in one kernel, which needs the positions and d_kv of its keys whole."""
+    (query, *memory), _ = _converted(planned)
+    operands = [query, *(m._replace(renamed=_renaming({"length": "memory_length"})) for m in memory)]
+    yield Form(operands, planned.operation.outputs[0], whole=("memory_length", "d_kv"))
 
 
 def _relayout(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import partial_axes
+from platform.plan.communication.rule import Step, partial_axes
 from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
@@ -18,7 +18,7 @@ from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
 from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
-from platform.plan.language.scheme import Scheme
+from platform.plan.language.scheme import CONTEXT, Scheme
 from platform.plan.operations.legality import IllegalPlan, illegal_operation, violations
 from platform.plan.operations.recorder import Recorder
 from platform.plan.operations.words import flops, word_of
@@ -68,7 +68,7 @@ def build_plan(
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planner, planned, reductions = _planned(planner, operations, microbatch)
-    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert")) if zero else ()
+    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert", *CONTEXT)) if zero else ()
     chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
         planner=planner,
@@ -146,10 +146,12 @@ def _planned(
     over which each parameter's gradient is summed once a step. Raises IllegalPlan, with all violations."""
     planned = plan_operations(planner, operations, microbatch)
     reductions, reduced_at_use = _reductions(planner, operations)
-    open_sums = _open_sums(planner, planned)
-    planner = replace(planner, reduced_at_use=reduced_at_use, open_sums=open_sums)
+    planner = replace(planner, reduced_at_use=reduced_at_use)
     again = {(kind, name) for name, kind, _ in reduced_at_use}
-    again |= {(o.kind, o.name) for o in operations if not open_sums.keys().isdisjoint((*o.inputs, *o.outputs))}
+    opens = [o for o in operations if any(isinstance(t, Spec) and t.open for t in (*o.inputs, *o.outputs))]
+    while (open_sums := _open_sums(planner, planned)) != planner.open_sums:  # what one leaves, the one before may too
+        planner = replace(planner, open_sums=open_sums)
+        planned |= plan_operations(planner, opens, microbatch)
     planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in again], microbatch)
     return planner, planned, reductions
 
@@ -177,17 +179,28 @@ def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Redu
 
 
 def _open_sums(planner: Planner, planned: PlannedOperations) -> dict[Spec, tuple[str, ...]]:
-    """Return, by type of activation, the axes of the sums of it or of its gradient (`Spec.open`) that every product
-    which would take them leaves to another operation."""
+    """Return, by type of activation, the axes of the sums of it or of its gradient (`Spec.open`) that every operation
+    which would take them leaves to another one; those left already (`planner.open_sums`) among them."""
     sums: dict[Spec, list[set[str]]] = defaultdict(list)
     for o in planned.values():
-        x, outputs = o.operation.inputs[0] if o.operation.inputs else None, o.operation.outputs
-        for group in o.groups:
-            for spec, steps in ((x, group.x.backward), *((outputs[e.index], e.output.forward) for e in group.einsums)):
-                if isinstance(spec, Spec) and spec.open:
-                    sums[spec].append({a for step in steps if step.op == "all_reduce" for a in step.axes})
+        for spec, steps in _summable(o):
+            left = planner.open_sums.get(spec, ())
+            sums[spec].append({*left, *(a for step in steps if step.op == "all_reduce" for a in step.axes)})
     found = {spec: planner.mesh.ordered(set.intersection(*axes)) for spec, axes in sums.items()}
     return {spec: axes for spec, axes in found.items() if axes}
+
+
+def _summable(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[Step]]]:
+    """Yield, of an operation's activations whose sums may be left to others, the steps that would take the sums."""
+    inputs, outputs = planned.operation.inputs, planned.operation.outputs
+    pairs: list[tuple[Spec | Parameter, Sequence[Step]]] = []
+    for group in planned.groups:
+        pairs += [(inputs[0], group.x.backward)]
+        pairs += [(inputs[e.index + 1], e.operand.backward) for e in group.einsums]
+        pairs += [(outputs[e.index], e.output.forward) for e in group.einsums]
+    if planned.operation.kind in ("expand_kv", "fused_attention"):
+        pairs += [(t, c.backward) for t, c in zip(inputs, planned.conversions, strict=False)]
+    yield from ((t, steps) for t, steps in pairs if isinstance(t, Spec) and t.open)
 
 
 def plan_operations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> PlannedOperations:

@@ -139,10 +139,11 @@ class Operation:
 class Recompute:
     """Selects the activations that the backward pass computes again instead of keeping: `none`; `selective`, the inside
     of attention, whose memory grows with length^2 and whose work does not (Korthikanti et al. 2022); `full`, everything
-    between the inputs of every `every` blocks."""
+    between the inputs of every `every` blocks, which with `offload` are kept in host memory."""
 
     kind: str = "none"
     every: int = 1
+    offload: bool = False
 
 
 NO_RECOMPUTATION = Recompute()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from platform.plan.language.layout import Layout, prefix
@@ -16,11 +17,18 @@ REGIONS = ("stream", "attention", "core", "mlp", "experts", "logits")
 ROLES = ("in", "out", "vector")
 Rules = Mapping[str, Sequence[str]]  # dim -> axes
 REPLICAS = ("data", "zero", "expert")  # axes of the replicas, which compute different sequences, outer to inner
-RESERVED = ("stage", *REPLICAS)
+CONTEXT = ("context", "exchange")  # axes that split length; in attention, length over the one and heads over the other
+RESERVED = ("stage", *REPLICAS, *CONTEXT)
 GATHERED = {
     "keep": "gathered operands are kept until the backward pass: fewest bytes",
     "again": "only the local blocks are kept, and gathered again: activation memory O(1/P)",
     "panels": "operands are never whole: SUMMA broadcasts one panel at a time and accumulates",
+}
+CONTEXT_KINDS = {
+    "auto": "the legal kind that moves the fewest bytes",
+    "gather": "each rank gathers all keys and values, for its own queries",
+    "heads": "ranks exchange length for heads, and back",
+    "nested": "parallel.context_heads ranks next to each other exchange heads, and gather keys of the others",
 }
 SLICE_VIA = {
     "all_to_all": "every rank gets what it needs",
@@ -48,10 +56,11 @@ class Scheme:
     zero: int = 0  # replicas of an expert next to each other that divide one state (axis `zero`), 0: all do
     experts: int = 1  # replicas next to each other that divide the experts among them, along the axis `expert`
     lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
+    context: tuple[tuple[str, int], ...] = ()  # the axes of CONTEXT with their sizes, of more than one rank
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
-        sizes = {**_replicas(data, self.zero, self.experts), **dict(self.axes)}
+        sizes = {**_replicas(data, self.zero, self.experts), **dict(self.context), **dict(self.axes)}
         first = self.branches if self.branches_outer else ()
         return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
@@ -59,6 +68,8 @@ class Scheme:
         """Return the key that sets the size of a mesh axis, such as `tensor.axes.t`, for error messages."""
         if axis in REPLICAS:
             return "parallel.experts" if axis == "expert" else "parallel.data"
+        if axis in CONTEXT:
+            return "parallel.context"
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
 
     def activation(self, region: str, dims: Sequence[str]) -> Layout:
@@ -66,8 +77,8 @@ class Scheme:
         return self.regions[region].restrict(dims)
 
     def fuses_attention(self, region: str) -> bool:
-        """Return True if one fused kernel can do attention: `region` leaves length, memory_length and d_kv whole."""
-        return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
+        """Return True if one fused kernel can do attention: `region` leaves memory_length and d_kv whole."""
+        return not any(self.regions[region][d] for d in ("memory_length", "d_kv"))
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
@@ -99,46 +110,67 @@ def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
     return dict(table.get(name, table.get(fallback, {})))
 
 
+def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Add the axes of a branch splitting to a region's map from dims to mesh axes: before or behind those of a dim."""
+    own = any(name in branch[k] for k in ("append", "prepend"))
+    key = name if own else {"core": "attention", "experts": "mlp"}.get(name, name)
+    out, branches = {dim: list(axes) for dim, axes in rules.items()}, list(branch["axes"])
+    for dim in branch["prepend"].get(key, ()):
+        out[dim] = branches + out.get(dim, [])
+    for dim in branch["append"].get(key, ()):
+        out[dim] = out.get(dim, []) + branches
+    return out
+
+
+def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Add the axes of contexts to a region's map from dims to mesh axes: first of length, and last of heads."""
+    heads = [axis for axis in contexts if name == "core" and axis == "exchange"]
+    length = [axis for axis in contexts if axis not in heads]
+    own = {"length": [*length, *rules.get("length", [])], "heads": [*rules.get("heads", []), *heads]}
+    return {**rules, **own} if contexts else dict(rules)
+
+
+NO_CONTEXT: Mapping[str, int] = MappingProxyType({})
+
+
 def compose_scheme(
-    tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 0, experts: int = 1, lent: int = 0
+    tensor: Mapping[str, Any],
+    branch: Mapping[str, Any],
+    data: int,
+    zero: int = 0,
+    experts: int = 1,
+    lent: int = 0,
+    context: Mapping[str, int] = NO_CONTEXT,
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
-    `zero` such groups together (0: all).
+    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT.
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
-    all of them begin, so that it moves alone, by one all-to-all. A region's map replaces the stream's; a region
-    that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and d_model as the
-    stream).
+    all of them begin, so that it moves alone, by one all-to-all. The axes of CONTEXT are put first in length's list in
+    every region; in the core of attention, exchange is put last in heads' list instead. A region's map replaces the
+    stream's; a region that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and
+    d_model as the stream).
     """
     order = tensor["order"] or list(tensor["axes"])
     sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
+    contexts = {axis: context[axis] for axis in CONTEXT if context.get(axis, 1) > 1}
     branches, replicas = list(branch["axes"]), _replicas(data, zero, experts)
     dealt: dict[str, list[str]] = {"experts": ["expert"]} if experts > 1 else {}
-
-    def split(name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """Add the branch axes to a map from dims to mesh axes: before or behind the axes of each dim."""
-        own = any(name in branch[k] for k in ("append", "prepend"))
-        key = name if own else {"core": "attention", "experts": "mlp"}.get(name, name)
-        out = {dim: list(axes) for dim, axes in rules.items()}
-        for dim in branch["prepend"].get(key, ()):
-            out[dim] = branches + out.get(dim, [])
-        for dim in branch["append"].get(key, ()):
-            out[dim] = out.get(dim, []) + branches
-        return out
 
     def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
         """Return the layout of a region or role from its map of dims to mesh axes, behind the axes `first`."""
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
-        live = {**replicas, **sizes}
+        live = {**replicas, **contexts, **sizes}
         return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
 
     def only(name: str) -> tuple[str, ...]:
         """Return the branch axes at whose index 0 alone the tensors of a region or the parameters exist."""
         return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
 
-    maps = {r: split(r, _of_region(tensor["regions"], r)) for r in REGIONS}
+    maps = {r: _with_branches(branch, r, _of_region(tensor["regions"], r)) for r in REGIONS}
+    maps = {r: _with_context(contexts, r, rules) for r, rules in maps.items()}
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
@@ -149,7 +181,8 @@ def compose_scheme(
         axes=tuple(sizes.items()),
         regions={r: layout(r, rules, of_experts if r == "experts" else of_others) for r, rules in maps.items()},
         parameters={
-            r: layout("", split("parameters", rules), {} if r == "vector" else dealt) for r, rules in roles.items()
+            r: layout("", _with_branches(branch, "parameters", rules), {} if r == "vector" else dealt)
+            for r, rules in roles.items()
         },
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
@@ -157,4 +190,5 @@ def compose_scheme(
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
+        context=tuple(contexts.items()),
     )

@@ -6,7 +6,7 @@ sends and receives, and gradients as they come, in the order of `platform.parall
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -29,7 +29,8 @@ from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_com
 class Footprint:
     """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `in_flight` forward
     passes whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends and
-    receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors."""
+    receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host memory
+    that activations are kept in (recompute_offload), on a CPU among the `activations`."""
 
     parameters: int
     optimizer: int
@@ -38,6 +39,7 @@ class Footprint:
     working: int
     in_flight: int
     reserved: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -53,7 +55,8 @@ class Passes:
     `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above the
     memory before it; `kept`: bytes kept from forward to backward; `given`: bytes of outputs not among `kept`;
     `pending`: bytes kept from the input gradient to the weight gradient where they are split; `returned`: bytes of the
-    inputs' gradients not among `pending`; `standing`: bytes that the first pass makes and all share. By number of the
+    inputs' gradients not among `pending`; `standing`: bytes that the first pass makes and all share; `left`: bytes of
+    an activation -> how many such are in host memory from forward to backward. By number of the
     bucket, `begun` and `gradients`: sums of gradients that are there after the input gradient where they are split, and
     in the end, and were not before; `parts`: shards of sums reduced in the end, 0 if one was there before.
     """
@@ -69,6 +72,7 @@ class Passes:
     gradients: Mapping[int, int]
     parts: Mapping[int, int]
     standing: int
+    left: Counter[int]
 
 
 def footprint(
@@ -87,7 +91,10 @@ def footprint(
     kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
     sizes, walk = weight_bytes(plan, moments, at), _Walk(plan.at(stage), model, at, dropout, device)
-    return Footprint(sizes["parameters"], sizes["optimizer"], *walk.run(list(row), scratch))
+    gradients, activations, working, live = walk.run(list(row), scratch)
+    host = sum(size * n for size, n in walk.most_left.items())
+    activations += host if device == "cpu" else 0
+    return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
 
 
 def measure(
@@ -111,7 +118,7 @@ def measure(
     standing = sum(mask.nbytes for mask in meter.standing.values())
     most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
     del out
-    kept, given = ledger.now - before - standing, full - ledger.now
+    kept, given, left = ledger.now - before - standing, full - ledger.now, meter.left
     coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
     start = ledger.peak = ledger.now
     inputs, received = {v.key for v in flow.values()}, sum(v.storage.nbytes for v in flow.values() if v.storage)
@@ -139,7 +146,7 @@ def measure(
         sums.passed()
     more = {n: size for n, size in sums.begun().items() if n not in begun}
     return Passes(
-        most - standing, kept, given, backward, pending, returned, weights, begun, more, sums.parts(), standing
+        most - standing, kept, given, backward, pending, returned, weights, begun, more, sums.parts(), standing, left
     )
 
 
@@ -170,6 +177,8 @@ class _Walk:
         self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, being summed
         self.parts: set[int] = set()  # numbers of the buckets with a shard of reduced sums
         self.held: dict[tuple[str, int, int], int] = {}
+        self.left: Counter[int] = Counter()  # activations in host memory by their bytes, where memory is used again
+        self.most_left: Counter[int] = Counter()
         self.sending: deque[int] = deque()
         self._measured: dict[tuple, Passes] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
@@ -217,6 +226,8 @@ class _Walk:
         self.reach(p.forward, p.kept)
         self.live += 1
         self.kept += p.kept
+        self.left += p.left
+        self.most_left |= self.left
         if chunk.sends:
             self.held["flow", a.chunk + 1, a.microbatch] = p.given
         self.reach()
@@ -229,6 +240,7 @@ class _Walk:
         self.reach(p.backward)
         del self.held["outputs", a.chunk, a.microbatch], self.held["inputs", a.chunk, a.microbatch]
         self.kept += p.pending - p.kept
+        self.left -= p.left
         if chunk.receives:
             self.held["gradients", a.chunk - 1, a.microbatch] = p.returned
         if a.kind is Kind.BACKWARD:

@@ -6,9 +6,11 @@ Their common parts are here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
+from platform.plan.communication.away import Away
 from platform.plan.communication.planned import EinsumGroup, PlannedOperation, shapes
 from platform.plan.communication.rule import LENDING, VANISH, Conversion, Step
 from platform.plan.core.ahead import Ahead, Use
@@ -62,6 +64,8 @@ class Meter(Ops):
         self.standing: dict[tuple[int, int], MeteredStorage] = {}
         self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
         self.grad = True
+        self.left: Counter[int] = Counter()  # bytes of an activation -> how many such are in host memory
+        self._last: Away[MeteredStorage] | None = None  # of these, in this pass
 
     def _start(self, p: Parameter, conversion: Conversion) -> Value:
         """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""
@@ -241,7 +245,7 @@ class Meter(Ops):
     def begin(self, chunk: Chunk) -> None:
         """Begin a metered forward pass of a chunk: count the parameters gathered for its first span (ZeRO-3)."""
         self._spans = self._gathered(chunk)
-        self._span = 0
+        self._span, self._last = 0, None
         self.ahead.begin()
         self._move(0, 1)
 
@@ -311,6 +315,7 @@ class Meter(Ops):
         if axes:
             self.new(elements)  # padded, before it is cut
             kept = self.new(self.plan.shared_elements(spec, axes))
+        away = self._leave(self.plan.shared_elements(spec, axes)) if self.recompute.offload and elements else None
         self.grad = False
         out = function(x, *more)
         self.grad = True
@@ -319,8 +324,8 @@ class Meter(Ops):
         def backward(gs: Gradients, saved: Saved) -> Gradients:
             """Count the memory of the recomputed forward pass and of its backward pass; return the inputs'
             gradients."""
-            others = iter(saved[1:])
-            whole = Value(self.new(elements) if axes else saved[0], elements)
+            part, others = away.take_back() if away else saved[0], iter(saved[1:])
+            whole = Value(self.new(elements) if axes else part, elements)
             arguments = [None if n is None else Value(next(others), n) for n in sizes]
             before, self.tape, self.deferred = (self.tape, self.deferred), Tape(), deferred
             self.ahead.again, again = True, self.ahead.again
@@ -336,5 +341,11 @@ class Meter(Ops):
             return [gradients.get(v.key) for v in (whole, *arguments) if v]
 
         results = out if isinstance(out, tuple) else (out,)
-        self.note(results, given, (kept, *(v.storage for v in given[1:])), backward)
+        self.note(results, given, (None if away else kept, *(v.storage for v in given[1:])), backward)
         return out
+
+    def _leave(self, elements: int) -> Away[MeteredStorage]:
+        """Count an activation of `elements` as copied to host memory; taking it back allocates it again."""
+        self.left[elements * self.plan.itemsize["compute"]] += 1
+        self._last = Away(lambda: self.new(elements), self._last)
+        return self._last

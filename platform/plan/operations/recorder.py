@@ -112,5 +112,8 @@ class Recorder(Ops):
         if x.spec != spec:
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
+    def splits(self, spec, dim):
+        return bool(self.scheme.regions[spec.region][dim])
+
     def fuses_attention(self, name, spec):
         return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)

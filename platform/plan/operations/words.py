@@ -67,13 +67,17 @@ class Ops:
         """Return function(x, *more), an activation or a tuple of several, computed with activation checkpointing if
         `self.recompute` is of this `kind`, "selective" or "full": then only the arguments are kept, and the backward
         pass calls `function` again. `name`: the attention's, or the first block's, that `function` computes. x is of
-        type `spec`; n ranks that replicate it keep 1/n of it each."""
+        type `spec`; n ranks that replicate it keep 1/n of it each, in host memory under `self.recompute.offload`."""
         return function(x, *more)
 
     def fuses_attention(self, name: str, spec: Spec) -> bool:
-        """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves length,
+        """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
         return ("fused_attention", name) in self.plan.operations
+
+    def splits(self, spec: Spec, dim: str) -> bool:
+        """Return True if the scheme splits dim `dim` of activations in the region of `spec`."""
+        return bool(self.plan.scheme.regions[spec.region][dim])
 
     def planned(self, kind: str, name: str) -> PlannedOperation:
         """Return the planned operation `name` of this `kind`, such as ("lookup", "embedding"), where it is executed."""

@@ -212,6 +212,7 @@ def _memory(found: Mapping[str, int]) -> list[list[str]]:
         "working": "operations, collectives, what is sent and received",
         **({"reserved": "for CUDA, NCCL and rounding"} if found["reserved"] else {}),
         "total": "at once",
+        **({"host": "of host memory, which activations are in"} if found["host"] else {}),
     }
     return [[name, f"{human(found[name])}B", what] for name, what in more.items()]
 

@@ -256,10 +256,26 @@ def test_a_regions_map_replaces_the_streams():
     }
     assert found.activation("stream", ["batch", "d_model"]) == Layout.of({"batch": ["r"]})
     assert found.parameter("out", ["heads"]) == Layout()
-    assert found.fuses_attention("core") and not found.fuses_attention("stream")
-    values["tensor"]["regions"]["core"] = {"length": ["r"], "heads": ["c"]}
+    assert found.fuses_attention("core")
+    values["tensor"]["regions"]["core"] = {"length": ["r"], "memory_length": ["c"]}
     apart = compose_scheme(values["tensor"], values["branch"], 1)
-    assert table(apart)["core"] == "heads: c, length: r" and not apart.fuses_attention("core")
+    assert table(apart)["core"] == "length: r, memory_length: c" and not apart.fuses_attention("core")
+
+
+def test_contexts_split_length_but_where_heads_are_exchanged():
+    values = Config().to_dict()
+    values["tensor"] |= {"axes": {"t": 2}, "regions": {"attention": {"heads": ["t"]}, "mlp": {"length": ["t"]}}}
+    found = compose_scheme(values["tensor"], values["branch"], 3, context={"context": 2, "exchange": 4})
+    assert found.mesh_axes(3) == {"data": 3, "context": 2, "exchange": 4, "t": 2}
+    assert {region: str(layout) for region, layout in found.regions.items()} == {
+        "stream": "batch: data, length: context+exchange",
+        "attention": "batch: data, heads: t, length: context+exchange",
+        "core": "batch: data, heads: t+exchange, length: context",
+        "mlp": "batch: data, length: context+exchange+t",
+        "experts": "batch: data, length: context+exchange",
+        "logits": "batch: data, length: context+exchange",
+    }
+    assert {found.key(axis) for axis in ("context", "exchange")} == {"parallel.context"}
 
 
 @pytest.mark.parametrize("branch", ["dsp", "dsp_slice"])

@@ -38,6 +38,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 3": {"data": 2, "zero": 3, "microbatch": 2},
     "selective, bf16": {"tensor": "1d_sp", "axes": {"t": 2}, "recompute": "selective", "dropout": 0.1,
                         "precision": "bf16"},
+    "full, offloaded": {"recompute": "full", "offload": True, "layers": 4},
+    "full, offloaded, 1d, 1f1b, bf16": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "offload": True,
+                                        "pipeline": "1f1b", **STAGES, "precision": "bf16"},
     "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
 }  # fmt: skip
 SMALL: dict[str, Any] = {"vocab": 512, "length": 8, "layers": 2}  # the norm of the gradient takes most of it
@@ -172,6 +175,14 @@ def test_probabilities_are_what_the_kernels_differ_in():
     on_gpu = replace(dropped, precision="bf16", cluster=replace(dropped.cluster, device="cuda"))
     [there] = footprints(on_gpu, make_plan(on_gpu))
     assert there.total - there.reserved < flash  # a kernel there draws its masks
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    """But for the activations of the block that is computed, and of the one before it."""
+    kept, away = (configured(**LONG | {"layers": 8}, recompute="full", offload=on) for on in (False, True))
+    (one,), (other,) = (footprints(c, make_plan(c)) for c in (kept, away))
+    size = 4 * 128 * 32 * kept.train.microbatch
+    assert (one.host, other.host) == (0, 8 * size) and other.total - other.host <= one.total - 5 * size
 
 
 WIDE: dict[str, Any] = {"vocab": 32, "d_ff": 16, "d_model": 32, "d_kv": 32, "length": 64, "recompute": "full"}

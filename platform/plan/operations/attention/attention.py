@@ -12,7 +12,8 @@ class AttentionOp(Op):
     """softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type `kv`, of a
     length of their own in cross-attention. With a `width`, v and the result have a d_kv of that size. Scores are
     hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
-    (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal."""
+    (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
+    Where length is split, each rank gathers the keys and values of all positions, before these are repeated."""
 
     def compose(
         self,
@@ -39,26 +40,31 @@ class AttentionOp(Op):
         if causal:
             k, v = ops.remember(name, k, v, kv, values)
             kv, values = ops.remembered(kv), ops.remembered(values)
-        heads, of_values = (replace(t, dims=spec.dims) for t in (kv, values))
         fused = sink is None and ops.fuses_attention(name, spec)
+        # the gradient of all positions' keys is left partial: it is summed as it is split over them again
+        gathered = not fused or ops.splits(spec, "length")
+        memory, read = (replace(t.renamed("length", "memory_length"), open="gradient") for t in (kv, values))
+        memory, read = (memory, read) if gathered else (kv, values)
+        dims = tuple("memory_length" if gathered and d == "length" else d for d in spec.dims)
+        heads, of_values = (replace(t, dims=dims) for t in (memory, read))
         masks = bool(window) or not all(t is None for t in (mask, begins, bias))
         grouped = fused and not masks  # kernels that take masks want every head
 
         def core(q, k, v, bias):
             """Compute attention from q, k and v by one fused kernel or by einsums and a softmax."""
+            if gathered:
+                k = ops.relayout(f"{name}.key", k, kv, memory)
+                v = ops.relayout(f"{name}.value", v, values, read)
             if kv.dims != spec.dims:
-                k = ops.expand_kv(f"{name}.key", k, kv, heads, grouped=grouped)
-                v = ops.expand_kv(f"{name}.value", v, values, of_values, grouped=grouped)
+                k = ops.expand_kv(f"{name}.key", k, memory, heads, grouped=grouped)
+                v = ops.expand_kv(f"{name}.value", v, read, of_values, grouped=grouped)
             hidden = {"causal": causal, "window": window, "mask": mask, "begins": begins, "bias": bias}
             if fused:
                 return ops.fused_attention(name, q, k, v, spec, heads, of_values, out, scale=scale, **hidden)
-            memory, read = (t.renamed("length", "memory_length") for t in (heads, of_values))
             scores = scores_of(spec, heads)
-            k = ops.relayout(f"{name}.key", k, heads, memory)
-            v = ops.relayout(f"{name}.value", v, of_values, read)
-            s = ops.einsum(f"{name}.scores", q, spec, k, memory, scores)
+            s = ops.einsum(f"{name}.scores", q, spec, k, heads, scores)
             p = ops.softmax(name, s, scores, sink, scale=scale, **hidden)
             p = ops.dropout(f"{name}.probabilities", p, scores)
-            return ops.einsum(f"{name}.context", p, scores, v, read, out)
+            return ops.einsum(f"{name}.context", p, scores, v, of_values, out)
 
         return ops.recomputed("selective", name, core, spec, q, k, v, bias)

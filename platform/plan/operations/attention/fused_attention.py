@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from math import prod
 
 from platform.plan.language.attention_kernels import MATH
-from platform.plan.language.ops import scores_of
+from platform.plan.language.ops import Spec, scores_of
 from platform.plan.operations.attention.hiding import hides, reads_of
 from platform.plan.operations.attention.kernel_memory import (
     KEEP_ORDER,
@@ -20,11 +20,18 @@ from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Value
 
 
+def length_of(kv: Spec) -> str:
+    """Return the dim along which the positions of an attention's keys or values lie."""
+    return "memory_length" if "memory_length" in kv.dims else "length"
+
+
 class FusedAttentionOp(BlockOp):
     """scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v (`kv`, `values`) have the
-    same dims with a length of their own, v and the result `out` perhaps another d_kv; what hides scores, and `bias`, as
-    in softmax. Dropout of its probabilities is drawn by the
-    kernel itself."""
+    same dims with a length of their own, called memory_length where ranks split the queries; v and the result `out`
+    perhaps another d_kv; what hides scores, and `bias`, as in softmax. Dropout of its probabilities is drawn by the
+    kernel itself. The gradients of k and v may stay partial."""
+
+    open = {"inputs": "gradient"}
 
     def record(
         self, ops, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
@@ -38,13 +45,18 @@ class FusedAttentionOp(BlockOp):
 
     def plan(self, planner, operation):
         """Plan the attention in the layout of its result, with the data tensor that hides scores laid out alike."""
-        layout, key = planner.layout(operation.outputs[0]), operation.inputs[1]
-        return planned(planner, operation, layout, **reads_of(planner, operation, layout, key, "length"))
+        layout, (query, *memory) = planner.layout(operation.outputs[0]), operation.inputs
+        found = [planner.layout(t) for t in memory]
+        stays = planner.enter(query, planner.layout(query), layout.axes)
+        enter = [stays, *(planner.enter(t, have, layout.axes) for t, have in zip(memory, found, strict=True))]
+        return planned(
+            planner, operation, layout, enter, **reads_of(planner, operation, layout, memory[0], length_of(memory[0]))
+        )
 
     def flops(self, operation, sizes):
         """Return the FLOPs of attention's two products, of all ranks together."""
         query, key, value = (extents(t, sizes) for t in operation.inputs)
-        scores = prod(query[d] for d in ("batch", "heads", "length")) * key["length"]
+        scores = prod(query[d] for d in ("batch", "heads", "length")) * key[length_of(operation.inputs[1])]
         return 2 * scores * (query["d_kv"] + value["d_kv"])
 
     def run(
@@ -60,13 +72,13 @@ class FusedAttentionOp(BlockOp):
         positions = ops.kernels.positions
         padding = None if mask is None else positions.padding_mask(mask[self.kind, name])
         starts = None if begins is None else begins[self.kind, name]
-        whole = not causal or q.shape[2] == k.shape[2]  # else q's are the last of all positions, not the first
+        whole = not causal or q.shape[2] == k.shape[2]  # else q's are some of all positions
         if bias is None and padding is None and starts is None and not window and whole:
             seen = None
         elif bias is None and padding is None:
-            seen, causal = ops.seen(q, k, window, starts), False
+            seen, causal = ops.seen(spec, q, k, window, starts), False
         else:
-            behind = positions.unseen(*ops.lengths(q, k), window, starts) if causal else None
+            behind = positions.unseen(*ops.lengths(spec, q, k), window, starts) if causal else None
             seen, causal = positions.attention_mask(q, behind, padding, bias), False
         rate = ops.dropout_rate if ops.position.training else 0.0
         more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
@@ -80,9 +92,9 @@ class FusedAttentionOp(BlockOp):
         """Count the memory of attention's mask, and of all that the planned kernel of torch allocates and keeps."""
         query, key, value = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv, values))
         documents = begins is not None
-        sizes = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"], value["d_kv"]
+        sizes = query["batch"], query["heads"], query["length"], key[length_of(kv)], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
-        if bias is None and mask is None and (window or documents):
+        if bias is None and mask is None and (window or documents or (causal and block.length < block.memory_length)):
             added: Value | None = ops.seen(block, window, documents)
         else:
             added = hidden(ops, block, bias)

@@ -10,7 +10,9 @@ from platform.plan.operations.op import BlockOp, planned
 class ExpandKvOp(BlockOp):
     """Keys or values of grouped-query attention repeated from kv_heads to heads, so that every rank has the KV heads to
     which its query heads attend. `grouped`: True for a kernel that repeats them itself; a rank that has whole groups of
-    heads then passes its KV heads on as they are."""
+    heads then passes its KV heads on as they are. The gradients of both may stay partial."""
+
+    open = {"inputs": "gradient", "outputs": "gradient"}
 
     def record(self, ops, name, x, spec, out, *, grouped=False):
         return ops.record(self.kind, name, [x], [spec], [out], grouped=grouped)
@@ -25,7 +27,8 @@ class ExpandKvOp(BlockOp):
             raise ValueError(
                 f"kv_heads ({have['kv_heads']}) must be split over a prefix of the axes of heads {goal['heads']}"
             )
-        lacking = goal["heads"][len(have["kv_heads"]) :]
+        partial = (*goal["heads"][len(have["kv_heads"]) :], *goal.gradient)
+        lacking = tuple(a for a in partial if a not in have.gradient)
         backward = (Step("all_reduce", lacking, only=goal.only),) if lacking else ()
         return planned(planner, operation, goal, [planner.shaped(Conversion((), backward), spec, have, have)])
 

@@ -12,7 +12,9 @@ from platform.plan.operations.op import BlockOp, planned
 
 class RelayoutOp(BlockOp):
     """Activation x in another region, hence another layout, or with renamed dims (length -> memory_length), matched by
-    position; `out`: its new type."""
+    position; `out`: its new type. Its gradient may come partial, and is summed as it moves back."""
+
+    open = {"outputs": "gradient"}
 
     def record(self, ops, name, x, spec, out):
         if spec == out:
@@ -26,7 +28,7 @@ class RelayoutOp(BlockOp):
         renamed = dict(zip(spec.dims, out.dims, strict=True))
         have, goal = planner.layout(spec), planner.layout(out)
         source = Layout.of({renamed[d]: axes for d, axes in have.items()}, have.only)
-        conversion = planner.enter(out, goal, goal.axes, source=source)
+        conversion = planner.enter(out, goal, (*goal.axes, *goal.gradient), source=source)
         if planner.scheme.slice_via == "all_gather":
             conversion = _without_all_to_all(conversion, planner.scheme.branches)
         return planned(planner, operation, goal, [conversion], only=tuple(a for a in goal.only if a in have.only))

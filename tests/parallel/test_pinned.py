@@ -10,8 +10,8 @@ import torch
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.pinned import pinned_bytes
 from platform.checkpoint.blocks.placement import HeldTensor, Share
+from platform.parallel.kept.pinned import pinned_bytes
 
 
 @pytest.fixture

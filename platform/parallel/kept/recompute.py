@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.kept.offload import Offload
+from platform.parallel.sharding.convert import absent
 from platform.parallel.sharding.share import gather_parts, keep_part
 
 
@@ -21,27 +23,37 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, communicator, function, restore, axes, x, *more):
-        """Return the activation function(x, *more) without its graph, saving the arguments: of x one part per rank."""
+    def forward(ctx, communicator, function, restore, axes, offload, x, *more):
+        """Return the activation function(x, *more) without its graph, saving the arguments: of x one part per rank,
+        which with `offload` leaves for host memory while `function` is computed."""
         ctx.communicator, ctx.function, ctx.restore = communicator, function, restore
         ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
         ctx.count = len(more)
-        ctx.save_for_backward(keep_part(communicator, x, axes), *(more[i] for i in ctx.tensors))
-        return function(x, *more)
+        part, others = keep_part(communicator, x, axes), [more[i] for i in ctx.tensors]
+        ctx.away = None
+        if offload is None or absent(part):
+            ctx.save_for_backward(part, *others)
+            return function(x, *more)
+        ctx.away, left = offload.leave(part)
+        ctx.save_for_backward(*others)
+        out = function(x, *more)
+        left()
+        return out
 
     @staticmethod
     def backward(ctx, *gradients):
         """Recompute the activations from their saved arguments, now with autograd; return the arguments' gradients."""
-        part, *saved = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
+        part = ctx.away.take_back()() if ctx.away else saved.pop(0)
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
-            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[5 + i])
-        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[4])
+            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[6 + i])
+        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[5])
         with torch.enable_grad(), ctx.restore():
             out = ctx.function(x, *more)
         torch.autograd.backward(out, gradients)
-        return None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
+        return None, None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
 
 
 def recomputed(
@@ -49,6 +61,7 @@ def recomputed(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     restore: Callable[[], Any],
     axes: tuple[str, ...],
+    offload: Offload | None,
     x: Tensor,
     *more: Tensor | None,
 ) -> Any:
@@ -56,6 +69,7 @@ def recomputed(
     `function` again to recompute the tensors between.
 
     The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
-    whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included).
+    whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included);
+    `offload`: takes the saved part of x to host memory until then, if it is given.
     """
-    return _Recomputed.apply(communicator, function, restore, axes, x, *more)
+    return _Recomputed.apply(communicator, function, restore, axes, offload, x, *more)
