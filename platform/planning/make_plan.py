@@ -258,14 +258,12 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 
 def is_legal(config: Config, data: int) -> bool:
-    """Return True if the configured model has a legal plan over `data` replicas, at all lengths of its sequences. One
-    layer is planned, as all are alike."""
+    """Return True if one layer of the configured model has a legal plan over `data` replicas, at all lengths."""
     return all(_plans_of_one_layer(config, data, settled_context(config, data)))
 
 
 def _plans_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> list[Plan | None]:
-    """Return the plans of one layer of the configured model over `data` replicas, one for each length of sequences,
-    ascending; None for an illegal one. `context`: sizes of the axes of contexts."""
+    """Return `_plan_of_one_layer` of a configuration for each length of its sequences, ascending."""
     lengths = (phase.length for phase in phases_of(config))
     return [_plan_of_one_layer(at_length(config, length), data, context) for length in lengths]
 

@@ -7,7 +7,7 @@ import pytest
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
 from platform.config.ramps.batch_ramp import samples_of
-from platform.config.ramps.length_ramp import at_length, length_of, lengths_from, phases_of
+from platform.config.ramps.length_ramp import at_length, length_at, lengths_from, phases_of
 from platform.launch import compose
 
 
@@ -21,7 +21,7 @@ def ramp(*entries: str, length: int = 1024, **train: int) -> Config:
 def test_the_worked_table():
     c = ramp("0:256", "200:512", "400:1024", global_batch=8)
     at = {1: 256, 200: 256, 201: 512, 400: 512, 401: 1024, 10**9: 1024}
-    assert {step: length_of(c, step) for step in at} == at
+    assert {step: length_at(c, step) for step in at} == at
     assert {n: at_length(c, n).train.global_batch for n in (256, 512, 1024)} == {256: 32, 512: 16, 1024: 8}
     assert [lengths_from(c, step) for step in (1, 200, 201, 401)] == [
         [256, 512, 1024], [256, 512, 1024], [512, 1024], [1024]
@@ -30,7 +30,7 @@ def test_the_worked_table():
 
 
 def test_without_a_ramp_all_steps_have_the_length_of_the_model():
-    assert [length_of(Config(), step) for step in (1, 2, 10**9)] == [Config().model.length] * 3
+    assert [length_at(Config(), step) for step in (1, 2, 10**9)] == [Config().model.length] * 3
     assert at_length(Config(), Config().model.length) == Config() and len(phases_of(Config())) == 1
 
 

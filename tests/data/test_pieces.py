@@ -11,7 +11,7 @@ import pytest
 
 from platform.config.fields import Config, Data
 from platform.config.ramps.batch_ramp import samples_of
-from platform.config.ramps.length_ramp import length_of
+from platform.config.ramps.length_ramp import length_at
 from platform.data.corpus import Corpus, open_corpus
 from platform.data.objectives import cut
 from platform.train.step.inputs import pieces_of
@@ -35,7 +35,7 @@ def taken(corpus: Corpus, c: Config, steps: range) -> list[tuple[int, int]]:
     """The pairs (token, label) of training steps, in their order."""
     found = []
     for step in steps:
-        pieces = c.model.length // length_of(c, step)
+        pieces = c.model.length // length_at(c, step)
         first, end = samples_of(c.train, step)
         rows = pieces_of(corpus, "train", first * pieces, end * pieces, pieces)
         found += zip(rows["tokens"].flatten().tolist(), rows["labels"].flatten().tolist(), strict=True)

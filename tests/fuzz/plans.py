@@ -23,7 +23,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
 from platform.config.ramps.batch_ramp import batch_of, samples_of
-from platform.config.ramps.length_ramp import length_of
+from platform.config.ramps.length_ramp import length_at
 from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank
@@ -285,7 +285,7 @@ def answers(trainer: Trainer) -> list[float]:
 def of_step(c: Config, step: int) -> Plan:
     """Plan a configuration for a step alone: its batch, and its length of sequences."""
     train = replace(c.train, global_batch=batch_of(c.train, step), ramp_from=0, ramp_samples=0)
-    return make_plan(replace(c, train=train)).of_length(length_of(c, step))
+    return make_plan(replace(c, train=train)).of_length(length_at(c, step))
 
 
 def describe(c: Config) -> str:

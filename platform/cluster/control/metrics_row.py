@@ -7,7 +7,7 @@ from math import log
 
 from platform.cluster.control.forming.context import Generation
 from platform.config.fields import Config
-from platform.config.ramps.length_ramp import length_of
+from platform.config.ramps.length_ramp import length_at
 from platform.monitor import MetricsRow
 from platform.train.protocol.replies import StepReport
 
@@ -37,7 +37,7 @@ def metrics_row(
     """
     first, end = report.samples
     tokens_per_second = (end - first) * config.model.length / wall_seconds
-    plan = generation.plan.of_length(length_of(config, report.step))
+    plan = generation.plan.of_length(length_at(config, report.step))
     flops_per_worker = tokens_per_second * plan.flops_per_token / report.world_size
     seconds = report.seconds
     return MetricsRow(

@@ -44,7 +44,7 @@ def phases_of(config: Config) -> Sequence[LengthPhase]:
     return ramp_of(config.train) or [LengthPhase(1, config.model.length)]
 
 
-def length_of(config: Config, step: int) -> int:
+def length_at(config: Config, step: int) -> int:
     """Return the tokens of each sequence that training step `step` (from 1) of a configured run takes."""
     found = phases_of(config)
     return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)].length
@@ -52,13 +52,12 @@ def length_of(config: Config, step: int) -> int:
 
 def lengths_from(config: Config, step: int) -> list[int]:
     """Return the lengths of sequences from training step `step` (from 1) of a configured run on, ascending."""
-    now = length_of(config, step)
+    now = length_at(config, step)
     return [phase.length for phase in phases_of(config) if phase.length >= now]
 
 
 def at_length(config: Config, length: int) -> Config:
-    """Return the configuration of a run's steps whose sequences have `length` tokens, as if all its steps were such:
-    as many tokens per microbatch and step, in more sequences."""
+    """Return the configuration of a run whose sequences always have `length` tokens, and its steps as many as ever."""
     train, pieces = config.train, config.model.length // length
     counts = {name: getattr(train, name) * pieces for name in ("global_batch", "microbatch", "ramp_from", "ramp_by",
                                                                "ramp_samples")}  # fmt: skip

@@ -64,8 +64,7 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
 
 
 def pieces_of(corpus: Corpus, split: str, start: int, end: int, pieces: int) -> dict[str, Any]:
-    """Return sequences [start, end) of the split's endless global order, as `Corpus.batch` does, with each sample cut
-    into `pieces` sequences: sample n is sequences [n pieces, (n + 1) pieces)."""
+    """Return sequences [start, end) as `Corpus.batch` does samples, with each of these cut into `pieces` sequences."""
     if pieces == 1:
         return corpus.batch(split, start, end)
     first = start // pieces

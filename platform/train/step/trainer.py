@@ -13,7 +13,7 @@ from torch import Tensor
 
 from platform.config.fields import Config
 from platform.config.ramps.batch_ramp import samples_of
-from platform.config.ramps.length_ramp import length_of, lengths_from
+from platform.config.ramps.length_ramp import length_at, lengths_from
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
@@ -113,7 +113,7 @@ class Trainer:
 
     def enter(self, step: int) -> StagePasses:
         """Make the passes over sequences of training step `step` current, and return them; drop shorter ones."""
-        length = length_of(self.config, step)
+        length = length_at(self.config, step)
         self._of_lengths = {n: found for n, found in self._of_lengths.items() if n >= length}
         self.passes = self.of_length(length)
         return self.passes

@@ -14,7 +14,7 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps.length_ramp import length_of
+from platform.config.ramps.length_ramp import length_at
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.check.plan_check import unsound
 from platform.plan.core.plan import Plan
@@ -182,7 +182,7 @@ def test_steps_move_what_each_length_moves():
     assert moved[4] == moved[8] == moved[16]
     flops = [plan.of_length(n).flops_per_token for n in (4, 8, 16)]
     assert flops == sorted(flops) and flops[0] < flops[-1]
-    assert [length_of(c, step) for step in (1, 2, 3, 99)] == [4, 8, 16, 16]
+    assert [length_at(c, step) for step in (1, 2, 3, 99)] == [4, 8, 16, 16]
 
 
 def test_a_length_that_axes_do_not_divide_is_refused_with_others_that_do():
