@@ -35,6 +35,7 @@ from platform.plan.core.ahead import Ahead
 from platform.plan.core.counted import counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
+from platform.plan.language.layout import shape_at
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
@@ -95,6 +96,7 @@ class ParallelOps(Ops):
         # by layer, the rows of each expert that passes have sent: kept where it is {} at first (`reports.replayed`)
         self.routing: dict[str, list[Sequence[int]]] | None = None
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
+        self._widths: dict[tuple[Spec, int], list[int]] = {}
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
         self._blocks: dict[tuple, CompiledBlock | None] = {}  # traced, by name and arguments
@@ -172,7 +174,9 @@ class ParallelOps(Ops):
             yield
             self.position, self.deferred, self.ahead.again = now
 
-        return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), self.offload, x, *more)
+        axes = self.plan.kept_axes(spec)
+        elements = self.plan.shared_elements(spec, axes)
+        return recomputed(self.communicator, function, restore, axes, elements, self.offload, x, *more)
 
     def count_routed(self, name: str, counts: Tensor, axes: Sequence[str]) -> None:
         """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`."""
@@ -210,6 +214,20 @@ class ParallelOps(Ops):
     def apply(self, x: Tensor, conversion: Conversion, coming: Pending | None = None) -> Tensor:
         """Convert the local block x to another layout, and its gradient back; `coming`: the conversion, if started."""
         return conversions.apply(self.communicator, x, conversion, coming)
+
+    def widths(self, spec: Spec, dims: int, over: Sequence[str]) -> list[int]:
+        """Return how many elements of a row, the last so many `dims` of the activation `spec`, each rank of this rank's
+        group along the axes `over` holds, in mesh order."""
+        if (key := (spec, dims)) not in self._widths:
+            mesh = self.communicator.mesh
+            places = map(mesh.coordinates, mesh.group(self.communicator.rank, mesh.ordered(over)))
+            self._widths[key] = [prod(self.plan.shape_at(spec, at)[-dims:]) for at in places]
+        return self._widths[key]
+
+    def shape_before(self, conversion: Conversion) -> tuple[int, ...]:
+        """Return the shape of this rank's block of what a planned conversion takes."""
+        here = self.communicator
+        return shape_at(conversion.before, conversion.cuts[0], here.mesh, here.coordinates)
 
     def coming(self, planned: PlannedOperation, number: int) -> Operands:
         """Return the operand tensors of einsum group `number` of an operation, perhaps being gathered already."""

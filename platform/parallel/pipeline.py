@@ -102,7 +102,7 @@ def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> l
         here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
         parts = []
         for name, spec in here:
-            axes, shape = plan.shared_axes(spec), plan.local_shape(spec)
+            axes, shape = plan.shared_axes(spec), plan.shape_at(spec, communicator.coordinates)
             parts.append(_Part(name, shape, (plan.sent_elements(spec),) if axes else shape, axes))
         return _Flow(tuple(parts), tuple(name for name, _ in flow))
 
@@ -239,7 +239,7 @@ class PipelineExecutor:
         tensors, each sends one part of them (scatter/gather)."""
         assert step.action.peer is not None
         for part in flow.parts:
-            x = keep_part(self.communicator, tensors[part.name], part.axes)
+            x = keep_part(self.communicator, tensors[part.name], part.axes, part.sent[0])
             self._sending.append(self.communicator.send(x, step.action.peer))
         # Waiting here cannot deadlock: a schedule that would deadlock with blocking sends is refused.
         while len(self._sending) > SENDS_IN_FLIGHT:

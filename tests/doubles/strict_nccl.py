@@ -150,6 +150,8 @@ class World:
         self.dist = SimpleNamespace(
             **{name: getattr(self, name) for name in names},
             ReduceOp=torch.distributed.ReduceOp,
+            P2POp=lambda op, x, peer, group: SimpleNamespace(op=op, x=x, peer=peer, group=group),
+            batch_isend_irecv=self.batch_isend_irecv,
             GroupMember=torch.distributed.GroupMember,
             group=self,
             get_backend=lambda: "nccl" if self.here.default.strict else "gloo",
@@ -351,6 +353,13 @@ class World:
 
     def irecv(self, out, peer, group=None):
         return self._issue(group, "receive", [], out, lambda read, me: read[0], peer)  # the send stands first
+
+    def batch_isend_irecv(self, ops):
+        """Like torch's with one message there and one here, on every rank of a group: one operation, in one queue."""
+        there, here = ops
+        assert (there.op, here.op) == (self.isend, self.irecv)
+        at = (there.group or self.here.default).members.index(here.peer)
+        return [self._issue(there.group, "batch", there.x.detach(), here.x, lambda read, me: read[at])]
 
     def _collective(self, group, what, given, out, result, async_op):
         handle = self._issue(group, what, given, out, result)

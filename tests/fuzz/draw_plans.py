@@ -24,6 +24,7 @@ from tests.harness.schedule_files import to_csv
 RANKS = 8
 TOGETHER = (1, 2, 2, 3)  # microbatches of a step
 EXPERTS = 0.3  # the share of cases that have experts
+UNEVEN = 0.3  # the share of cases in which axes may cut dims into blocks that differ
 
 SHIPPED = ("1d", "1d_sp", "2d", "2d_gather", "2p5d", "3d", "3d_literal")
 MESH_TF = ("mesh_tf_data", "mesh_tf_model", "mesh_tf_2d", "mesh_tf_3d", "mesh_tf_empty")
@@ -224,6 +225,22 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
     return m
 
 
+def draw_uneven(r: Random, m: Model, need: Mapping[str, int]) -> None:
+    """Draw sizes that the layouts cut into blocks which differ."""
+
+    def size(dim: str) -> int:
+        least = max(2, need.get(dim, 1))
+        return r.randint(least, 2 * least + 1)
+
+    m.heads, m.d_ff, m.hidden = size("heads"), size("d_ff"), size("hidden")
+    if not m.kv_latent:
+        m.kv_heads = r.choice((0, *(k for k in range(1, m.heads + 1) if m.heads % k == 0)))
+        if r.random() < 0.3:
+            m.kv_heads, m.heads = m.heads, 2 * m.heads
+    if m.expert_d_ff:
+        m.expert_d_ff = size("d_ff")
+
+
 def draw_latents(r: Random, m: Model, size: Callable[..., int]) -> None:
     """Draw latents of which keys and values, and perhaps queries, are made; `size`: draws a multiple of what layouts
     need of a dim."""
@@ -302,6 +319,10 @@ def draw_case(
         configs.append(draw_plan(r, r.choice(SCHEMES), r.choice(SCHEDULES), experts=experts))
     chunks = max(c.pipeline.stages * c.pipeline.chunks for c in configs)
     model = draw_model(r, needed(configs), chunks, focus == "one token", experts)
+    if (other := Random(repr(model))).random() < UNEVEN:
+        draw_uneven(other, model, needed(configs))
+        for c in configs:
+            c.tensor.uneven = True
     draw_batch(r, configs, focus)
     seed, clip, decay = r.randint(0, 3), r.choice((0.0, 0.5, 1e-3)), r.choice((0.0, 0.1))
     for i, c in enumerate(configs):

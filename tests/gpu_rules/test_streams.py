@@ -422,7 +422,7 @@ ELSEWHERE = {
     'parallel/communicator/traced.py: launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()': COMPILED,
     "parallel/kernels/loss.py: leaving.wait()": COMPILED,
     "parallel/kernels/loss.py: arriving.wait()": COMPILED,
-    "parallel/kernels/summa.py: c.wait()": NEVER,
+    "parallel/kernels/in_panels/summa.py: c.wait()": NEVER,
     "parallel/parallel_ops.py: left.wait()": "no pass of these leaves out an operation",
     "train/health/link.py: communicator.launch(op, block, (TOGETHER,)).wait()": "before a run: reads numbers",
     "train/health/link.py: torch.cuda.synchronize()": "before a run",

@@ -103,6 +103,8 @@ class ThreadGroups(Communicator):
                 out.copy_(summed([p[me] for p in parts]))
             elif op == "all_to_all":
                 torch.stack([p[me] for p in parts], out=out)
+            elif op == "rotate":
+                out.copy_(parts[me - 1])
             elif op == "broadcast":
                 if me != root:
                     out.copy_(parts[root])

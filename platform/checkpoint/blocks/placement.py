@@ -75,7 +75,8 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[Hel
     for p in plan.parameters:
         bucket, stages = plan.bucket_of[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, except for their stage
-        place = p.dims, p.role, p.sizes, stages, bucket.ranges[p.name], bucket.elements, bucket.sharded
+        before = () if plan.uneven.isdisjoint(q.name for q in bucket.parameters) else bucket.alike
+        place = p.dims, p.role, p.sizes, stages, bucket.ranges[p.name], bucket.elements, bucket.sharded, before
         if place not in known:
             here = sorted((entry for stage in stages for entry in ranks[stage]), key=lambda entry: entry[0])
             found = [(rank, box) for rank, at in here for box in _kept(plan, p, at)]

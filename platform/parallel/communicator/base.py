@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from platform.parallel.communicator.buffers import Uneven, buffers
 from platform.parallel.communicator.clock import Clock, Flight
 from platform.parallel.communicator.traced import COMMUNICATORS, Arrived, collective
 from platform.plan.communication.traffic import TRAFFIC, label
+from platform.plan.language.layout import Parts
 from platform.plan.language.lent import Lent
 from platform.plan.language.mesh import Mesh
 
@@ -62,8 +64,7 @@ class Aborted(RuntimeError):
 
 class Handle:
     """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
-    booked under the clock section `section`. `flight`: under which the clock notes the collective, None if it does not.
-    """
+    booked under the clock section `section`. `flight`: the clock's note of the collective, if it takes one."""
 
     def __init__(
         self,
@@ -123,6 +124,8 @@ class Communicator(ABC):
         root: int = 0,
         into: Tensor | None = None,
         name: str = "",
+        parts: Parts | None = None,
+        joined_parts: Parts | None = None,
     ) -> Handle | Arrived:
         """Issue one collective, of the kinds in `platform.plan.communication.rule.Step`, over the group of this rank
         along `axes`, without waiting; the handle's `wait` returns this rank's result.
@@ -131,25 +134,32 @@ class Communicator(ABC):
         joined; `joined`: position of the dim that an all_to_all joins. `reduce`: sum, or max for all_reduce. `owned`:
         reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
         scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
-        gets the result of a reduce or gather (the others get an empty tensor). `into`: contiguous memory [n, ...] for
-        the parts that an all_gather over n ranks joins; x may be this rank's part of it. `name`: its name in a
-        timeline, by default its operation. Several axes act as one, in mesh order, for all_reduce, broadcast, reduce,
-        and all_gather of unordered statistics.
+        gets the result of a reduce or gather (the others get an empty tensor). A rotate gives x to the next member, of
+        which the last one's is the first. `into`: contiguous memory [n, ...] for the parts that an all_gather over n
+        ranks joins; x may be this rank's part of it. `name`: its name in a timeline, by default its operation. Several
+        axes act as one, in mesh order, for all_reduce, broadcast, reduce, and all_gather of unordered statistics.
+        `parts`, `joined_parts`: blocks of these dims, if they differ; each has the longest one's room in the buffers.
         """
         if torch.compiler.is_compiling():
-            members = self.mesh.extent(axes)
-            return Arrived(collective(x, self._number, op, "+".join(axes), members, dim, joined, reduce))
+            cut = tuple([p.room, *p.extents] if p else [] for p in (parts, joined_parts))
+            where = "+".join(axes), self.mesh.extent(axes)
+            return Arrived(collective(x, self._number, op, *where, dim, joined, reduce, *cut))
         axes = self.mesh.ordered(axes)
         group = self.mesh.group(self.rank, axes)
         n = len(group)
         is_root = group[root] == self.rank
+        if parts or joined_parts:
+            uneven = Uneven(op, group.index(self.rank), dim, joined, parts, joined_parts, is_root)
+            x = uneven.roomy(x)
         elements = x.numel() // n if op == "scatter" and is_root else x.numel()
         moved = TRAFFIC[op](n, elements) * x.element_size()
         if self.rank == group[0]:
             self.moved[label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
-        given, out, finish = _buffers(op, x, n, dim, joined, is_root, owned, into)
+        given, out, finish = buffers(op, x, n, dim, joined, is_root, owned, into)
+        if parts or joined_parts:
+            finish = partial(uneven.close, finish)
         start = partial(self._start, op, given, out, axes, group, reduce, root)
         return self._issued(Launched(name or op, op, axes, moved), start, given, finish)
 
@@ -196,8 +206,8 @@ class Communicator(ABC):
         global ranks of its n members, in order; `reduce`: sum, or max for all_reduce; `root`: index in `group` of the
         member that broadcasts or scatters, or that alone receives a reduce or gather.
 
-        Shapes `given` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...]
-        -> [n, ...]; scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast,
+        Shapes `given` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; scatter: the root's
+        [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_to_all, rotate: alike; all_reduce, broadcast,
         reduce: in place.
         """
 
@@ -340,34 +350,6 @@ class Communicator(ABC):
 
     def close(self) -> None:  # noqa: B027  (a default that does nothing)
         """Leave the process groups along mesh axes, when this rank's mesh is given up; no collective may follow."""
-
-
-def _buffers(
-    op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool, into: Tensor | None = None
-) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-    """Prepare the collective `op` of `n` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this rank is
-    the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that returns
-    the result from the latter with its dims in place."""
-
-    def join(at: int) -> Tensor:
-        """Return the gathered parts `out` [ranks, ...] as one tensor, joined along the dim at position `at`."""
-        return out.movedim(0, at).flatten(at, at + 1)
-
-    if op in ("all_gather", "gather"):
-        given, receives = x.contiguous(), op == "all_gather" or is_root
-        out = given.new_empty((n, *given.shape) if receives else 0) if into is None else into
-        return given, out, lambda: join(dim) if receives else out
-    if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
-        given = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
-        out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
-        # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
-        return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out
-    if op in ("broadcast", "scatter"):
-        out = x.contiguous()
-        return out, out, lambda: out
-    assert op in ("all_reduce", "reduce"), op
-    out = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-    return out, out, lambda: out if op == "all_reduce" or is_root else out.new_empty(0)
 
 
 class SingleRank(Communicator):

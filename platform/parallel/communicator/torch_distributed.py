@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from platform.parallel.communicator.host_memory import TIMEOUT, HostMemory, connect_timeout
 from platform.parallel.communicator.point_to_point import Messages
@@ -130,12 +131,15 @@ class ProcessGroups(HostMemory):
         super().meet(neighbours)
 
     def _start(self, op, given, out, axes, group, reduce, root):
-        """Start the collective in the group along `axes`; over gloo, all-gather and reduce-scatter are messages."""
+        """Start the collective in the group along `axes`; over gloo, all-gather, reduce-scatter and rotation are
+        messages."""
         g = self._groups[axes]
-        if not self._nccl and g and op in ("all_gather", "reduce_scatter"):
+        if not self._nccl and g and op in ("all_gather", "reduce_scatter", "rotate"):
             if g not in self._messages:
                 self._messages[g] = Messages(g, TIMEOUT)
             return getattr(self._messages[g], op)(given, out)
+        if op == "rotate":
+            return _rotate(given, out, group, group.index(self.rank), g)
         if op == "all_gather":
             work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
         elif op == "reduce_scatter":
@@ -212,6 +216,22 @@ class ProcessGroups(HostMemory):
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _rotate(given: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any) -> Callable[[], None]:
+    """Start sending `given` to the next of the `members` of an NCCL `group`, of which this rank is number `me`, and
+    receiving `out` from the one before, as one operation: two would each wait for a peer that has begun with the same.
+    Returns the function that waits."""
+    there = dist.P2POp(dist.isend, given, members[(me + 1) % len(members)], group)
+    here = dist.P2POp(dist.irecv, out, members[me - 1], group)
+    works = dist.batch_isend_irecv([there, here])
+
+    def wait() -> None:
+        """Wait for both messages of the rotation."""
+        for work in works:
+            work.wait()
+
+    return wait
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -23,14 +23,14 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, communicator, function, restore, axes, offload, x, *more):
+    def forward(ctx, communicator, function, restore, axes, elements, offload, x, *more):
         """Return the activation function(x, *more) without its graph, saving the arguments: of x one part per rank,
         which with `offload` leaves for host memory while `function` is computed."""
         ctx.communicator, ctx.function, ctx.restore = communicator, function, restore
         ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
         ctx.count = len(more)
-        part, others = keep_part(communicator, x, axes), [more[i] for i in ctx.tensors]
+        part, others = keep_part(communicator, x, axes, elements), [more[i] for i in ctx.tensors]
         ctx.away = None
         if offload is None or absent(part):
             ctx.save_for_backward(part, *others)
@@ -48,12 +48,12 @@ class _Recomputed(torch.autograd.Function):
         part = ctx.away.take_back()() if ctx.away else saved.pop(0)
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
-            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[6 + i])
-        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[5])
+            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[7 + i])
+        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[6])
         with torch.enable_grad(), ctx.restore():
             out = ctx.function(x, *more)
         torch.autograd.backward(out, gradients)
-        return None, None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
+        return None, None, None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
 
 
 def recomputed(
@@ -61,6 +61,7 @@ def recomputed(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     restore: Callable[[], Any],
     axes: tuple[str, ...],
+    elements: int,
     offload: Offload | None,
     x: Tensor,
     *more: Tensor | None,
@@ -68,8 +69,8 @@ def recomputed(
     """Return function(x, *more), an activation or several, saving only the arguments for the backward pass, which calls
     `function` again to recompute the tensors between.
 
-    The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
-    whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included);
-    `offload`: takes the saved part of x to host memory until then, if it is given.
+    The ranks along `axes` hold equal x and save one part of so many `elements` each, gathered again in the backward
+    pass; `more` is saved whole. `restore`: returns a context in which `function` computes the same as now (dropout
+    masks included); `offload`: takes the saved part of x to host memory until then, if it is given.
     """
-    return _Recomputed.apply(communicator, function, restore, axes, offload, x, *more)
+    return _Recomputed.apply(communicator, function, restore, axes, elements, offload, x, *more)

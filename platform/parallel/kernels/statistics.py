@@ -38,27 +38,31 @@ class _SplitNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gain, bias, kind, eps, communicator, over):
-        """Return the LayerNorm or RMSNorm of x over its last dim, split over the axes `over`, merging statistics
-        only."""
+    def forward(ctx, x, gain, bias, kind, eps, communicator, over, widths):
+        """Return the LayerNorm or RMSNorm of x over its last dim, split over the axes `over` into these `widths`,
+        merging statistics only."""
         wide = widened(x)
-        n = communicator.mesh.extent(over)
-        d = x.shape[-1]
+        n, size = len(widths), sum(widths)
         if kind == "layernorm":
             mean = wide.mean(-1, keepdim=True)
             m2 = (wide - mean).square().sum(-1, keepdim=True)
             parts = communicator.launch("all_gather", torch.stack((mean, m2)), over).wait().unflatten(0, (n, 2))
             means, m2s = parts.unbind(1)
-            mean = means.mean(0)
-            variance = (m2s.sum(0) + d * (means - mean).square().sum(0)) / (n * d)
+            each: Tensor | int = x.shape[-1]
+            if len(set(widths)) > 1:
+                each = torch.tensor(widths, dtype=means.dtype, device=means.device).view(n, *[1] * (means.dim() - 1))
+                mean = (means * each).sum(0) / size
+            else:
+                mean = means.mean(0)
+            variance = (m2s.sum(0) + (each * (means - mean).square()).sum(0)) / size
             centred = wide - mean
         else:
-            variance = _summed(communicator, wide.square().sum(-1, keepdim=True), over) / (n * d)
+            variance = _summed(communicator, wide.square().sum(-1, keepdim=True), over) / size
             centred = wide
         rstd = torch.rsqrt(variance + eps)
         normal = centred * rstd
         ctx.save_for_backward(normal, rstd, gain)
-        ctx.options = kind, communicator, over, n * d, x.dtype, bias is not None
+        ctx.options = kind, communicator, over, size, x.dtype, bias is not None
         out = normal * gain
         return (out if bias is None else out + bias).to(x.dtype)
 
@@ -79,7 +83,7 @@ class _SplitNorm(torch.autograd.Function):
         dx = scaled - normal * sums[0]
         if kind == "layernorm":
             dx -= sums[1]
-        return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None, None
+        return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None, None, None
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -88,15 +92,22 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def norm(
-    x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float, communicator: Communicator, over: Sequence[str]
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    communicator: Communicator,
+    over: Sequence[str],
+    widths: Sequence[int] = (),
 ) -> Tensor:
     """Apply LayerNorm or RMSNorm (`kind`: layernorm, rmsnorm) over the dims of the gain, which are split over the axes
-    `over` (none: whole): x [..., d_model], gain and bias [d_model], all local blocks; `eps` is added to the variance.
-    Only statistics are communicated."""
+    `over` (none: whole) into these `widths`: x [..., d_model], gain and bias [d_model], all local blocks; `eps` is
+    added to the variance. Only statistics are communicated."""
     if over:
         vectors = [None if v is None else v.flatten() for v in (gain, bias)]
         rows = x.flatten(x.dim() - gain.dim())
-        return _SplitNorm.apply(rows, *vectors, kind, eps, communicator, over).view(x.shape)
+        return _SplitNorm.apply(rows, *vectors, kind, eps, communicator, over, widths).view(x.shape)
     if kind == "layernorm":
         return F.layer_norm(x, gain.shape, gain, bias, eps)
     return rms_norm(x, gain, eps)

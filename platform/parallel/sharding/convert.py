@@ -15,7 +15,7 @@ from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.sharding.lending import Lending, lending
 from platform.plan.communication.rule import APPEAR, COLLECTIVES, LENDING, Conversion, Step
-from platform.plan.language.layout import at_zero
+from platform.plan.language.layout import Parts, at_zero, shape_at
 
 
 class Pending:
@@ -42,30 +42,45 @@ class Pending:
                     continue
                 self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
                 return
-            index = communicator.index(step.axes)
-            if step.op == "slice":
-                extent = self._x.shape[step.dim] // communicator.mesh.extent(step.axes)
-                self._x = self._x.narrow(step.dim, index * extent, extent)
-            elif step.op == "pad":
-                extent = self._x.shape[step.dim]
-                whole = self._x.new_zeros(step.after(self._x.shape, communicator.mesh.extent(step.axes)))
-                whole.narrow(step.dim, index * extent, extent).copy_(self._x)
-                self._x = whole
-            elif step.op == "drop":
-                self._x = self._x.new_empty(0) if index else self._x
+            if step.op not in COLLECTIVES:
+                self._x = self._changed(step)
             elif step.op in LENDING:
                 self._handle = lending(communicator, step, self._x)
                 self._steps = self._steps[i + 1 :]
                 return
             else:
-                if step.op in APPEAR and index:
-                    self._x = self._x.new_empty(step.shape)
+                if step.op in APPEAR and communicator.index(step.axes):
+                    shape = shape_at(step.shape, step.cuts, communicator.mesh, communicator.coordinates)
+                    self._x = self._x.new_empty(shape)
                 self._handle = communicator.launch(
-                    step.op, self._x, step.axes, step.dim, step.joined, owned=self._owned, name=self._name
+                    step.op,
+                    self._x,
+                    step.axes,
+                    step.dim,
+                    step.joined,
+                    owned=self._owned,
+                    name=self._name,
+                    parts=_parts(communicator, step, step.dim),
+                    joined_parts=_parts(communicator, step, step.joined),
                 )
                 self._steps = self._steps[i + 1 :]
                 return
         self._steps = ()
+
+    def _changed(self, step: Step) -> Tensor:
+        """Return this rank's tensor after a local step of its conversion: a slice, a pad or a drop."""
+        communicator, x, dim = self._communicator, self._x, step.dim
+        index, ranks = communicator.index(step.axes), communicator.mesh.extent(step.axes)
+        if step.op == "drop":
+            return x.new_empty(0) if index else x
+        parts = _parts(communicator, step, dim)
+        extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
+        first = sum(extents[:index])
+        if step.op == "slice":
+            return x.narrow(dim, first, extents[index])
+        whole = x.new_zeros((*x.shape[:dim], sum(extents), *x.shape[dim + 1 :]))
+        whole.narrow(dim, first, extents[index]).copy_(x)
+        return whole
 
     def proceed(self) -> None:
         """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
@@ -78,6 +93,12 @@ class Pending:
         while self._handle:
             self.proceed()
         return self._x
+
+
+def _parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
+    """Return the blocks, along the dim at position `dim`, of the ranks that take a step together, if they differ."""
+    cut = step.cut(dim) if step.cuts and step.moves(dim) else None
+    return cut.parts(communicator.mesh, communicator.coordinates, communicator.mesh.extent(step.axes)) if cut else None
 
 
 def convert(

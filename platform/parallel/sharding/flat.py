@@ -35,14 +35,15 @@ class FlatBucket:
     def __init__(self, plan: Plan, communicator: Communicator, bucket: Bucket, low: torch.dtype, high: torch.dtype):
         """Allocate the flat buffers of a bucket of parameters on this rank: compute copies in dtype `low`, master
         copies in dtype `high`."""
-        self.bucket, self._plan, self._communicator = bucket, plan, communicator
+        self.bucket = plan.bucket_at(bucket, communicator.coordinates)
+        self._plan, self._communicator = plan, communicator
         self._low, self._high = low, high
         # gradients are summed where kernels add them; else a pass's are collected in `_coming` first
         self._direct = plan.adds_at_once(bucket, communicator.device.type)
         self.adds_in = high if self._direct and bucket.zero < 2 else low  # dtype of the memory that kernels add them to
         self.here = at_zero(bucket.only, communicator.coordinates)
         self._index = communicator.index(bucket.sharded)  # of its shard
-        self._shapes = {p.name: plan.local_shape(p) for p in bucket.parameters}
+        self._shapes = {p.name: plan.shape_at(p, communicator.coordinates) for p in bucket.parameters}
         self._elements = bucket.elements if self.here else 0
         self.masters = self._new(self._elements // bucket.shards, high)
         whole = not bucket.sharded
@@ -294,8 +295,8 @@ class FlatBucket:
         sums = self._sums()
         for name in self.compute.keys() - self._summed:
             self._block(sums, name).zero_()
-        if (used := sum(self.bucket.sizes)) < self._elements:
-            sums[used:].zero_()
+        for start, stop in self.bucket.gaps:
+            sums[start:stop].zero_()
         each, last = self._plan.reduction(self.bucket)
         rows = sums.view(self.bucket.shards, -1)
         self.launched = True

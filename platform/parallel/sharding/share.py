@@ -12,19 +12,19 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding.convert import absent, convert
 from platform.plan.communication.rule import Step
-from platform.plan.language.layout import padded
 
 
-def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Tensor:
+def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
     """Return a copy of this rank's part [elements] of the local tensor x, flattened and padded, where the ranks along
-    `axes` hold equal x: kept for recomputation, or sent to another stage, in place of x.
+    `axes` hold equal x: kept for recomputation, or sent to another stage, in place of x. `elements`: size of the part,
+    as planned.
 
     Returns x itself if `axes` is empty or x is absent (empty).
     """
     if not axes or absent(x):
         return x
     parts = communicator.mesh.extent(axes)
-    return flatten_padded(x, parts).view(parts, -1)[communicator.index(axes)].clone()
+    return flatten_padded(x, parts * elements).view(parts, -1)[communicator.index(axes)].clone()
 
 
 def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
@@ -35,9 +35,9 @@ def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...]
     return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)
 
 
-def flatten_padded(block: Tensor, parts: int) -> Tensor:
-    """Flatten a local block to [elements], padded with zeros to a multiple of `parts`, for equal shards."""
-    missing = padded(block.numel(), parts) - block.numel()
+def flatten_padded(block: Tensor, elements: int) -> Tensor:
+    """Flatten a local block to [elements], padded with zeros, for equal shards."""
+    missing = elements - block.numel()
     return F.pad(block.flatten(), (0, missing)) if missing else block.flatten()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from math import prod
 
 from platform.plan.check.forms import STAYS, Form, Operand, forms, misread
-from platform.plan.check.spreads import WHOLE, Spread, Unsound, after, difference, dims_of, plus, unordered
-from platform.plan.communication.planned import PlannedOperation
+from platform.plan.check.spreads import WHOLE, Sizes, Spread, Unsound, after, difference, dims_of, plus, unordered
+from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec, dtype_of
@@ -25,8 +26,8 @@ class Walk:
     def __init__(self, plan: Plan):
         """Begin a walk through the operations of `plan`."""
         self._plan, self._extents = plan, plan.mesh.axes
-        self._lying: dict[Tensor, tuple[Spread, dict[str, int]]] = {}  # with the sizes of all dims
-        # (op, axes, elements, phase, only, dtype) of the operation under way
+        self._lying: dict[Tensor, tuple[Spread, Sizes]] = {}  # with the sizes of all dims
+        # (op, axes, elements at most, share of these on average, phase, only, dtype) of the operation under way
         self._launches: Counter[tuple] = Counter()
 
     def check(self, planned: PlannedOperation) -> None:
@@ -36,16 +37,19 @@ class Walk:
         for form in forms(self._plan, planned):
             computed |= self._check(planned, form)
             merging |= bool(form.statistics)
-            self._launches.update((c.op, c.axes, c.elements, c.phase, frozenset(c.only), c.dtype) for c in form.beside)
+            self._launches.update(map(_launch, form.beside))
         if computed != set(planned.compute_axes):
             raise Unsound(f"computes on {plus(computed)}, and says on {plus(planned.compute_axes)}")
         moved = [c for c in planned.collectives if c.dtype == "compute" or not merging]
-        listed = Counter((c.op, c.axes, c.elements, c.phase, frozenset(c.only), c.dtype) for c in moved)
+        listed = Counter(map(_launch, moved))
         if listed != self._launches:
             key = next(k for k in (*listed, *self._launches) if listed[k] != self._launches[k])
-            op, axes, elements, phase, _, dtype = key
+            op, axes, elements, share, phase, _, dtype = key
+            size = (
+                f"{elements} elements" if share == 1 else f"{elements} elements at most, {share * elements} on average,"
+            )
             raise Unsound(
-                f"lists {listed[key]} and takes {self._launches[key]} times {op} of {elements} elements over"
+                f"lists {listed[key]} and takes {self._launches[key]} times {op} of {size} over"
                 f" {plus(axes)} in its {phase} pass, in the {dtype} type"
             )
 
@@ -83,8 +87,9 @@ class Walk:
         spread = self._follow_steps(tensor, lying, conversion.forward, phases, title_of(tensor))
         if operand.panels and operand.axes and not operand.shared:
             gathered = spread.elements(sizes, self._extents) * prod(self._extents[a] for a in operand.axes)
+            share, each = spread.share(spread.split, sizes, self._extents), gathered // operand.panels.count
             for op, phase in (("broadcast", FORWARD), ("broadcast", BACKWARD), ("reduce", BACKWARD)):
-                key = op, operand.axes, gathered // operand.panels.count, phase, spread.only, dtype_of(tensor)
+                key = op, operand.axes, each, share, phase, spread.only, dtype_of(tensor)
                 self._launches[key] += operand.panels.count
         return self._follow_steps(tensor, spread, _steps("all_gather", operand, spread), (), title_of(tensor))
 
@@ -127,15 +132,17 @@ class Walk:
         if wrong := difference(gradient, wanted):
             raise Unsound(f"{name} {wrong}")
 
-    def _lying_of(self, tensor: Tensor) -> tuple[Spread, dict[str, int]]:
-        """Return the spread in which a tensor lies between operations, and its global sizes by dim."""
+    def _lying_of(self, tensor: Tensor) -> tuple[Spread, Sizes]:
+        """Return the spread in which a tensor lies between operations, and its global sizes by dim, with units."""
         if (found := self._lying.get(tensor)) is None:
             layout = self._plan.layout(tensor)
             if rows := isinstance(tensor, Spec) and "rows" in tensor.dims:
                 there = self._plan.scheme.activation(tensor.region, dims_of(tensor))
                 layout = replace(there, partial=layout.partial)
             spread = Spread.lying(dims_of(tensor), layout)
-            self._lying[tensor] = found = unordered(spread) if rows else spread, self._plan.planner.sizes_of(tensor)
+            planner = self._plan.planner
+            sizes = {d: (n, planner.units.get(d, 1)) for d, n in planner.sizes_of(tensor).items()}
+            self._lying[tensor] = found = unordered(spread) if rows else spread, sizes
         return found
 
     def _follow_steps(
@@ -157,23 +164,30 @@ class Walk:
             if phases and step.op in COLLECTIVES:
                 given = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
                 elements = min(self._rows(s, sizes) if rows else s.elements(sizes, self._extents) for s in given)
+                moved = [d for i, d in enumerate(before.split) if taken.moves(i)]
+                share = before.share((d for d in before.split if d not in moved), sizes, self._extents)
+                if step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
+                    dim, ranks = list(before.split)[taken.dim], prod(self._extents[a] for a in step.axes)
+                    elements = elements // before.longest(dim, sizes, self._extents)
+                    elements *= ranks * spread.longest(dim, sizes, self._extents)
                 if step.op in LENDING or wider:
                     own, lent = self._experts(spread, sizes), self._plan.scheme.lent
                     elements = elements // own * (lent if step.op in LENDING else own + lent)
                 op = "all_to_allv" if step.op in LENDING else step.op
                 for phase in phases:
-                    self._launches[op, step.axes, elements, phase, frozenset(step.only), dtype_of(tensor)] += 1
+                    key = op, step.axes, elements, share, phase, frozenset(step.only), dtype_of(tensor)
+                    self._launches[key] += 1
         return spread
 
-    def _experts(self, spread: Spread, sizes: Mapping[str, int]) -> int:
+    def _experts(self, spread: Spread, sizes: Sizes) -> int:
         """Return how many experts of its own a rank has in a `spread` of a tensor of global `sizes`."""
-        return sizes["experts"] // prod(self._extents[a] for a in spread.split["experts"])
+        return spread.longest("experts", sizes, self._extents)
 
-    def _rows(self, spread: Spread, sizes: Mapping[str, int]) -> int:
+    def _rows(self, spread: Spread, sizes: Sizes) -> int:
         """Return the elements of the most rows that a rank can have."""
         of_token = min(self._plan.sizes["rows"], self._experts(spread, sizes) + self._plan.scheme.lent)
         rest = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
-        return sizes["length"] * of_token * rest.elements(sizes, self._extents)
+        return sizes["length"][0] * of_token * rest.elements(sizes, self._extents)
 
 
 def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:
@@ -182,6 +196,12 @@ def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[s
         if twice := axes & frozenset().union(*partial[:number]):
             raise Unsound(f"{name} and another operand are partial over {plus(twice)}")
         yield spread._replace(partial=spread.partial - axes), name
+
+
+def _launch(c: Collective) -> tuple:
+    """Return the key under which launches of a planned collective are counted."""
+    share = prod((Fraction(cut.size, cut.blocks * cut.longest()) for cut in c.cuts), start=Fraction(1))
+    return c.op, c.axes, c.elements, share, c.phase, frozenset(c.only), c.dtype
 
 
 def title_of(tensor: Tensor) -> str:

@@ -44,7 +44,8 @@ def _tensors(plan: Plan) -> Iterator[str]:
             if times > 1:
                 yield f"{title_of(tensor)}: {axis} splits more than one dim"
         for dim, axes in layout.items():
-            if sizes[dim] % plan.mesh.extent(axes):
+            blocks = plan.mesh.extent(axes)
+            if sizes[dim] < blocks or (sizes[dim] % blocks and not plan.planner.uneven(dim)):
                 yield f"{title_of(tensor)}: {dim} of size {sizes[dim]} is split over {plan.mesh.extent(axes)} ranks"
 
 

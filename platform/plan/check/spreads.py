@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ BECOMES = {
     "gather": (SPLIT, ALONE),
     "drop": (WHOLE, ALONE),
 }
+
+
+Sizes = Mapping[str, tuple[int, int]]  # dim -> its global size, and the unit in which it is cut
 
 
 class Unsound(Exception):
@@ -64,9 +68,20 @@ class Spread(NamedTuple):
         """Return in words what the tensor is along a mesh axis, with the dim that the axis splits."""
         return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.along(axis))
 
-    def elements(self, sizes: Mapping[str, int], extents: Mapping[str, int]) -> int:
-        """Return the elements of a rank's block. `sizes`: size of each dim; `extents`: size of each mesh axis."""
-        return prod(sizes[d] // prod(extents[a] for a in axes) for d, axes in self.split.items())
+    def longest(self, dim: str, sizes: Sizes, extents: Mapping[str, int]) -> int:
+        """Return the extent of the longest block of `dim`, of global `sizes`, where mesh axes have these `extents`."""
+        size, unit = sizes[dim]
+        return -(-size // unit // prod(extents[a] for a in self.split[dim])) * unit
+
+    def elements(self, sizes: Sizes, extents: Mapping[str, int]) -> int:
+        """Return the elements of a rank's longest block; arguments as of `longest`."""
+        return prod(self.longest(d, sizes, extents) for d in self.split)
+
+    def share(self, dims: Iterable[str], sizes: Sizes, extents: Mapping[str, int]) -> Fraction:
+        """Return how much of the longest block along `dims` ranks have on average; arguments as of `longest`."""
+        blocks = {d: prod(extents[a] for a in self.split[d]) for d in dims}
+        whole = prod(n * self.longest(d, sizes, extents) for d, n in blocks.items())
+        return Fraction(prod(sizes[d][0] for d in blocks), whole)
 
 
 PACKED = "experts", "batch"  # what the dim rows stands for: pairs of an expert and a token

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from platform.plan.communication.rule import Conversion, Step
-from platform.plan.language.layout import Layout
+from platform.plan.language.layout import Cut, Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation
 
@@ -20,7 +20,8 @@ class Collective:
     `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients),
     `integers` (numbers of rows) or `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation,
     `reduce` or `update` at the end of a step. `rows`: the most rows that there can be, of a collective of experts'
-    rows, whose elements these are; else 0.
+    rows, whose elements these are; else 0. `cuts`: cuts of the dims along which blocks of ranks of different groups
+    differ; `elements` is then the size of the largest.
     """
 
     op: str
@@ -30,6 +31,14 @@ class Collective:
     phase: str
     only: tuple[str, ...] = ()
     rows: int = 0
+    cuts: tuple[Cut, ...] = ()
+
+    def elements_at(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
+        """Return the elements that the rank at mesh `coordinates` gives to this collective, of rows the most."""
+        found = self.elements
+        for cut in self.cuts:
+            found = found // cut.longest() * cut.extent(mesh, coordinates)
+        return found
 
 
 @dataclass(frozen=True)

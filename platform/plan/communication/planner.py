@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 from platform.plan.communication.planned import Collective, shapes
 from platform.plan.communication.rule import (
     APPEAR,
     COLLECTIVES,
+    JOIN,
     LENDING,
+    SPLIT,
     Contraction,
     Conversion,
     Step,
@@ -18,7 +21,7 @@ from platform.plan.communication.rule import (
     enter,
     leave,
 )
-from platform.plan.language.layout import Layout, local_shape
+from platform.plan.language.layout import UNEVEN, Cut, Cuts, Layout, local_shape
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Spec, dtype_of
 from platform.plan.language.scheme import REPLICAS, Scheme
@@ -43,8 +46,8 @@ class Planner:
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
-        they take the longest prefix of the axes of heads whose product divides their number. Dim rows is split over
-        the axes of the region's experts and of its batch."""
+        they take the longest prefix of the axes of heads whose product divides their number, or that cuts heads into
+        whole groups of theirs. Dim rows is split over the axes of the region's experts and of its batch."""
         if tensor not in self._layouts:
             self._layouts[tensor] = self._layout(tensor)
         return self._layouts[tensor]
@@ -76,8 +79,11 @@ class Planner:
         return {"experts": self.scheme.regions[tensor.region]["experts"]} if rows else {}  # type: ignore[union-attr]
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
-        """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads."""
+        """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads; all
+        where heads are cut into whole groups."""
         n = len(heads)
+        if self.units:
+            return tuple(heads)
         while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
             n -= 1
         return tuple(heads[:n])
@@ -100,7 +106,39 @@ class Planner:
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
         layout = self.layout(tensor) if layout is None else layout
-        return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
+        return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh, self.units)
+
+    @cached_property
+    def units(self) -> dict[str, int]:
+        """Return by dim the unit in which its blocks are cut, where that is not one element: heads by whole groups that
+        share keys and values, where ranks have as many of these as to split them alike."""
+        heads, groups = self.sizes.get("heads", 0), self.sizes.get("kv_heads", 0)
+        if not (self.scheme.uneven and groups):
+            return {}
+        layouts = (*self.scheme.regions.values(), *self.scheme.parameters.values())
+        ranks = [self.mesh.extent(layout[dim]) for layout in layouts for dim in ("heads", "kv_heads")]
+        differ = any(groups % n for n in ranks) and all(groups >= n for n in ranks)
+        return {"heads": heads // groups} if differ else {}
+
+    def uneven(self, dim: str) -> bool:
+        """Return True if axes may cut `dim` into blocks that differ: KV heads, if heads are cut by their groups."""
+        return self.scheme.uneven and dim in UNEVEN and (dim != "kv_heads" or bool(self.units))
+
+    def cuts(self, tensor: Spec | Parameter, layout: Layout) -> Cuts:
+        """Return how the dims of a tensor are cut in `layout` whose blocks differ."""
+        found = ((i, self._cut(tensor, d, layout[d])) for i, d in enumerate(tensor.dims))
+        return tuple((i, cut) for i, cut in found if cut)
+
+    def _cut(self, tensor: Spec | Parameter, dim: str, axes: Sequence[str]) -> Cut | None:
+        """Return how a tensor's `dim` is cut by `axes`, None if into equal blocks."""
+        if not self.scheme.uneven:
+            return None
+        cut = Cut(self.sizes_of(tensor)[dim], tuple(axes), self.mesh.extent(axes), self.units.get(dim, 1))
+        return cut if cut.size % (cut.blocks * cut.unit) else None
+
+    def cuts_of(self, tensor: Spec | Parameter, layout: Layout, dims: Sequence[str]) -> tuple[Cut, ...]:
+        """Return how the dims among `dims` whose blocks differ are cut in a tensor's `layout`."""
+        return tuple(cut for i, cut in self.cuts(tensor, layout) if tensor.dims[i] in dims)
 
     def contraction(self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None) -> Contraction:
         """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
@@ -128,17 +166,37 @@ class Planner:
         return self.shaped(leave(out.dims, source, self.layout(out), source.partial), out, source, self.layout(out))
 
     def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
-        """Fill in the local shapes and the dtype of a conversion of `tensor` from layout `source` to `target`, and
+        """Fill in the local shapes, cuts and dtype of a conversion of `tensor` from layout `source` to `target`, and
         `Step.shape` where a step gives a block to ranks that had nothing."""
         before, after = self.shape(tensor, source), self.shape(tensor, target)
 
-        def filled(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[Step, ...]:
+        def filled(steps: Sequence[Step], layout: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
             """Return a conversion's steps with the local shape filled in where ranks without a block get one."""
-            found = shapes(steps, shape, self.mesh)
+            found = shapes(self._with_cuts(steps, tensor, layout), shape, self.mesh)
             return tuple(replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
 
-        steps = filled(conversion.forward, before), filled(conversion.backward, after)
-        return Conversion(*steps, before, after, dtype_of(tensor), "rows" in tensor.dims and isinstance(tensor, Spec))
+        ragged = "rows" in tensor.dims and isinstance(tensor, Spec)
+        steps = filled(conversion.forward, source, before), filled(conversion.backward, target, after)
+        cuts = self.cuts(tensor, source), self.cuts(tensor, target)
+        return Conversion(*steps, before, after, dtype_of(tensor), ragged, cuts)
+
+    def _with_cuts(self, steps: Sequence[Step], tensor: Spec | Parameter, layout: Layout) -> tuple[Step, ...]:
+        """Return the steps of a conversion of a tensor from `layout`, with `Step.cuts` filled in."""
+        if not self.scheme.uneven:
+            return tuple(steps)
+        now, out = {d: layout[d] for d in tensor.dims}, list[Step]()
+        for step in steps:
+            moved = dict.fromkeys(tensor.dims) if step.op in APPEAR else {}
+            if step.op in JOIN:
+                dim = tensor.dims[step.joins]
+                moved[dim], now[dim] = now[dim], now[dim][: -len(step.axes)]
+            if step.op in SPLIT:
+                dim = tensor.dims[step.dim]
+                now[dim] += step.axes
+                moved[dim] = now[dim]
+            found = ((tensor.dims.index(d), self._cut(tensor, d, axes or now[d])) for d, axes in moved.items())
+            out.append(replace(step, cuts=tuple((i, cut) for i, cut in found if cut)))
+        return tuple(out)
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Extend the conversion of parameter `p` for its use in an operation, if the parameter's uses differ in their
@@ -182,19 +240,26 @@ class Planner:
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
         """Return the collectives that a rank launches for a conversion, in the forward and then in the backward pass;
         `regathered`: the backward pass begins by repeating the forward ones."""
-        dtype, ragged = conversion.dtype, conversion.ragged
-        forward = self.launches(conversion.forward, conversion.before, "forward", dtype, ragged)
+        more, (here, there) = (conversion.dtype, conversion.ragged), conversion.cuts
+        forward = self.launches(conversion.forward, conversion.before, "forward", *more, here)
         repeated = [replace(c, phase="backward") for c in forward] if regathered else []
-        backward = self.launches(conversion.backward, conversion.after, "backward", dtype, ragged)
+        backward = self.launches(conversion.backward, conversion.after, "backward", *more, there)
         return [*forward, *repeated, *backward]
 
     def launches(
-        self, steps: Sequence[Step], shape: tuple[int, ...], phase: str, dtype: str = "compute", ragged: bool = False
+        self,
+        steps: Sequence[Step],
+        shape: tuple[int, ...],
+        phase: str,
+        dtype: str = "compute",
+        ragged: bool = False,
+        cuts: Cuts = (),
     ) -> list[Collective]:
         """Return the collectives among the `steps` of a conversion, with the sizes that they have for a block of local
-        shape `shape`; `phase` and `dtype` as in Collective, `ragged` as in Conversion."""
-        found = []
+        shape `shape`; `phase` and `dtype` as in Collective, `ragged` and `cuts` as in Conversion."""
+        found, differ = [], dict(cuts)
         for step, before, after in shapes(steps, shape, self.mesh):
+            rest = {i: cut for i, cut in differ.items() if not step.moves(i)}
             if step.op in COLLECTIVES:
                 # rows that are exchanged are no more than either end can have
                 counted = after if step.op == "scatter" else min(before, after) if step.op == "all_to_allv" else before
@@ -203,13 +268,32 @@ class Planner:
                     rows = abs(after[0] - before[0])
                     counted = (rows, *before[1:])
                 op = "all_to_allv" if step.op in LENDING else step.op
-                found.append(Collective(op, step.axes, prod(counted), dtype, phase, step.only, rows))
+                elements, cut = prod(counted), step.cut(step.dim)
+                if cut and step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
+                    elements = elements // before[step.dim] * after[step.dim] * self.mesh.extent(step.axes)
+                found.append(Collective(op, step.axes, elements, dtype, phase, step.only, rows, tuple(rest.values())))
+            differ = rest | self._moved_cuts(step)
+        return found
+
+    def _moved_cuts(self, step: Step) -> dict[int, Cut]:
+        """Return by position how the dims that a step moves are cut after it, if their blocks differ."""
+        ranks, found = self.mesh.extent(step.axes), dict[int, Cut]()
+        if step.op in JOIN and (cut := step.cut(step.joins)):
+            found[step.joins] = replace(cut, axes=cut.axes[: -len(step.axes)], blocks=cut.blocks // ranks)
+        if step.op in SPLIT and (cut := step.cut(step.dim)):
+            found[step.dim] = cut
         return found
 
     def statistics(
-        self, over: Sequence[str], only: tuple[str, ...], elements: int, phase: str, op: str = "all_reduce"
+        self,
+        over: Sequence[str],
+        only: tuple[str, ...],
+        elements: int,
+        phase: str,
+        op: str = "all_reduce",
+        cuts: tuple[Cut, ...] = (),
     ) -> list[Collective]:
         """Return the one collective `op` by which a norm, softmax or loss merges the statistics (maxima, sums) of a dim
         that is split over the axes `over`; [] if none splits it. `elements`: statistics per rank; `only`: the axes at
-        whose index 0 alone ranks take part; `phase` as in Collective."""
-        return [Collective(op, tuple(over), elements, "accumulate", phase, only)] if over else []
+        whose index 0 alone ranks take part; `phase` and `cuts` as in Collective."""
+        return [Collective(op, tuple(over), elements, "accumulate", phase, only, 0, cuts)] if over else []

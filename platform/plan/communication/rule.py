@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from platform.plan.language.layout import Layout, prefix
+from platform.plan.language.layout import Cut, Cuts, Layout, prefix
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Step:
 
     Only the ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: the shape of the block
     that a broadcast or a scatter gives to ranks that had nothing, or the largest that an all_to_allv leaves,
-    or a block's with lent experts, or without. `layer`: the layer whose experts are lent.
+    or a block's with lent experts, or without. `layer`: the layer whose experts are lent. `cuts`: how the dims that the
+    step moves are cut on the side on which it splits them, if their blocks differ; where ranks get a block, every such
+    dim. Collectives then have the room of the longest block for each.
     """
 
     op: str
@@ -68,6 +70,11 @@ class Step:
     only: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
     layer: str = ""
+    cuts: Cuts = ()
+
+    def cut(self, dim: int) -> Cut | None:
+        """Return how the dim at position `dim`, which this step splits or joins, is cut, if its blocks differ."""
+        return next((cut for i, cut in self.cuts if i == dim), None)
 
     def moves(self, dim: int) -> bool:
         """Return True if this move of a conversion splits or joins the dim at position `dim`."""
@@ -76,16 +83,23 @@ class Step:
         )
 
     def after(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """Return the local shape of a block of local shape `shape` after this move of a conversion; `ranks`: the number
-        of ranks along the move's `axes` together."""
+        """Return the local shape of the longest block of local shape `shape` after this move of a conversion; `ranks`:
+        the number of ranks along the move's `axes` together."""
         if self.shape:
             return self.shape
         out = list(shape)
         if self.op in SPLIT:
-            out[self.dim] //= ranks
+            cut = self.cut(self.dim)
+            out[self.dim] = cut.longest() if cut else out[self.dim] // ranks
         if self.op in JOIN:
-            out[self.joined if self.op == "all_to_all" else self.dim] *= ranks
+            cut = self.cut(self.joins)
+            out[self.joins] = cut.longest(ranks) if cut else out[self.joins] * ranks
         return tuple(out)
+
+    @property
+    def joins(self) -> int:
+        """Return the position of the dim that this step joins, if it joins one."""
+        return self.joined if self.op == "all_to_all" else self.dim
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_allv", "broadcast", "reduce",
@@ -104,7 +118,8 @@ class Conversion:
     that its gradient takes back (backward).
 
     `before`, `after`: local shapes in the two layouts, and `dtype`: the tensor's, which the planner fills in; `ragged`:
-    its first dim is one of rows, whose sizes are the largest that can be.
+    its first dim is one of rows, whose sizes are the largest that can be. `cuts`: cuts before, and after, of the
+    dims whose blocks differ; the shapes are then the shapes of the longest blocks.
     """
 
     forward: tuple[Step, ...] = ()
@@ -113,6 +128,7 @@ class Conversion:
     after: tuple[int, ...] = ()
     dtype: str = "compute"
     ragged: bool = False
+    cuts: tuple[Cuts, Cuts] = ((), ())
 
 
 def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:

@@ -19,6 +19,7 @@ TRAFFIC = {
     "reduce": lambda n, e: (n - 1) * e,
     "scatter": lambda n, e: (n - 1) * e,
     "gather": lambda n, e: (n - 1) * e,
+    "rotate": lambda n, e: n * e,
     "send": lambda n, e: n * e,  # each of the n stages sends
 }
 
@@ -34,5 +35,7 @@ def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
     """Return the bytes that all workers together move in one launch of the planned collective `c`; `itemsize`: bytes
     per element by `Collective.dtype`."""
     n = mesh.extent(c.axes)
-    groups = mesh.size // n // mesh.extent(c.only)
-    return TRAFFIC[c.op](n, c.elements) * {**EVER, **itemsize}[c.dtype] * groups
+    everywhere = c.elements * (mesh.size // n // mesh.extent(c.only))
+    for cut in c.cuts:  # the mean of what ranks have, as every combination of blocks occurs alike
+        everywhere = everywhere * cut.size // (cut.longest() * cut.blocks)
+    return TRAFFIC[c.op](n, everywhere) * {**EVER, **itemsize}[c.dtype]

@@ -31,7 +31,8 @@ class Bucket:
     Their gradients are summed over the mesh axes `axes`, by the ranks at index 0 of the axes `only`; the ranks along
     `sharded`, some of these axes, divide the buffer into `shards` equal ones at stage `zero` of ZeRO (0: one shard).
     `sizes`: elements of each block; `elements`: size of the buffer in elements, with zeros at its end so that shards
-    are equal, large ones in multiples of SHARD_UNIT.
+    are equal, large ones in multiples of SHARD_UNIT. `held`: elements that a rank has of each block, if it has less and
+    zeros behind them.
     """
 
     axes: tuple[str, ...]
@@ -42,11 +43,17 @@ class Bucket:
     sharded: tuple[str, ...] = ()
     shards: int = 1
     zero: int = 0
+    held: tuple[int, ...] = ()
 
     @cached_property
     def name(self) -> str:
         """Return the bucket's display name: the layers of its parameters, such as `layers.0 ... layers.3`."""
         return common_name([p.name for p in self.parameters])
+
+    @cached_property
+    def alike(self) -> tuple:
+        """Return what of the bucket's parameters decides which blocks of them a rank has."""
+        return tuple((p.dims, p.role, p.sizes) for p in self.parameters)
 
     @property
     def stored(self) -> bool:
@@ -61,9 +68,16 @@ class Bucket:
     @cached_property
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Map the name of each parameter of this bucket to (start, stop) of its block in the flat buffer."""
-        ends = list(accumulate(self.sizes))
-        triples = zip(self.parameters, self.sizes, ends, strict=True)
-        return {p.name: (end - size, end) for p, size, end in triples}
+        begins = accumulate(self.sizes, initial=0)
+        triples = zip(self.parameters, begins, self.held or self.sizes, strict=False)
+        return {p.name: (begin, begin + size) for p, begin, size in triples}
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the stretches (start, stop) of the flat buffer in which no parameter's block lies."""
+        ends = [0, *(stop for _, stop in self.ranges.values())]
+        begins = [*(start for start, _ in self.ranges.values()), self.elements]
+        return [(start, stop) for start, stop in zip(ends, begins, strict=True) if start < stop]
 
     def stretch(self, names: Sequence[str]) -> tuple[int, int] | None:
         """Return (start, stop) in the flat buffer of the blocks of `names`; None if not adjacent in this order."""

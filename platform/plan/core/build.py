@@ -130,10 +130,11 @@ def _stages_of(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict
 
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:
     """Return the sizes of a model's dims with vocab padded to a multiple of the ranks along all axes that split it in
-    any layout of the scheme; where each of them gets LARGE columns or more, to ALIGNED columns for each."""
+    any layout of the scheme, unless they cut it as it is; where each of them gets LARGE columns or more, to ALIGNED
+    columns for each."""
     axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     ranks = mesh.extent(sorted(axes))
-    if "vocab" not in sizes:  # a model of one's own may have none
+    if scheme.uneven or "vocab" not in sizes:  # a model of one's own may have none
         return dict(sizes)
     large = sizes["vocab"] >= LARGE * ranks
     return {**sizes, "vocab": padded(sizes["vocab"], ranks * (ALIGNED if large else 1))}

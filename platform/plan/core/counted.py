@@ -31,7 +31,7 @@ def counted_stretches(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
     bucket's buffer) that the rank at mesh coordinates `at` counts in the gradient norm (`counts_gradient`); adjacent
     slices are joined. `plan`: the plan of the rank's stage."""
     out: dict[str, list[slice]] = {}
-    for bucket in plan.buckets:
+    for bucket in (plan.bucket_at(bucket, at) for bucket in plan.buckets):
         before = plan.mesh.index(at, bucket.sharded) * bucket.shard_elements  # elements of other shards
         stretches = out.setdefault(bucket.parameters[0].name, [])
         for p in bucket.parameters:

@@ -10,7 +10,7 @@ from math import prod
 
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import Step, relayout_steps
+from platform.plan.communication.rule import Conversion, Step, relayout_steps
 from platform.plan.communication.traffic import moved_bytes
 from platform.plan.core.buckets import ADDS_WIDE, BUCKET_BYTES, Bucket, make_buckets, spans_of
 from platform.plan.core.chunks import Chunk, replicated_axes
@@ -166,8 +166,26 @@ class Plan:
         return self.planner.layout(tensor)
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """Return the shape of one rank's block of a tensor, vocab padded: the same on every rank that has a block."""
+        """Return the shape of the longest block of a tensor, vocab padded: of every block but for uneven ones."""
         return self.planner.shape(tensor)
+
+    def shape_at(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of the block of a tensor that the rank at `coordinates` holds, vocab padded."""
+        return tuple(extent for _, extent in self.block(tensor, coordinates))
+
+    @cached_property
+    def uneven(self) -> frozenset[str]:
+        """Return the names of the parameters whose blocks differ in shape from rank to rank."""
+        return frozenset(p.name for p in self.parameters if self.planner.cuts(p, self.layout(p)))
+
+    def bucket_at(self, bucket: Bucket, coordinates: Mapping[str, int]) -> Bucket:
+        """Return a bucket as the rank at `coordinates` has it, in a buffer that has room for the longest blocks: its
+        blocks follow each other or, if ranks divide the buffer, begin where the longest would, so that replicas divide
+        them alike."""
+        if self.uneven.isdisjoint(p.name for p in bucket.parameters):
+            return bucket
+        found = tuple(prod(self.shape_at(p, coordinates)) for p in bucket.parameters)
+        return replace(bucket, held=found) if bucket.sharded else replace(bucket, sizes=found)
 
     def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at `coordinates` has a block of an activation or parameter: some tensors exist on
@@ -178,13 +196,14 @@ class Plan:
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """Return (offset, extent) along every dim of the block of a global tensor that the rank at `coordinates` holds;
         the last block of vocab may reach into padding."""
-        return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
+        sizes, units = self.planner.sizes_of(tensor), self.planner.units
+        return block(tensor.dims, sizes, self.layout(tensor), self.mesh, coordinates, units)
 
     def shard_range(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (start, stop) within the flattened local block of parameter `p` of the elements whose master copy and
         optimizer state the rank at `coordinates` keeps: the whole block without ZeRO, else its part in the rank's shard
         of the bucket (start equals stop if there is none)."""
-        bucket = self.bucket_of[p.name]
+        bucket = self.bucket_at(self.bucket_of[p.name], coordinates)
         return bucket.shard(p.name, self.mesh.index(coordinates, bucket.sharded))
 
     def split_over(self, p: Parameter) -> tuple[str, ...]:
@@ -245,7 +264,8 @@ class Plan:
 
     def joining(self, p: Parameter) -> tuple[Step, ...]:
         """Return the collective steps that gather a parameter's blocks into whole matrices, to update these."""
-        return relayout_steps(p.dims, self.layout(p), self.joined(p))
+        steps = Conversion(relayout_steps(p.dims, self.layout(p), self.joined(p)))
+        return self.planner.shaped(steps, p, self.layout(p), self.joined(p)).forward
 
     def joined(self, p: Parameter) -> Layout:
         """Return the layout in which each rank has whole matrices of a parameter: of experts its own."""

@@ -20,13 +20,13 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.functions import RotaryScaling, Router
-from platform.plan.language.layout import Layout
+from platform.plan.language.layout import Cut, Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 
 _PARTS: tuple[type, ...] = (
-    Chunk, Collective, Conversion, Einsum, EinsumGroup, Layout, Mesh, Operation, Panels, Parameter, Plan,
+    Chunk, Collective, Conversion, Cut, Einsum, EinsumGroup, Layout, Mesh, Operation, Panels, Parameter, Plan,
     PlannedOperation, Planner, Recompute, RotaryScaling, Router, Scheme, Spec, Step,
 )  # fmt: skip
 _CLASSES = {part.__name__: part for part in _PARTS}
@@ -126,7 +126,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
                 "name": name,
                 **({"kernel": o.operation["kernel"]} if kind == "fused_attention" else {}),
                 "compute_axes": list(o.compute_axes),
-                "collectives": [vars(c) | {"axes": list(c.axes)} for c in o.collectives],
+                "collectives": [_plain(c) for c in o.collectives],
             }
             for (kind, name), o in plan.operations.items()
         ],
@@ -135,3 +135,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "parameters_per_worker": plan.local_parameter_count,
         "flops_per_token": plan.flops_per_token,
     }
+
+
+def _plain(c: Collective) -> dict[str, Any]:
+    """Return a planned collective as plain data for people."""
+    return {**vars(c), "axes": list(c.axes), "cuts": [f"{cut.size} over {'+'.join(cut.axes)}" for cut in c.cuts]}

@@ -96,7 +96,8 @@ def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
             for c in launches(plan.gathering(b), (b.shard_elements,), "update", "accumulate"):
                 yield BucketCollective("matrices", c, 1, b, b.parameters)
         for p in matrices:
-            for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate"):
+            cuts = plan.planner.cuts(p, plan.layout(p))
+            for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate", cuts=cuts):
                 yield BucketCollective("matrices", c, 1, b, [p])
     gathered = [("update", b, 1) for b in plan.buckets if not b.stored]
     for spans in plan.resident.values():

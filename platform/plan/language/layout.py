@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
 
 from platform.plan.language.mesh import Mesh
 
@@ -12,6 +15,10 @@ from platform.plan.language.mesh import Mesh
 # latent attention's latents, then stacked branches'.
 DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab", "io", "hidden",
         "experts", "slots", "rows", "q_latent", "kv_latent", "branch", "d_branch")  # fmt: skip
+# dims that axes may split into blocks which differ by one unit (tensor.uneven): no operation reads across their blocks,
+# or it counts what each has
+UNEVEN = ("heads", "kv_heads", "d_ff", "vocab", "hidden")
+NO_UNITS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -109,23 +116,83 @@ def padded(size: int, parts: int) -> int:
     return -(-size // parts) * parts
 
 
+def offset_of(index: int, size: int, blocks: int, unit: int = 1) -> int:
+    """Return where block number `index` begins if a dim of `size` is cut into so many `blocks` of whole units."""
+    # The longest and the shortest differ by one unit, the first is a longest one, and the blocks of two axes lie in the
+    # blocks of the first.
+    return -(-index * (size // unit) // blocks) * unit
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Blocks that differ by one `unit`, of a dim of global `size` cut into `blocks` by mesh `axes`, major to minor."""
+
+    size: int
+    axes: tuple[str, ...]
+    blocks: int
+    unit: int = 1
+
+    def longest(self, joined: int = 1) -> int:
+        """Return the extent of the longest block, or of the longest stretch of so many `joined` ones."""
+        return offset_of(1, self.size, self.blocks // joined, self.unit)
+
+    def extent(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
+        """Return the extent of the block of the rank at mesh `coordinates`."""
+        i = mesh.index(coordinates, self.axes)
+        return offset_of(i + 1, self.size, self.blocks, self.unit) - offset_of(i, self.size, self.blocks, self.unit)
+
+    def parts(self, mesh: Mesh, coordinates: Mapping[str, int], ranks: int) -> Parts:
+        """Return the blocks of the rank at `coordinates` and others of so many `ranks` along the last of the axes."""
+        first = mesh.index(coordinates, self.axes) // ranks * ranks
+        ends = [offset_of(first + i, self.size, self.blocks, self.unit) for i in range(ranks + 1)]
+        return Parts(self.longest(), tuple(b - a for a, b in pairwise(ends)))
+
+
+class Parts(NamedTuple):
+    """Extents of the blocks of one dim on the ranks of a group, and the `room` that a buffer has for each of them: the
+    longest block's of all groups."""
+
+    room: int
+    extents: tuple[int, ...]
+
+
+Cuts = tuple[tuple[int, Cut], ...]  # (position of a dim, how it is cut) for the dims of a tensor whose blocks differ
+
+
+def shape_at(shape: Sequence[int], cuts: Cuts, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of the block of the rank at mesh `coordinates`, of a tensor whose longest block has `shape`."""
+    out = list(shape)
+    for i, cut in cuts:
+        out[i] = cut.extent(mesh, coordinates)
+    return tuple(out)
+
+
 def block(
-    dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]
+    dims: Sequence[str],
+    sizes: Mapping[str, int],
+    layout: Layout,
+    mesh: Mesh,
+    coordinates: Mapping[str, int],
+    units: Mapping[str, int] = NO_UNITS,
 ) -> list[tuple[int, int]]:
     """Return (offset, extent) along every dim of the block that the rank at `coordinates` holds of a global tensor with
-    dims `dims` of global `sizes` in `layout`.
-
-    A dim that its axes do not divide (only vocab may be one) is padded: the last blocks reach beyond `sizes[dim]`.
-    """
+    dims `dims` of global `sizes` in `layout`. `units`: elements of a unit, by dim, where a unit has several."""
     out = []
     for dim in dims:
-        axes = layout[dim]
-        parts = mesh.extent(axes)
-        extent = padded(sizes[dim], parts) // parts
-        out.append((mesh.index(coordinates, axes) * extent, extent))
+        axes, unit = layout[dim], units.get(dim, 1)
+        blocks, i = mesh.extent(axes), mesh.index(coordinates, axes)
+        first, end = (offset_of(n, sizes[dim], blocks, unit) for n in (i, i + 1))
+        out.append((first, end - first))
     return out
 
 
-def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of a rank's block of a tensor of global `sizes`, the same on every rank that has a block."""
-    return tuple(-(-sizes[d] // mesh.extent(layout[d])) for d in dims)
+def local_shape(
+    dims: Sequence[str],
+    sizes: Mapping[str, int],
+    layout: Layout,
+    mesh: Mesh,
+    units: Mapping[str, int] = NO_UNITS,
+) -> tuple[int, ...]:
+    """Return the shape of the longest block of a tensor of global `sizes`, which is every block's where axes divide all
+    dims; arguments as of `block`."""
+    return tuple(offset_of(1, sizes[d], mesh.extent(layout[d]), units.get(d, 1)) for d in dims)

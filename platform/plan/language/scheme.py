@@ -55,6 +55,7 @@ class Scheme:
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
     zero: int = 0  # replicas of an expert next to each other that divide one state (axis `zero`), 0: all do
     experts: int = 1  # replicas next to each other that divide the experts among them, along the axis `expert`
+    uneven: bool = False  # axes may cut dims into blocks that differ by one unit: see UNEVEN
     lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
     context: tuple[tuple[str, int], ...] = ()  # the axes of CONTEXT with their sizes, of more than one rank
 
@@ -189,6 +190,7 @@ def compose_scheme(
         parameters_only=only("parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
+        uneven=tensor["uneven"],
         **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
         context=tuple(contexts.items()),
     )

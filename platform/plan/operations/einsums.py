@@ -169,14 +169,15 @@ def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
 
 
 def _without_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conversion, tuple[str, ...]]:
-    """Return an operand's conversion without its last step, and that step's axes, if the step all-gathers the dim at
-    `position` and its adjoint is a reduce-scatter; else the conversion itself and (). SUMMA broadcasts panels in place
-    of that gather."""
+    """Return an operand's conversion without its last step, and that step's axes, if the step all-gathers equal blocks
+    of the dim at `position` and its adjoint is a reduce-scatter; else the conversion itself and (). SUMMA broadcasts
+    panels in place of that gather."""
     if c.forward and c.backward:
         last, first = c.forward[-1], c.backward[0]
-        if (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position:
+        gathers = (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position
+        if gathers and not last.cut(position):
             *_, (_, split, _) = shapes(c.forward, c.before, mesh)
-            return Conversion(c.forward[:-1], c.backward[1:], c.before, split), last.axes
+            return Conversion(c.forward[:-1], c.backward[1:], c.before, split, cuts=c.cuts), last.axes
     return c, ()
 
 
@@ -185,26 +186,27 @@ def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ..
     compute."""
     found = planner.collectives(group.x, group.regathered)
     if panels := group.panels:
-        found += _panel_collectives(panels, panels.x_axes, group.x, planner.mesh, only)
+        found += _panel_collectives(planner, panels, panels.x_axes, group.x, only)
     for e in group.einsums:
         found += planner.collectives(e.operand, e.regathered)
         if panels:
-            found += _panel_collectives(panels, panels.operand_axes, e.operand, planner.mesh, only)
+            found += _panel_collectives(planner, panels, panels.operand_axes, e.operand, only)
         found += planner.collectives(e.output)
     return found
 
 
 def _panel_collectives(
-    panels: Panels, axes: tuple[str, ...], operand: Conversion, mesh: Mesh, only: tuple[str, ...]
+    planner: Planner, panels: Panels, axes: tuple[str, ...], operand: Conversion, only: tuple[str, ...]
 ) -> list[Collective]:
     """Return the collectives by which SUMMA passes one operand of a group, split over `axes`, around in panels: each
     panel is broadcast in both passes, and its gradient is reduced. `operand`: its remaining conversion; `only`: the
     axes at whose index 0 alone ranks compute."""
     if not axes:
         return []
-    elements = panels.elements(prod(operand.after), axes, mesh)
+    elements, cuts = panels.elements(prod(operand.after), axes, planner.mesh), tuple(cut for _, cut in operand.cuts[1])
     kinds = [("broadcast", "forward"), ("broadcast", "backward"), ("reduce", "backward")]
-    return [Collective(op, axes, elements, "compute", phase, only) for op, phase in kinds for _ in range(panels.count)]
+    found = [Collective(op, axes, elements, "compute", phase, only, 0, cuts) for op, phase in kinds]
+    return [c for c in found for _ in range(panels.count)]
 
 
 def meter_group(
@@ -297,8 +299,8 @@ def _follow(ops, operands: Sequence[Value]) -> bool:
 
 
 def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:
-    """Count the memory of one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current
-    and next panel of both operands, and a product; return the results."""
+    """Count the memory of one group of einsums that SUMMA computes (`platform.parallel.kernels.in_panels.summa`):
+    current and next panel of both operands, and a product; return the results."""
     einsums, panels, mesh = group.einsums, group.panels, ops.plan.mesh
     assert panels
     local = [ops.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]

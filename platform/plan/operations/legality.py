@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from platform.plan.communication.planner import Planner
+from platform.plan.language.layout import UNEVEN
 from platform.plan.language.numbers import divisors
 from platform.plan.language.ops import Operation, Spec
 from platform.plan.language.scheme import REPLICAS
@@ -61,16 +62,18 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
 
 def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
     """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `found`, with the
-    nearest legal sizes of both, or None if they do. Replicas always divide batch; vocab is padded."""
+    nearest legal sizes of both, or None if they do or cut it unevenly. Replicas always divide batch; vocab is padded
+    where it is not cut unevenly."""
     axes = [a for a in axes if d != "batch" or a not in REPLICAS]
     n = planner.mesh.extent(axes)
-    if d == "vocab" or size % n == 0:
+    if size % n == 0 or (d == "vocab" and not planner.scheme.uneven) or (planner.uneven(d) and size >= n):
         return None
     own = d in ("length", "memory_length") and size != planner.sizes[d]
     key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
     given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
     sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
     either = f"{key}={sizes}, or " if sizes else ""
+    either += "tensor.uneven=true, or " if d in UNEVEN and size >= n and not planner.scheme.uneven else ""
     return (
         f"{key}={size} is not divisible by {given} ({', '.join(found)});"
         f" nearest legal: {either}{', or '.join(_legal_extents(planner, size, axes))}"

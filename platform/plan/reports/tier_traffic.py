@@ -1,9 +1,9 @@
 """Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on.
 
 The messages of a collective follow the transport: all-gathers, reduce-scatters and all-to-alls go from each rank
-directly to each, all-reduces around a ring in the order of the group, scatters and gathers from and to the first rank,
-and broadcasts and reductions, of which every rank has its turn as the root, from and to each. Each sums to the bytes of
-`platform.plan.communication.traffic`.
+directly to each, all-reduces and rotations around a ring in the order of the group, scatters and gathers from and to
+the first rank, and broadcasts and reductions, of which every rank has its turn as the root, from and to each. Each sums
+to the bytes of `platform.plan.communication.traffic`.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
     one, part = Fraction(1), Fraction(1, n)
     if op == "all_reduce":
         yield from ((i, (i + 1) % n, 2 * (n - one), 2 * (n - one) * part) for i in range(n) if n > 1)
+    elif op == "rotate":
+        yield from ((i, (i + 1) % n, one, one) for i in range(n))
     elif op in _ROOTED:
         yield from ((0, i, one, one) if op == "scatter" else (i, 0, one, one) for i in range(1, n))
     else:

@@ -52,7 +52,8 @@ class Weights:
             for p in flat.bucket.parameters if flat.here and seed is not None else ():
                 there = flat.master[p.name]
                 sharded = flat.bucket.sharded
-                block = torch.empty(plan.local_shape(p), dtype=high, device=there.device) if sharded else there
+                shape = plan.shape_at(p, communicator.coordinates)
+                block = torch.empty(shape, dtype=high, device=there.device) if sharded else there
                 initialise(plan, communicator, p, seed, block)
                 flat.fill(p.name, block)
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.plan.language.layout import Layout, block, local_shape, padded, prefix
+from platform.plan.language.layout import Layout, block, local_shape, prefix
 from platform.plan.language.mesh import Mesh
 from tests.harness.numpy_blocks import layouts
 
@@ -11,16 +11,21 @@ MESHES = [Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2}), Mesh.of(
 DIMS = ("length", "heads", "vocab")
 
 
-@given(st.data(), st.sampled_from(MESHES), st.integers(1, 20))
-def test_blocks_tile_every_tensor_exactly_once(data, mesh, vocab):
-    """Replicas share a block; vocab is padded."""
+@given(st.data(), st.sampled_from(MESHES), st.integers(1, 20), st.integers(1, 3))
+def test_blocks_tile_every_tensor_exactly_once(data, mesh, vocab, unit):
+    """Replicas share a block; blocks differ by one unit, and the first is the longest."""
     layout = data.draw(layouts(mesh, DIMS))
-    sizes = {"length": 12, "heads": 24, "vocab": vocab}
-    shape = [12, 24, padded(vocab, mesh.extent(layout["vocab"]))]
-    count = np.zeros(shape, int)
+    sizes, units = {"length": 12, "heads": 7 * unit, "vocab": vocab}, {"heads": unit}
+    longest = local_shape(DIMS, sizes, layout, mesh, units)
+    count = np.zeros([sizes[d] for d in DIMS], int)
     for rank in range(mesh.size):
-        found = block(DIMS, sizes, layout, mesh, mesh.coordinates(rank))
-        assert tuple(n for _, n in found) == local_shape(DIMS, sizes, layout, mesh)
+        at = mesh.coordinates(rank)
+        found = block(DIMS, sizes, layout, mesh, at, units)
+        for d, most, (offset, n) in zip(DIMS, longest, found, strict=True):
+            assert most - units.get(d, 1) <= n <= most and offset % units.get(d, 1) == 0
+            assert n == most or mesh.index(at, layout[d])
+            (outer,) = block([d], sizes, Layout.of({d: layout[d][:1]}), mesh, at, units)
+            assert outer[0] <= offset and offset + n <= sum(outer), "blocks of two axes lie in the blocks of the first"
         count[tuple(slice(o, o + n) for o, n in found)] += 1
     assert (count == mesh.size // mesh.extent(layout.axes)).all()
 

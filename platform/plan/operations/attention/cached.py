@@ -40,7 +40,7 @@ class RememberOp(Op):
         if cache is None or ops.absent(k):
             return k, v
         if name not in cache.blocks:
-            shapes = [ops.plan.local_shape(ops.remembered(t)) for t in (kv, values)]
+            shapes = [[n for _, n in ops.blocks[ops.remembered(t)]] for t in (kv, values)]
             cache.blocks[name] = k.new_zeros(shapes[0]), v.new_zeros(shapes[1])
             cache.first[name] = _first(ops, ops.remembered(kv))
         pair = cache.blocks[name]

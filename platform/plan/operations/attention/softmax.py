@@ -8,6 +8,8 @@ from platform.plan.language.mistakes import ModelMistake
 from platform.plan.operations.attention.hiding import hides, reads_of
 from platform.plan.operations.op import BlockOp, with_vectors
 
+_PHASES = "forward", "backward"
+
 
 class SoftmaxOp(BlockOp):
     """softmax(scale * x + bias) of an activation over `dim`. For attention scores [... length memory_length] only:
@@ -35,7 +37,8 @@ class SoftmaxOp(BlockOp):
         layout, shape = planner.layout(spec), planner.shape(spec)
         rows = prod(shape) // shape[spec.dims.index(dim)]
         over, only = layout[dim], layout.only
-        forward, backward = (planner.statistics(over, only, rows, phase) for phase in ("forward", "backward"))
+        cuts = planner.cuts_of(spec, layout, [d for d in spec.dims if d != dim])
+        forward, backward = (planner.statistics(over, only, rows, phase, cuts=cuts) for phase in _PHASES)
         read = reads_of(planner, operation, layout, spec, "memory_length")
         return with_vectors(planner, operation, [*forward * 2, *backward], over=over, **read)
 

@@ -26,9 +26,10 @@ class CrossEntropyOp(Op):
         over = layout["vocab"]
         rows = prod(shape) // shape[spec.dims.index("vocab")]
         sums = 3 if operation["smoothing"] or operation["loss"] != CROSS_ENTROPY else 2
+        cuts = planner.cuts_of(spec, layout, [d for d in spec.dims if d != "vocab"])
         found = [
-            *planner.statistics(over, layout.only, rows, "forward"),
-            *planner.statistics(over, layout.only, sums * rows, "forward"),
+            *planner.statistics(over, layout.only, rows, "forward", cuts=cuts),
+            *planner.statistics(over, layout.only, sums * rows, "forward", cuts=cuts),
         ]
         labels = reading(planner, spec, layout.restrict([d for d in spec.dims if d != "vocab"]))
         return planned(planner, operation, layout, statistics=found, over=over, **labels)

@@ -22,10 +22,11 @@ class NormOp(BlockOp):
         spec, dims = operation.inputs[0], operation.parameters[0].dims
         have = planner.layout(spec)
         over, rows = tuple(a for d in dims for a in have[d]), prod(planner.shape(spec)[: -len(dims)])
+        cuts = planner.cuts_of(spec, have, spec.dims[: -len(dims)])
         op, merged = ("all_gather", 2 * rows) if operation["norm"] == "layernorm" else ("all_reduce", rows)
         found = [
-            *planner.statistics(over, have.only, merged, "forward", op),
-            *planner.statistics(over, have.only, merged, "backward"),
+            *planner.statistics(over, have.only, merged, "forward", op, cuts),
+            *planner.statistics(over, have.only, merged, "backward", cuts=cuts),
         ]
         return with_vectors(planner, operation, found, over=over)
 
@@ -34,7 +35,8 @@ class NormOp(BlockOp):
         statistics = ops.kernels.statistics
         if ops.compiles and kind == "rmsnorm" and not found.over:  # LayerNorm is one kernel as it is
             return ops.region(statistics.rms_norm)(x, gain, eps)
-        return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over)
+        widths = ops.widths(spec, len(found.operation.parameters[0].dims), found.over) if found.over else ()
+        return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over, widths)
 
     def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
         """Count the bytes of LayerNorm or RMSNorm: kept normalised rows and deviations, and temporaries."""

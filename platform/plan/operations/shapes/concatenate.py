@@ -32,7 +32,7 @@ class ConcatenateOp(Op):
         parts = [ops.apply(part, conversion) for part, conversion in zip(x, into, strict=True)]
         if ops.absent(parts[0]):
             return ops.apply(torch.cat([part.flatten() for part in parts]), leave)
-        whole = dict(zip(out.dims, leave.before, strict=True)) | {dim: -1}
+        whole = dict(zip(out.dims, ops.shape_before(leave), strict=True)) | {dim: -1}
         for i, spec in enumerate(specs):
             where = tuple(slice(None) if d in spec.dims else None for d in out.dims)
             parts[i] = parts[i][where].expand(*whole.values())

@@ -25,7 +25,8 @@ class ReduceOp(BlockOp):
         leaving, found = c.output, []
         if operation["function"] == "max":
             leaving = planner.split(out, c.compute.restrict(out.dims))
-            found = planner.statistics(over, c.compute.only, prod(leaving.before), "forward") * 2
+            cuts = planner.cuts_of(out, c.compute.restrict(out.dims), out.dims)
+            found = planner.statistics(over, c.compute.only, prod(leaving.before), "forward", cuts=cuts) * 2
         return planned(planner, operation, c.compute, (*c.inputs, leaving), found, over=over)
 
     def run(self, ops, found, name, function, x, spec, out):

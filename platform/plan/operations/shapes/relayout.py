@@ -27,6 +27,8 @@ class RelayoutOp(BlockOp):
         spec, out = operation.inputs[0], operation.outputs[0]
         renamed = dict(zip(spec.dims, out.dims, strict=True))
         have, goal = planner.layout(spec), planner.layout(out)
+        if apart := [d for d in have if planner.units.get(d, 1) != planner.units.get(renamed[d], 1)]:
+            raise ValueError(f"{apart[0]} is cut into blocks of whole groups, {renamed[apart[0]]} is not")
         source = Layout.of({renamed[d]: axes for d, axes in have.items()}, have.only)
         conversion = planner.enter(out, goal, (*goal.axes, *goal.gradient), source=source)
         if planner.scheme.slice_via == "all_gather":
@@ -49,7 +51,8 @@ def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
         out: list[Step] = []
         for s in steps:
             if s.op == "all_to_all" and s.axes[0] in axes:
-                out += [Step("all_gather", s.axes, s.joined, only=s.only), Step("slice", s.axes, s.dim, only=s.only)]
+                out.append(Step("all_gather", s.axes, s.joined, only=s.only, cuts=s.cuts))
+                out.append(Step("slice", s.axes, s.dim, only=s.only, cuts=s.cuts))
             else:
                 out.append(s)
         return tuple(out)

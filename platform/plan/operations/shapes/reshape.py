@@ -8,8 +8,8 @@ from platform.plan.operations.op import BlockOp, planned
 
 class ReshapeOp(BlockOp):
     """Activation with one dim split into two adjacent dims, the major one first, or with two adjacent dims merged into
-    one; `out`, its new type, decides which. Axes that split the major dim need not be gathered, nor the minor's if a
-    block's extent along the major is 1."""
+    one; `out`, its new type, decides which. Axes that cut the major dim into equal blocks need not be gathered, nor the
+    minor's if a block's extent along the major is 1."""
 
     def record(self, ops, name, x, spec, out):
         return ops.record(self.kind, name, [x], [spec], [out])
@@ -27,14 +27,16 @@ class ReshapeOp(BlockOp):
         i = coarse.dims.index(merged)
         assert fine.dims == (*coarse.dims[:i], major, minor, *coarse.dims[i + 1 :]), "two neighbours, in place of one"
         have = planner.layout(fine)
+        if dict(planner.cuts(fine, have)).get(fine.dims.index(major)):
+            have = Layout.of({d: axes for d, axes in have.items() if d != major}, have.only)
         alone = planner.mesh.extent(have[major]) == planner.sizes_of(fine)[major]
         common = Layout.of({**have, minor: have[minor] if alone else ()}, have.only)
         rules = {d: axes for d, axes in common.items() if d not in (major, minor)}
         joint = Layout.of({**rules, merged: (*common[major], *common[minor])}, common.only)
         if merges:
-            steps = (spec, have, common), (out, joint, planner.layout(out))
+            steps = (spec, planner.layout(spec), common), (out, joint, planner.layout(out))
         else:
-            steps = (spec, planner.layout(spec), joint), (out, common, have)
+            steps = (spec, planner.layout(spec), joint), (out, common, planner.layout(out))
         conversions = [planner.enter(tensor, target, target.axes, source=source) for tensor, source, target in steps]
         return planned(planner, operation, common, conversions)
 

@@ -27,7 +27,7 @@ class SequenceMeanOp(Op):
             return ops.apply(x, leave)
         count = (tokens[self.kind, name] >= 0).sum(0).clamp_min(1)
         mean = (ops.kernels.statistics.widened(x).sum(0) / count).to(x.dtype)
-        return ops.apply(mean.expand(leave.before), leave)
+        return ops.apply(mean.expand(ops.shape_before(leave)), leave)
 
     def meter(self, ops, name, x, spec, tokens, out):
         """Count the memory of the means; of the tokens their number is kept."""

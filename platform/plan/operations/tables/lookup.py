@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from platform.plan.communication.rule import Contraction
+from platform.plan.language.layout import offset_of
 from platform.plan.language.ops import Spec
 from platform.plan.operations.op import BlockOp, planned, reading
 
@@ -42,7 +43,9 @@ class LookupOp(BlockOp):
         tokens = tokens[self.kind, name]
         rows = ops.kernels.table_rows.rows
         if found.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
-            row = tokens.clamp_min(0) - ops.communicator.index(found.over) * table.shape[0]
+            planner, (p,) = ops.plan.planner, found.operation.parameters
+            size, blocks = planner.sizes_of(p)[p.dims[0]], planner.mesh.extent(found.over)
+            row = tokens.clamp_min(0) - offset_of(ops.communicator.index(found.over), size, blocks)
             mine = (row >= 0) & (row < table.shape[0])
             x = rows(table, row.clamp(0, table.shape[0] - 1))
             return x * mine.view(*mine.shape, *(1 for _ in table.shape[1:])).to(table.dtype)

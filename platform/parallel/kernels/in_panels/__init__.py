@@ -1,0 +1,1 @@
+"""Operands in panels that ranks pass on: SUMMA, and attention to keys and values of other ranks"""

@@ -1,0 +1,259 @@
+"""Attention of a rank's queries to keys and values that come in panels: all at once, or around a ring of ranks of which
+each has some (Liu et al. 2023).
+
+Each panel gives a softmax over its own keys, and the log-sum-exp of each query's scores there. Two of them are one by
+
+    lse = log(exp(lse_a) + exp(lse_b)),    out = out_a + (out_b - out_a) sigmoid(lse_b - lse_a)
+
+in the type of statistics. A sink is one score more without a value, so it merges as a panel whose `out` is 0. In the
+backward pass every panel's gradients come from the log-sum-exp of all keys, by itself.
+
+Around a ring of n ranks, keys and values move n - 1 times in each pass, in one message, while the panel at hand is
+computed. Gradients of a panel's keys and values follow it, each rank adding its own, and end at its owner: the owner's
+part waits there, so they too move n - 1 times, in the type of keys, as in a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator, Handle
+from platform.parallel.communicator.traced import Arrived
+from platform.parallel.kernels import positions, random
+from platform.parallel.kernels.dropout import Drawing
+from platform.parallel.kernels.in_panels.scores import Given, PairKernel, Scores, finite, kernel_of
+from platform.parallel.kernels.statistics import widened
+from platform.plan.language.attention_kernels import MATH
+from platform.plan.language.stretches import DIAGONAL, MASKED, Pair, Stretch, pairs
+
+BLOCK, LEAST = 1024, 128  # rows, and columns, of a mask or of scores that are made; and in a window at least
+
+
+class PanelAttention(NamedTuple):
+    """Attention whose keys lie in panels, of each rank along the axes `over`. `queries`: the global positions of this
+    rank's queries; `keys`: the positions of each rank's keys; `kernel`: its name (flash, cudnn, efficient, math);
+    `window`: a query of a `causal` one sees so many keys, itself included; 0: all."""
+
+    queries: Sequence[Stretch]
+    keys: Sequence[Sequence[Stretch]]
+    over: tuple[str, ...]
+    kernel: str
+    scale: float
+    causal: bool
+    window: int = 0
+
+
+class Hiding(NamedTuple):
+    """Tensors that change scores: `begins` [length, batch], the positions at which the documents of this rank's queries
+    begin; `padding`, bool [batch, memory_length] of all positions, True where a key is hidden; and the `drawing` of
+    dropout, of dims [batch, heads, length, memory_length], the last of all positions."""
+
+    begins: Tensor | None = None
+    padding: Tensor | None = None
+    drawing: Drawing | None = None
+
+
+class _Whole:
+    """Result of an attention of queries q over the keys that were merged so far, with values of `width`."""
+
+    def __init__(self, q: Tensor, width: int):
+        """Prepare the result of queries q that have seen no key yet."""
+        self.q, self.width = q, width
+        self.out: Tensor | None = None
+        self.lse = q.new_empty(0)
+
+    def _begun(self) -> Tensor:
+        """Return the merged result so far, 0 for queries that have seen no key."""
+        if self.out is None:
+            wide = widened(self.q[:0]).dtype
+            self.out = self.q.new_zeros((*self.q.shape[:3], self.width), dtype=wide)
+            self.lse = self.q.new_full(self.q.shape[:3], -inf, dtype=wide)
+        return self.out
+
+    def add(self, rows: Stretch, out: Tensor, lse: Tensor) -> None:
+        """Merge the result of one pair, for the queries `rows`, into the attention's result."""
+        if self.out is None and rows.size == self.q.shape[2]:
+            self.out, self.lse = widened(out), lse
+            return
+        into, of_all = self._begun().narrow(2, *rows), self.lse.narrow(2, *rows)
+        merge(into, of_all, widened(out), lse)
+
+    def close(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the attention's result in q's dtype and the log-sum-exp of its rows, merged with a `sink` [heads]."""
+        out = self._begun()
+        if sink is not None:
+            merge(out, self.lse, torch.zeros_like(out), widened(sink)[:, None].expand_as(self.lse))
+        return out.to(self.q.dtype), self.lse
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, of_other: Tensor) -> None:
+    """Merge the attention `other` over keys of its own, with its log-sum-exp, into the attention `out`, in place."""
+    share = torch.sigmoid(of_other - lse).nan_to_num_(0)  # not a number where neither sees a key
+    out.lerp_(other, share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, of_other))
+
+
+class _PairSum:
+    """Gradient of a block shaped as `x`, summed in the type of statistics over the pairs that read a part of it."""
+
+    def __init__(self, x: Tensor):
+        """Prepare the gradient of x, of which no pair has given any part."""
+        self.x = x
+        self.total: Tensor | None = None
+
+    def add(self, where: Stretch, part: Tensor) -> None:
+        """Add the gradient of the stretch `where` of the block's positions."""
+        if self.total is None and where.size == self.x.shape[2]:
+            self.total = widened(part)
+        else:
+            self.total = self.value()
+            self.total.narrow(2, *where).add_(part)
+
+    def value(self) -> Tensor:
+        """Return the sum of the block's gradients so far, 0 without any."""
+        if self.total is None:
+            return torch.zeros(self.x.shape, dtype=widened(self.x[:0]).dtype, device=self.x.device)
+        return self.total
+
+
+class _Reader:
+    """Pairs of one rank's queries with panels, and the kernel that computes them."""
+
+    def __init__(self, plan: PanelAttention, q: Tensor, bias: Tensor | None, hiding: Hiding):
+        """Prepare the attention `plan` of queries q, whose scores `bias` and `hiding` change."""
+        self.plan, self.bias, self.hiding = plan, bias, hiding
+        self.kernel: PairKernel = kernel_of(plan.kernel, q.device, bias is not None or hiding.drawing is not None)
+        made = plan.window or plan.kernel == MATH or bias is not None or any(x is not None for x in hiding)
+        most = min(BLOCK, max(plan.window, LEAST)) if plan.window else BLOCK  # of which a narrow window hides less
+        self.block, self.device, self.dtype = most if made else 0, q.device, widened(q[:0]).dtype
+
+    def pairs(self, owner: int) -> list[Pair]:
+        """Return the pairs of this rank's queries with the panel of rank `owner` along the axes of the attention."""
+        plan = self.plan
+        return pairs(plan.queries, plan.keys[owner], plan.causal, plan.window, self.block)
+
+    def scores(self, pair: Pair) -> Scores:
+        """Return what makes the scores of a pair, beside its queries and keys."""
+        (row, rows), keys = pair.rows, (pair.start, pair.columns.size)
+        begins, padding, drawing = self.hiding
+        hidden = bias = factor = None
+        if pair.relation == MASKED or begins is not None or (pair.relation == DIAGONAL and padding is not None):
+            at, memory = (torch.arange(first, first + n, device=self.device) for first, n in ((pair.at, rows), keys))
+            begins = None if begins is None else begins.narrow(0, row, rows)
+            hidden = positions.unseen(at, memory, self.plan.window, begins)
+        if padding is not None:
+            padding = padding.narrow(1, *keys)[:, None, None]
+            hidden = padding if hidden is None else hidden | padding
+        if self.bias is not None:
+            bias = self.bias.narrow(2, row, rows).narrow(3, *keys)
+        if drawing is not None:
+            batch, heads, length, memory = drawing.counters
+            counters = batch, heads, length.narrow(2, row, rows), memory.narrow(3, *keys)
+            kept = random.kept(counters, drawing.start, drawing.rate)
+            factor = kept.to(self.dtype) * (1 / (1 - drawing.rate))
+        return Scores(self.plan.scale, pair.relation == DIAGONAL and hidden is None, hidden, bias, factor)
+
+
+def _operands(pair: Pair, given: Given) -> Given:
+    """Return the queries, keys and values of a pair as views of their blocks."""
+    q, k, v = given
+    return q.narrow(2, *pair.rows), k.narrow(2, *pair.columns), v.narrow(2, *pair.columns)
+
+
+def _in_turn(
+    communicator: Communicator, plan: PanelAttention, k: Tensor, v: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (owner, keys, values) of every panel, this rank's own first, then those before it around the ring. The next
+    one is on its way while one is used."""
+    n = len(plan.keys)
+    me = communicator.index(plan.over) if n > 1 else 0
+    message = _packed(k, v) if n > 1 else k
+    for step in range(n):
+        coming = communicator.launch("rotate", message, plan.over) if step + 1 < n else None
+        yield (me - step) % n, k, v
+        if coming:
+            message = coming.wait()
+            k, v = _unpacked(message, k, v)
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Return a panel's keys and values, or their gradients, as one message."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two tensors of a message of a ring, shaped as k and v."""
+    return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
+
+
+class _Panels(torch.autograd.Function):
+    """Attention of local queries to panels of keys and values; it keeps its operands, its result and one number a row.
+    The gradient of a sink, and of a bias, is the part that comes from this rank's queries."""
+
+    @staticmethod
+    def forward(ctx, communicator, plan, hiding, q, k, v, sink, bias):
+        """Return the attention of q to the panels of all ranks, k and v being this rank's."""
+        read, whole = _Reader(plan, q, bias, hiding), _Whole(q, v.shape[-1])
+        for owner, *panel in _in_turn(communicator, plan, k, v):
+            for pair in read.pairs(owner):
+                whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, *panel)), read.scores(pair)))
+        out, lse = whole.close(sink)
+        ctx.save_for_backward(q, k, v, sink, bias, out, lse)
+        ctx.options = communicator, plan, hiding
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of q, k, v, sink and bias; the parts of k and v have come from all ranks."""
+        q, k, v, sink, bias, out, lse = ctx.saved_tensors
+        communicator, plan, hiding = ctx.options
+        read, dq, statistic = _Reader(plan, q, bias, hiding), _PairSum(q), finite(lse)
+        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # torch's kernels take no other
+        dbias = None if bias is None else torch.zeros_like(bias)
+        own: list[Tensor] = []
+        coming: Handle | Arrived | None = None
+        for owner, *panel in _in_turn(communicator, plan, k, v):
+            sums = [_PairSum(x) for x in panel]
+            for pair in read.pairs(owner):
+                rows = [x.narrow(2, *pair.rows) for x in (gradient, out, statistic)]
+                given, scores = _operands(pair, (q, *panel)), read.scores(pair)
+                found = read.kernel.backward(rows[0], given, (rows[1], rows[2]), scores)
+                for total, where, part in zip((dq, *sums), (pair.rows, *[pair.columns] * 2), found, strict=False):
+                    total.add(where, part)
+                if dbias is not None:
+                    dbias.narrow(2, *pair.rows).narrow(3, pair.start, pair.columns.size).add_(found[3])
+            parts = [x.value() for x in sums]
+            if not own:
+                own = parts
+                continue
+            message = _packed(*parts)
+            if coming:
+                message += coming.wait()
+            coming = communicator.launch("rotate", message.to(k.dtype), plan.over)
+        if coming:
+            own = [x + part for x, part in zip(own, _unpacked(coming.wait(), k, v), strict=True)]
+        dsink = None
+        if sink is not None:
+            share = torch.exp(widened(sink)[:, None] - lse) * (widened(gradient) * out).sum(-1)
+            dsink = share.sum((0, 2)).neg_().to(sink.dtype)
+        dk, dv = own
+        return None, None, None, dq.value().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
+
+
+def attend_panels(
+    communicator: Communicator,
+    plan: PanelAttention,
+    given: Given,
+    hiding: Hiding | None = None,
+    sink: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute attention of q [batch, heads, length, d_kv], whose positions are `plan.queries`, to the keys and values
+    of all ranks of the plan, of which k and v, of perhaps fewer heads, are this rank's. `sink` [heads]: a score of each
+    query without a value; `bias` [1, heads, length, memory_length of all positions]: added to the scores."""
+    return _Panels.apply(communicator, plan, hiding or Hiding(), *given, sink, bias)

@@ -1,0 +1,219 @@
+"""Kernels of one pair of queries and keys, which give the log-sum-exp of each row, so that pairs can be merged: torch's
+fused ones, and products for what these do not take.
+
+Every kernel computes out = softmax(scale q k^T + ...) v and the log-sum-exp of each row of scores, -inf where a query
+sees no key; and, given the result and the log-sum-exp of *all* keys, the gradients that come from these keys alone:
+P = exp(scores - lse), dS = P (dP - rowsum(dO O)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.parallel.kernels.positions import as_added
+from platform.parallel.kernels.statistics import widened
+from platform.plan.language.attention_kernels import MATH
+
+_ATEN = torch.ops.aten
+_ROWS_OF_STATISTICS = 32  # the efficient kernel's log-sum-exp has a multiple of so many rows
+_ROWS_OF_MASK = 16  # and its mask begins every row at a multiple of so many numbers
+
+
+class Scores(NamedTuple):
+    """All that makes the scores of a pair beside q and k: `scale`; `causal`: a query sees the keys up to its own place,
+    and there are as many; `hidden`, bool, True where a key is not seen; a learned `bias` added to them; and `factor`,
+    by which dropout multiplies their probabilities. Each tensor broadcasts to [batch, heads, length, memory_length]."""
+
+    scale: float
+    causal: bool = False
+    hidden: Tensor | None = None
+    bias: Tensor | None = None
+    factor: Tensor | None = None
+
+
+Given = tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, heads, length, d_kv], k and v perhaps of fewer heads
+Result = tuple[Tensor, Tensor]  # of q's shape, with the d_kv of v; log-sum-exp [batch, heads, length]
+Gradients = tuple[Tensor, ...]  # of q, k, v, and of a bias if there is one
+
+
+class PairKernel(NamedTuple):
+    """Kernel of a pair: its forward and its backward pass."""
+
+    forward: Callable[[Given, Scores], Result]
+    backward: Callable[[Tensor, Given, Result, Scores], Gradients]
+
+
+def kernel_of(name: str, device: torch.device, scores_are_made: bool) -> PairKernel:
+    """Return the kernel `name` on a device; two products where scores are made, to add a bias or to drop some."""
+    return PRODUCTS if scores_are_made or name == MATH else FUSED[device.type, name]
+
+
+def _unseen_as_nothing(result: Result, scores: Scores) -> Result:
+    """Return the result of a kernel with a log-sum-exp of -inf, and 0, for queries that see no key."""
+    out, lse = result
+    if scores.hidden is not None:
+        nothing = scores.hidden.all(-1).expand(lse.shape)
+        out, lse = out.masked_fill(nothing.unsqueeze(-1), 0), lse.masked_fill(nothing, -inf)
+    return out, lse
+
+
+def _mask(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
+    """Return the mask that a fused kernel of CUDA adds to scores, in q's dtype and of their shape."""
+    if scores.hidden is None:
+        return None
+    n = k.shape[2]
+    added = F.pad(as_added(scores.hidden, q.dtype), (0, -n % _ROWS_OF_MASK))[..., :n]
+    return added.expand(*q.shape[:3], n)
+
+
+def _flash_cpu(given: Given, scores: Scores) -> Result:
+    """Compute a pair by torch's flash kernel of CPUs."""
+    added = None if scores.hidden is None else _four(as_added(scores.hidden, given[0].dtype))
+    result = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        *given, 0.0, scores.causal, attn_mask=added, scale=scores.scale
+    )
+    return _unseen_as_nothing(result, scores)
+
+
+def _flash_cpu_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by torch's flash kernel of CPUs."""
+    added = None if scores.hidden is None else _four(as_added(scores.hidden, given[0].dtype))
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, *given, *result, 0.0, scores.causal, attn_mask=added, scale=scores.scale
+    )
+
+
+def _four(x: Tensor) -> Tensor:
+    """Return x [..., length, memory_length] with four dims, the first of one index."""
+    return x.view(*[1] * (4 - x.dim()), *x.shape)
+
+
+def _wide_enough(given: Given) -> Given:
+    """Return q, k and v with zeros behind their last dim, where CUDA's flash kernel wants a multiple of 8."""
+    q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in given)
+    return q, k, v
+
+
+def _flash(given: Given, scores: Scores) -> Result:
+    """Compute a pair by torch's flash kernel of CUDA, which takes no mask."""
+    out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
+        *_wide_enough(given), 0.0, scores.causal, False, scale=scores.scale
+    )
+    return out[..., : given[2].shape[-1]], lse
+
+
+def _flash_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by torch's flash kernel of CUDA."""
+    out, lse = result
+    extra = -gradient.shape[-1] % 8
+    gradient, out = (F.pad(x, (0, extra)) if extra else x for x in (gradient, out))
+    state = gradient.new_empty(2, dtype=torch.uint64), gradient.new_empty((), dtype=torch.uint64)  # nothing is drawn
+    lengths = None, None, given[0].shape[2], given[1].shape[2]
+    found = _ATEN._scaled_dot_product_flash_attention_backward(
+        gradient, *_wide_enough(given), out, lse.contiguous(), *lengths, 0.0, scores.causal, *state, scale=scores.scale
+    )
+    return tuple(x[..., : y.shape[-1]] for x, y in zip(found, given, strict=True))
+
+
+def _efficient(given: Given, scores: Scores) -> Result:
+    """Compute a pair by torch's memory-efficient kernel of CUDA."""
+    out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
+        *given, _mask(*given[:2], scores), True, 0.0, scores.causal, scale=scores.scale
+    )
+    return _unseen_as_nothing((out, lse[..., : given[0].shape[2]]), scores)
+
+
+def _efficient_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by torch's memory-efficient kernel of CUDA."""
+    out, lse = result
+    lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS_OF_STATISTICS), value=inf)
+    state = [gradient.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is drawn
+    wanted = [True, True, True, False]
+    found = _ATEN._scaled_dot_product_efficient_attention_backward(
+        gradient, *given, _mask(*given[:2], scores), out, lse, *state, 0.0, wanted, scores.causal, scale=scores.scale
+    )
+    return found[:3]
+
+
+def _cudnn(given: Given, scores: Scores) -> Result:
+    """Compute a pair by cuDNN's kernel."""
+    out, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(
+        *given, _mask(*given[:2], scores), True, 0.0, scores.causal, False, scale=scores.scale
+    )
+    return _unseen_as_nothing((out, lse.view(given[0].shape[:3])), scores)
+
+
+def _cudnn_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by cuDNN's kernel, whose log-sum-exp has one dim more."""
+    out, lse = result
+    state = [gradient.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is drawn
+    lengths = None, None, given[0].shape[2], given[1].shape[2]
+    return _ATEN._scaled_dot_product_cudnn_attention_backward(
+        gradient, *given, out, lse.contiguous().unsqueeze(-1), *state, _mask(*given[:2], scores), *lengths, 0.0,
+        scores.causal, scale=scores.scale,
+    )  # fmt: skip
+
+
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+    """Return x [batch, heads, length, n] with the heads that share a head of k as more rows of it."""
+    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+def _made_scores(given: Given, scores: Scores) -> Tensor:
+    """Return the scores of a pair [batch, heads, length, memory_length], in the type of statistics."""
+    q, k, _ = given
+    made = (_by_key_head(widened(q) * scores.scale, k) @ widened(k).mT).view(*q.shape[:3], k.shape[2])
+    if scores.bias is not None:
+        made += widened(scores.bias)
+    if scores.causal:
+        made.masked_fill_(torch.ones(made.shape[2:], dtype=torch.bool, device=q.device).triu_(1), -inf)
+    return made if scores.hidden is None else made.masked_fill_(scores.hidden, -inf)
+
+
+def _math(given: Given, scores: Scores) -> Result:
+    """Compute a pair by two products, in the type of statistics."""
+    q, k, v = given
+    made = _made_scores(given, scores)
+    lse = made.logsumexp(-1)
+    p = made.sub_(finite(lse).unsqueeze(-1)).exp_()
+    if scores.factor is not None:
+        p *= scores.factor
+    out = _by_key_head(p, k) @ widened(v)
+    return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
+
+
+def _math_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by five products, in the type of statistics."""
+    q, k, v = given
+    out, lse = result
+    wide = widened(gradient)
+    p = _made_scores(given, scores).sub_(lse.unsqueeze(-1)).exp_()
+    dp = (_by_key_head(wide, k) @ widened(v).mT).view(p.shape)
+    dropped = p if scores.factor is None else p * scores.factor
+    dv = _by_key_head(dropped, k).mT @ _by_key_head(wide, k)
+    if scores.factor is not None:
+        dp *= scores.factor
+    ds = p.mul_(dp.sub_((wide * out).sum(-1, keepdim=True)))
+    dq = (_by_key_head(ds, k) @ widened(k)).view(q.shape).mul_(scores.scale)
+    dk = (_by_key_head(ds, k).mT @ _by_key_head(widened(q), k)).mul_(scores.scale)
+    return (dq, dk, dv) if scores.bias is None else (dq, dk, dv, ds.sum_to_size(scores.bias.shape))
+
+
+def finite(lse: Tensor) -> Tensor:
+    """Return the log-sum-exp of rows, 0 where a query sees no key: then exp(-inf - 0) is the probability of each, 0."""
+    return lse.masked_fill(lse == -inf, 0)
+
+
+PRODUCTS = PairKernel(_math, _math_backward)
+FUSED = {
+    ("cpu", "flash"): PairKernel(_flash_cpu, _flash_cpu_backward),
+    ("cuda", "flash"): PairKernel(_flash, _flash_backward),
+    ("cuda", "efficient"): PairKernel(_efficient, _efficient_backward),
+    ("cuda", "cudnn"): PairKernel(_cudnn, _cudnn_backward),
+}

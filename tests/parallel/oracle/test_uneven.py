@@ -1,0 +1,82 @@
+"""Blocks that differ by one unit (tensor.uneven) equal one process, in bytes too, and a state moves between them."""
+
+from __future__ import annotations
+
+from math import prod
+from random import Random
+
+import pytest
+
+from platform.config.fields import Config
+from platform.parallel.parallel_ops import ParallelOps
+from platform.plan.check.plan_check import unsound
+from platform.planning.make_plan import make_plan
+from tests.fuzz import plans
+from tests.harness.oracle import configure, prove
+
+SIZES = {"d_kv": 4, "d_ff": 25, "vocab": 61, "length": 8, "layers": 1}
+LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "tied": False}
+CASES = {
+    "7 heads over 2": {"tensor": "1d", "axes": {"t": 2}, "heads": 7},
+    "5 heads over 4": {"tensor": "1d_sp", "axes": {"t": 4}, "heads": 5},
+    "3 groups over 2": {"tensor": "1d_sp", "axes": {"t": 2}, "heads": 6, "kv_heads": 3, **LLAMA},
+    "5 groups over 4, of heads that 4 would divide": {"tensor": "1d", "axes": {"t": 4}, "heads": 20, "kv_heads": 5},
+    "2 groups over 3": {"tensor": "1d_sp", "axes": {"t": 3}, "heads": 14, "kv_heads": 2, "length": 6},
+    "axes that cut a dim after another": {
+        "tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}, "heads": 10, "d_ff": 27, "vocab": 63, "gathered": "again",
+    },
+    "SUMMA": {"tensor": "2d", "axes": {"r": 2, "c": 2}, "heads": 7, "d_ff": 27, "microbatch": 8},
+    "shards": {"tensor": "1d_sp", "axes": {"t": 2}, "heads": 7, "data": 2, "zero": 3, "microbatch": 2},
+    "stages": {
+        "tensor": "1d_sp", "axes": {"t": 2}, "heads": 7, "pipeline": "1f1b", "stages": 2, "recompute": "full",
+        "microbatch": 2,
+    },
+    "norms of all heads": {
+        "tensor": "1d", "axes": {"t": 2}, "heads": 5, "query_key_norm": True, "query_key_norm_over": "heads",
+    },
+}  # fmt: skip
+
+
+def uneven(**given) -> Config:
+    c = configure(**{**SIZES, **given})
+    c.tensor.uneven = True
+    return c
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name):
+    c = uneven(**CASES[name])
+    plan, _ = prove(c)
+    assert plan.uneven and not unsound(plan)
+
+
+def test_a_mean_that_takes_blocks_for_equal_differs(monkeypatch):
+    """The negative control: a norm over heads merges the statistics of ranks as if all had as many as this one."""
+    alike = lambda ops, spec, dims, over: [prod(ops.plan.shape_at(spec, ops.communicator.coordinates)[-dims:])] * 2  # noqa: E731
+    monkeypatch.setattr(ParallelOps, "widths", alike)
+    with pytest.raises(AssertionError, match=r"gradient|loss"):
+        prove(uneven(**CASES["norms of all heads"]))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_state_moves_to_other_blocks_and_back(seed):
+    """Over storage and over memory, under ZeRO and without."""
+    cut = uneven(tensor="1d", axes={"t": 3}, heads=5, zero=seed, data=2)
+    other = uneven(tensor="1d_sp", axes={"t": 2}, heads=5)
+    for configs in ([cut, other], [other, cut]):
+        for c in configs:
+            c.train.steps, c.model.kind = 3, "decoder"
+            c.data.kind = "synthetic"
+        plans.check(Random(seed), configs, [make_plan(c) for c in configs])
+
+
+@pytest.mark.parametrize(("given", "line"), [
+    ({"heads": 7}, "model.heads=7 is not divisible by tensor.axes.t=2"),
+    ({"d_ff": 25, "heads": 8}, "model.d_ff=25 is not divisible by tensor.axes.t=2"),
+])  # fmt: skip
+def test_a_refusal_names_it(given, line):
+    c = uneven(tensor="1d", axes={"t": 2}, **{"d_ff": 24, **given})
+    c.tensor.uneven = False
+    with pytest.raises(ValueError, match=line) as error:
+        make_plan(c)
+    assert "or tensor.uneven=true" in str(error.value) or "tensor.uneven=true, or" in str(error.value)
