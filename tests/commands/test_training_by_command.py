@@ -1,4 +1,4 @@
-"""Runs whose batch and sequences grow, with frozen and averaged weights, as users give them: under other plans, after failures."""
+"""Runs whose batch and sequences grow, with frozen and averaged weights: under other plans, after failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.harness.commands import QUICK, SMALL, in_this_process, refused, warm_
 FIXED = (
     "data=synthetic precision=fp64 checkpoint.every=100 eval.every=2 eval.batches=1 train.steps=8"
     " optimizer.warmup_steps=2 train.global_batch=8 train.microbatch=2 train.ramp_from=2 train.ramp_by=2"
-    " train.ramp_samples=12 train.length_ramp=[0:4,4:8,6:16] train.ema=0.5 eval.averaged=true train.freeze=[embedding,layers.0.*] monitor.layers=3"
+    " train.ramp_samples=12 train.length_ramp=[0:4,4:8,6:16]"
+    " train.ema=0.5 eval.averaged=true train.freeze=[embedding,layers.0.*] monitor.layers=3"
 ).split()
 ONE = "cluster=inline tensor=serial parallel.data=1".split()
 STAGES = "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1 pipeline=1f1b pipeline.stages=2".split()
