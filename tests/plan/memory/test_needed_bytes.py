@@ -41,6 +41,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "full, offloaded": {"recompute": "full", "offload": True, "layers": 4},
     "full, offloaded, 1d, 1f1b, bf16": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "offload": True,
                                         "pipeline": "1f1b", **STAGES, "precision": "bf16"},
+    "feed-forward in chunks": {"d_ff": 512, "vocab": 64, "mlp_chunks": 8},
+    "feed-forward in chunks, full, bf16": {**MODELS["llama"], "d_ff": 512, "vocab": 64, "mlp_chunks": 8,
+                                           "recompute": "full", "precision": "bf16"},
+    "feed-forward in chunks, zb_h1, 1d": {"pipeline": "zb_h1", **STAGES, "tensor": "1d", "axes": {"t": 2},
+                                          "d_ff": 512, "mlp_chunks": 3},
     "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
 }  # fmt: skip
 SMALL: dict[str, Any] = {"vocab": 512, "length": 8, "layers": 2}  # the norm of the gradient takes most of it
@@ -95,6 +100,14 @@ PLANS |= {
     "latent, bf16": {**LATENT, "precision": "bf16"},
     "latent, 1d_sp": {**LATENT, "tensor": "1d_sp", "axes": {"t": 2}},
     "latent, 2d, full": {**LATENT, "tensor": "2d", "axes": {"r": 2, "c": 2}, "recompute": "full"},
+}  # fmt: skip
+PLANS |= {
+    "context, gathered, bf16": {"context": 2, "context_kind": "gather", "precision": "bf16"},
+    "context, heads, zero 3": {"context": 2, "context_kind": "heads", "zero": 3},
+    "context, nested, 1d_sp": {"context": 4, "context_kind": "nested", "context_heads": 2, "tensor": "1d_sp",
+                               "axes": {"t": 2}},
+    "context, experts": {**ROUTED, "context": 2, "context_kind": "gather"},
+    "context, long, grouped": {**MODELS["llama"], "context": 2, "context_kind": "gather", "length": 256, "layers": 2},
 }  # fmt: skip
 LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it
 ATTENTION: dict[str, dict[str, Any]] = {
