@@ -166,7 +166,7 @@ def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
             legal = [f"{start}:{n}" for n in closest(phase.length, others)]
             lines += [violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations]
             continue
-        if _placed(made) != _placed(plan):
+        if _places_of_weights(made) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
             lines.append(violation("train.length_ramp", entry, constraint, [[]]))
         found[phase.length] = replace(made, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored)
@@ -174,7 +174,7 @@ def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
     return replace(plan, shorter=found)
 
 
-def _placed(plan: Plan) -> list[tuple[Any, ...]]:
+def _places_of_weights(plan: Plan) -> list[tuple[Any, ...]]:
     """Return what of each parameter of a plan decides where its blocks lie, and where its gradients are summed."""
     reduced = plan.reductions
     return [(p.name, plan.global_shape(p), plan.layout(p), reduced.get(p.name), plan.stages_of[p.name])
