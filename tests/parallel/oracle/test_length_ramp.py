@@ -39,6 +39,12 @@ def growing(*plan: Any, model: str = "gpt", ramp: Sequence[str] = RAMP, **more: 
     return c
 
 
+def in_contexts(kind: str, **more: Any) -> Config:
+    c = growing(**more)
+    c.parallel.context, c.parallel.context_kind, c.parallel.context_balance = 2, kind, True
+    return c
+
+
 def by_hand(c: Config, corpus: Any, step: int) -> dict[str, Any]:
     """The sequences of a step, row by row: the samples of the step in their order, each from left to right."""
     length = {1: 4, 2: 8, 3: 16}[step]
@@ -107,6 +113,8 @@ PLANS: dict[str, Callable[[], Config]] = {
     "zero bubble, 1d_sp": lambda: growing("1d_sp", {"t": 2}, pipeline="zb_h1", stages=2, chunks=2, model="llama"),
     "experts of two replicas": lambda: growing(data=2, experts_of=2, model="experts"),
     "encoder": lambda: growing("1d_sp", {"t": 2}, data=2, model="whole_bert"),
+    "context, gathered": lambda: in_contexts("gather"),
+    "context, ring, data 2": lambda: in_contexts("ring", data=2, model="llama"),
     "recomputed": lambda: growing("1d_sp", {"t": 2}, recompute="full", model="llama"),
 }  # fmt: skip
 

@@ -26,8 +26,10 @@ class ShiftOp(BlockOp):
             return x + ops.kernels.products.vectors_of_rows(counts, parameter)
         (dims,) = (p.dims for p in found.operation.parameters)
         if dims[0] == "positions":
-            offset, n = ops.blocks[spec][spec.dims.index("length")]
-            parameter, dims = parameter.narrow(0, offset, n), ("length", *dims[1:])
+            from torch import cat
+
+            rows = [parameter.narrow(0, first, n) for first, n in ops.stretches(spec, "length")]
+            parameter, dims = cat(rows) if len(rows) > 1 else rows[0], ("length", *dims[1:])
         assert tuple(d for d in spec.dims if d in dims) == dims
         for i, d in enumerate(spec.dims):
             if d not in dims:
