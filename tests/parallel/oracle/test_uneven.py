@@ -11,8 +11,9 @@ from platform.config.fields import Config
 from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.check.plan_check import unsound
 from platform.planning.make_plan import make_plan
+from platform.planning.replan import replan
 from tests.fuzz import plans
-from tests.harness.oracle import configure, prove
+from tests.harness.oracle import MODELS, configure, prove
 
 SIZES = {"d_kv": 4, "d_ff": 25, "vocab": 61, "length": 8, "layers": 1}
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "tied": False}
@@ -30,6 +31,14 @@ CASES = {
     "stages": {
         "tensor": "1d_sp", "axes": {"t": 2}, "heads": 7, "pipeline": "1f1b", "stages": 2, "recompute": "full",
         "microbatch": 2,
+    },
+    "sequences of a microbatch": {
+        "tensor": "2d_gather", "axes": {"r": 2, "c": 2}, "heads": 7, "microbatch": 3, "global_batch": 6,
+        "pipeline": "1f1b", "stages": 2,
+    },
+    "experts": {
+        "tensor": "1d_sp", "axes": {"t": 2}, "heads": 8, "data": 3, "experts_of": 3, "microbatch": 1,
+        **MODELS["experts"], "experts": 5, "expert_d_ff": 11,
     },
     "norms of all heads": {
         "tensor": "1d", "axes": {"t": 2}, "heads": 5, "query_key_norm": True, "query_key_norm_over": "heads",
@@ -68,6 +77,16 @@ def test_a_state_moves_to_other_blocks_and_back(seed):
             c.train.steps, c.model.kind = 3, "decoder"
             c.data.kind = "synthetic"
         plans.check(Random(seed), configs, [make_plan(c) for c in configs])
+
+
+@pytest.mark.parametrize(("data", "t"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize("workers", [5, 7])
+def test_all_survivors_work(data, t, workers):
+    """Of 8 workers, with heads that neither number divides; without the key some are idle."""
+    c = configure(tensor="1d", axes={"t": t}, data=data, heads=8, layers=1)
+    assert replan(c, workers).plan.mesh.size < workers
+    c.tensor.uneven = True
+    assert replan(c, workers).plan.mesh.size == workers
 
 
 @pytest.mark.parametrize(("given", "line"), [
