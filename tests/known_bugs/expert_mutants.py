@@ -84,17 +84,19 @@ z_loss_over_tokens_of_ranks = scaled(lambda router: 1 / router.tokens, balance=0
 def load_of_all_sequences_of_a_rank(compute, scores, real, router, *more):
     """Return what is routed, where the balance is of the rank's sequences together."""
     weights, auxiliary, counts = compute(scores, real, replace(router, balance=0.0), *more)
-    joined = [t.transpose(0, 1).flatten(0, 1).unsqueeze(1) for t in (scores, real)]
-    _, balance, _ = compute(*joined, replace(router, z=0.0), *more)
+    *more, best = more
+    *joined, best = (t.transpose(0, 1).flatten(0, 1).unsqueeze(1) for t in (scores, real, best))
+    _, balance, _ = compute(*joined, replace(router, z=0.0), *more, best)
     return weights, auxiliary + balance.view(real.shape[::-1]).t(), counts
 
 
 @on_ranks
-def capacity_of_all_sequences_of_a_rank(compute, scores, real, router, slots_, *more):
+def capacity_of_all_sequences_of_a_rank(compute, scores, real, *more):
     """Return what is routed, where an expert takes the first tokens of the rank, and not of each sequence."""
-    joined = [t.transpose(0, 1).flatten(0, 1).unsqueeze(1) for t in (scores, real)]
-    weights, _, counts = compute(*joined, router, slots_, *more)
-    _, auxiliary, _ = compute(scores, real, router, slots_, *more)
+    _, auxiliary, _ = compute(scores, real, *more)
+    *more, best = more
+    *joined, best = (t.transpose(0, 1).flatten(0, 1).unsqueeze(1) for t in (scores, real, best))
+    weights, _, counts = compute(*joined, *more, best)
     return weights.view(real.shape[1], real.shape[0], -1).transpose(0, 1).contiguous(), auxiliary, counts
 
 

@@ -11,4 +11,4 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
     residual,
     statistics,
 )
-from platform.parallel.kernels.by_index import expert_rows, slots, table_rows  # noqa: F401
+from platform.parallel.kernels.by_index import expert_rows, gated_rows, slots, table_rows  # noqa: F401

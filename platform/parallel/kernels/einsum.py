@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,15 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.in_panels.summa import summa
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, add_total
-from platform.parallel.kernels.products import Dims, Groups, grouped_einsum, local_einsum, sums_of_groups
+from platform.parallel.kernels.products import (
+    Dims,
+    Groups,
+    grouped_einsum,
+    grouped_turns,
+    in_turn,
+    local_einsum,
+    sums_of_groups,
+)
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.neighbours import Neighbours
@@ -61,11 +69,9 @@ class _Einsums(torch.autograd.Function):
         local = [c.wait() for c in arriving]
         coming.onward()
         read, *factors = map(widened, (x, *local)) if group.wide else (x, *local)
+        made = _outputs(counts, group, read, factors, biases or [None] * len(local))
         leaving = [
-            convert(
-                communicator, _product(counts, e.x_dims, e.dims, e.out_dims)(read, w, b), e.output.forward, owned=True
-            )
-            for w, b, e in zip(factors, biases or [None] * len(local), group.einsums, strict=True)
+            convert(communicator, y, e.output.forward, owned=True) for y, e in zip(made, group.einsums, strict=True)
         ]
         ctx.save_for_backward(*(s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)))
         return tuple(c.wait() for c in leaving)
@@ -92,13 +98,11 @@ class _Einsums(torch.autograd.Function):
             rest = partial(ctx.joined.add_gradients, x, together)
         dx = None
         if ctx.needs_input_grad[4]:
-            total: Any = None
             if together is not None:
                 total = ctx.joined.back(together, x.shape)
             else:
-                factors = map(widened, operands) if group.wide else operands
-                for g, w, e in zip(local, factors, group.einsums, strict=True):
-                    total = _product(ctx.counts, e.out_dims, e.dims, e.x_dims)(g, w, into=total)
+                factors = [*map(widened, operands)] if group.wide else operands
+                total = _gradient_of_x(ctx.counts, group, local, factors)
             dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
         if ctx.deferred is None:
             found = rest()
@@ -169,7 +173,12 @@ def _operand_gradients(
     count = len(group.einsums)
     pending: list[Pending | None] = []
     read = widened(x) if group.wide else x
-    for e, g, w, n in zip(group.einsums, gradients, leaves, needed, strict=False):
+    straight = not any(e.operand.backward for e in group.einsums)
+    together = Neighbours.of(leaves[:count]) if counts and straight else None
+    if counts and together:
+        together.add(partial(_gradients_of_rows, counts, group, leaves, read, gradients))
+        pending += [None] * count
+    for e, g, w, n in zip(group.einsums[len(pending) :], gradients, leaves, needed, strict=False):
         product = partial(_product(counts, e.x_dims, e.out_dims, e.dims), read, g, None)
         if w is not None and not e.operand.backward:
             add_computed(w, product)
@@ -214,6 +223,52 @@ def einsums(
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
     return _Einsums.apply(coming, group, deferred, counts, x, *operands, *biases)
+
+
+def _outputs(
+    counts: Groups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
+) -> Iterable[Tensor]:
+    """Return the products of a group of einsums of x: each computed when it is asked for, of experts' rows in turn."""
+    triples = zip(operands, biases, group.einsums, strict=True)
+    if counts is None:
+        return (local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)
+    return in_turn([grouped_turns(counts, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples])
+
+
+def _gradient_of_x(counts: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors) -> Tensor:
+    """Return the gradient of a group's x, the sum of the products of the outputs' `gradients` with the operands."""
+    total: Any = None
+    started = []
+    for g, w, e in zip(gradients, operands, group.einsums, strict=True):
+        if counts is None:
+            total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
+        else:
+            started.append(grouped_turns(counts, e.out_dims, e.dims, e.x_dims)(g, w, into=total))
+            total = started[-1][0]
+    in_turn(started)
+    return total
+
+
+def _gradients_of_rows(
+    counts: Groups,
+    group: EinsumGroup,
+    leaves: Tensors,
+    x: Tensor,
+    gradients: Tensors,
+    into: Tensor,
+    fresh: bool,
+) -> Tensor:
+    """Add the gradients of a group's `leaves`, matrices of experts, to the flat memory `into`, where they lie one after
+    another, or overwrite it if `fresh`; return it."""
+    shapes = [w.shape for w, _ in zip(leaves, group.einsums, strict=False) if w is not None]
+    parts = zip(into.split([shape.numel() for shape in shapes]), shapes, group.einsums, gradients, strict=True)
+    in_turn(
+        [
+            grouped_turns(counts, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
+            for part, shape, e, g in parts
+        ]
+    )
+    return into
 
 
 def _product(counts: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:

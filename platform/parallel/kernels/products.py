@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import zip_longest
 from math import prod
 from typing import Protocol
 
@@ -160,16 +160,33 @@ class Groups(Protocol):
         """Return the first row that is not of each expert or one before."""
 
 
+Turns = Iterator[None]  # products of groups of rows, of which each step computes one
+
+
 def grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return `local_einsum` of rows [rows, d] of dims `a` with matrices of their experts [experts, ..] of dims `b`, or
-    of two activations of the same rows: `out` then has a matrix for each expert, 0 where it has no rows."""
+    """Return the function of a product of rows, as `grouped_turns` starts it, that computes all of it."""
+    start = grouped_turns(groups, a, b, out)
+    return lambda *operands, **how: in_turn([start(*operands, **how)])[0]
+
+
+def in_turn(products: Sequence[tuple[Tensor, Turns]]) -> list[Tensor]:
+    """Compute started products group by group, so that rows that several read are still in the cache; return them."""
+    for _ in zip_longest(*(turns for _, turns in products)):
+        pass
+    return [there for there, _ in products]
+
+
+def grouped_turns(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
+    """Return a function that starts `local_einsum` of rows [rows, d] of dims `a` with matrices of their experts
+    [experts, ..] of dims `b`, or of two activations of the same rows: `out` then has a matrix for each expert, 0 where
+    it has no rows. It returns the result's memory, and what fills it `in_turn`."""
     matrices = "rows" in b
     turned = (out[1] == a[1]) if matrices else (b[2] == a[1])
 
-    def product(
+    def start(
         x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
-    ) -> Tensor:
-        """Return the product, or add it to `into`, which it overwrites if `fresh`."""
+    ) -> tuple[Tensor, Turns]:
+        """Start the product, or its addition to `into`, which it overwrites if `fresh`."""
         if matrices:
             x, y = (x, y) if turned else (y, x)
             shape: tuple[int, ...] = (len(groups.each), x.shape[1], y.shape[1])
@@ -180,18 +197,27 @@ def grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[...,
         if has_kernel(x, y):
             found = F.grouped_mm(x, y, offs=groups.ends)
             found = found if bias is None else found.add_(of_groups(groups, bias))
-            return found if into is None else into.copy_(found) if fresh else into.add_(found)
+            return found if into is None else into.copy_(found) if fresh else into.add_(found), iter(())
         fresh, there = fresh or into is None, x.new_empty(shape) if into is None else into
-        for expert, (end, n) in enumerate(zip(accumulate(groups.each), groups.each, strict=True)):
-            rows = slice(end - n, end)
-            left, right = (x[:, rows], y[rows]) if matrices else (x[rows], y[expert])
-            if bias is None:
-                add_product(there[expert if matrices else rows], left, right, fresh)
-            else:
-                torch.addmm(bias[expert], left, right, out=there[rows])
-        return there
+        each = list(groups.each)
+        left, right = x.split(each, int(matrices)), y.split(each) if matrices else y.unbind()
+        return there, _one_by_one(there.unbind() if matrices else there.split(each), left, right, bias, fresh)
 
-    return product
+    return start
+
+
+def _one_by_one(
+    there: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None, fresh: bool
+) -> Turns:
+    """Compute the products of matrices `left` and `right`, and the expert's `bias` added, one in each step."""
+    if bias is not None:
+        for out, x, y, b in zip(there, left, right, bias.unbind(), strict=True):
+            torch.addmm(b, x, y, out=out)
+            yield
+    else:
+        for out, x, y in zip(there, left, right, strict=True):
+            add_product(out, x, y, fresh)
+            yield
 
 
 def has_kernel(x: Tensor, y: Tensor) -> bool:

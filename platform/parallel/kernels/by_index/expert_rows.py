@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
+from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows, weighted_rows
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.lent import Lent
 
@@ -60,7 +60,8 @@ class Counts(NamedTuple):
     `each`: rows of each of this rank's experts, and `ends`: where they end, int32 [experts]. `sent`, `received`: rows
     to and from each rank of the group along `axes`; `given`: rows for each expert of `Seats.experts`. Of the rows that
     this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each token's place,
-    -1: none, whose expert is in `which`. `order`: which received row is where, None if they lie expert by expert.
+    -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each is, None if they
+    lie expert by expert.
     """
 
     axes: tuple[str, ...]
@@ -73,6 +74,7 @@ class Counts(NamedTuple):
     lies: Tensor
     which: Tensor
     order: Tensor | None
+    back: Tensor | None
 
     @property
     def token(self) -> Tensor:
@@ -100,7 +102,8 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
     got = communicator.launch("all_to_all", given, seats.axes, name="rows of experts").wait() if seats.axes else given
     numbers = [int(number) for number in communicator.read(torch.cat([given, got]).flatten())]
     sent, received = ([numbers[i : i + each] for i in range(at, at + n * each, each)] for at in (0, n * each))
-    rows = sum(numbers[: n * each])
+    rows, there = sum(numbers[: n * each]), sum(numbers[n * each :])
+    mixed = min(n, each) > 1
     lies = torch.empty_like(pair).scatter_(0, pair, torch.arange(pair.numel(), device=device))
     return Counts(
         seats.axes,
@@ -112,7 +115,8 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
         pair[:rows].clone(),
         lies.masked_fill_(lies >= rows, -1).view(which.shape),
         which,
-        _by_expert(got, sum(numbers[n * each :])) if min(n, each) > 1 else None,
+        _reordered(got, there) if mixed else None,
+        _reordered(got.t(), there) if mixed else None,
     )
 
 
@@ -125,8 +129,8 @@ def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, T
     return torch.tensor(filled, device=device), torch.tensor([max(1, len(found)) for found in places], device=device)
 
 
-def _by_expert(got: Tensor, rows: int) -> Tensor:
-    """Return the index [rows] that orders received rows by expert; `got`: numbers of these, [ranks, experts]."""
+def _reordered(got: Tensor, rows: int) -> Tensor:
+    """Return the index [rows] that orders rows by expert; `got` [ranks, experts]: numbers in which they lie by rank."""
     ends = got.flatten().cumsum(0).view(got.shape).t().flatten()
     lengths = got.t().flatten()
     first = ends - lengths.cumsum(0)  # of a stretch: where it came, less where it goes
@@ -142,8 +146,8 @@ def _there(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
 
 def _back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
     """Send rows back to the ranks of their tokens, the reverse of `_there` and its adjoint."""
-    if counts.order is not None:
-        rows = torch.empty_like(rows).index_copy_(0, counts.order, rows)
+    if counts.back is not None:
+        rows = rows.index_select(0, counts.back)
     if counts.axes:
         rows = communicator.deal(rows, counts.received, counts.sent, counts.axes, name="rows of tokens").wait()
     return rows
@@ -197,8 +201,7 @@ class _Combine(torch.autograd.Function):
         of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=rows.device)
         of_weights.flatten(0, 1).scatter_add_(-1, counts.which, found)
         by_place = weights.flatten(0, 1).gather(-1, counts.which).flatten()
-        of_rows = gradient.index_select(0, counts.token)
-        of_rows *= by_place.index_select(0, counts.pair).unsqueeze(-1)
+        of_rows = weighted_rows(gradient, counts.token, by_place.index_select(0, counts.pair))
         return _there(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
 
 

@@ -16,11 +16,20 @@ def sum_of_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
     at = at.clamp_min(0)
     if weights.dtype == rows.dtype:
         found = F.embedding_bag(at.flatten(0, -2), rows, mode="sum", per_sample_weights=weights.flatten(0, -2))
-        return found.view(*at.shape[:-1], -1)
+        return found.view(*at.shape[:-1], rows.shape[-1])
     total = torch.zeros((*at.shape[:-1], rows.shape[-1]), dtype=weights.dtype, device=rows.device)
     for index, weight in zip(at.unbind(-1), weights.unbind(-1), strict=True):
         total.addcmul_(_rows(rows, index).to(total.dtype), weight.unsqueeze(-1))
     return total.to(rows.dtype)
+
+
+def weighted_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
+    """Return the `rows` [n, d] at the indices `at` [m], times `weights` [m], in the type of the rows."""
+    if weights.dtype == rows.dtype:
+        return sum_of_rows(rows, at.unsqueeze(-1), weights.unsqueeze(-1))
+    found = rows.index_select(0, at)
+    found *= weights.unsqueeze(-1)
+    return found
 
 
 def products_of_rows(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:

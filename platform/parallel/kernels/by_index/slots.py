@@ -1,6 +1,7 @@
 """Experts on local blocks: which compute a token, in which of their slots it lies, and the sum of what they make of it.
 
-Each is one function of autograd, which keeps little: integers for places, and scores, which are routed again.
+Each is one function of autograd, which keeps little: integers for places and choices, and scores, of which the
+weights are computed again.
 No sum depends on the order in which threads add.
 """
 
@@ -38,58 +39,71 @@ def settle(router: Router, rows: Rows, load: Tensor) -> None:
 
 
 class _Route(torch.autograd.Function):
-    """Autograd function of `route`, which keeps the scores [length, batch, experts] and routes again in its backward
-    pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert takes; `rows`: states,
-    which stay as they are until the end of a step."""
+    """Autograd function of `route`, which keeps the scores [length, batch, experts] and the choice, by which it routes
+    again in its backward pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert
+    takes; `rows`: states, which stay as they are until the end of a step."""
 
     @staticmethod
     def forward(ctx, scores, real, router, slots, rows):
         """Return the weights of the experts and the auxiliary loss of each token."""
-        ctx.save_for_backward(scores, real)
+        best = _best(scores, router, rows)
+        ctx.save_for_backward(scores, real, best)
         ctx.rules = router, slots, rows
-        *results, counts = _routed(scores, real, router, slots, rows)
+        *results, counts = _routed(scores, real, router, slots, rows, best)
         ctx.mark_non_differentiable(counts)
         return *results, counts
 
     @staticmethod
     def backward(ctx, of_weights, of_losses, _):
         """Return the gradient of the scores."""
-        scores, real = ctx.saved_tensors
+        scores, real, best = ctx.saved_tensors
+        router, slots, rows = ctx.rules
         with torch.enable_grad():
             scores = scores.detach().requires_grad_()
-            *found, _ = _routed(scores, real, *ctx.rules)
+            *found, _ = _routed(scores, real, router, slots, rows, best)
         (gradient,) = torch.autograd.grad(found, scores, (of_weights, of_losses))
         return gradient, None, None, None, None
 
 
-def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows) -> tuple[Tensor, ...]:
-    """Compute `route` with torch's own functions, of which autograd knows the backward pass."""
+def _probabilities(scores: Tensor, router: Router) -> Tensor:
+    """Return what a router's `scores` say of experts: the probabilities of all, or a sigmoid of each."""
+    return scores.sigmoid() if router.function == "sigmoid" else scores.softmax(-1)
+
+
+def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows, best: Tensor) -> tuple[Tensor, ...]:
+    """Compute `route` from the `best` experts of each token, by torch's functions, which autograd knows."""
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
-    sigmoid = router.function == "sigmoid"
-    probabilities = scores.sigmoid() if sigmoid else scores.softmax(-1)
-    likely = probabilities.detach()
-    best = _best(likely + rows["choice"] if "choice" in rows else likely, router)
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & counted
+    probabilities = _probabilities(scores, router)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, counted.expand_as(best))
     weights = probabilities * chosen
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).masked_fill(~counted, 1)
-    kept = chosen & (chosen.cumsum(0) <= slots)
-    weights = weights * kept * router.scale
-    shares = probabilities / probabilities.sum(-1, keepdim=True) if sigmoid else probabilities
+    kept, each = chosen, chosen.sum(0)
+    if slots < len(scores):
+        kept = chosen & (chosen.cumsum(0) <= slots)
+        weights = weights * kept
+    weights = weights if router.scale == 1 else weights * router.scale
+    shares = probabilities
+    if router.function == "sigmoid":
+        shares = probabilities / probabilities.sum(-1, keepdim=True)
     if "load" in rows:
         even = (rows["load"] * shares).sum(-1)
     else:
         tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
-        load = chosen.sum(0, dtype=scores.dtype) / tokens  # of each sequence: [batch, experts]
+        load = each.to(scores.dtype) / tokens  # of each sequence: [batch, experts]
         even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
-    square = scores.logsumexp(-1).square()
-    counts = torch.stack([choices.sum((0, 1)) for choices in (chosen, kept)])
-    return weights, (router.balance * even + router.z * square) * real, counts
+    loss = router.balance * even
+    if router.z:
+        loss = loss + router.z * scores.logsumexp(-1).square()
+    counts = torch.stack([each.sum(0), each.sum(0) if kept is chosen else kept.sum((0, 1))])
+    return weights, loss * real, counts
 
 
-def _best(likely: Tensor, router: Router) -> Tensor:
-    """Return the indices [length, batch, chosen] of the experts that are the most `likely` [length, batch, experts], in
-    the groups that are."""
+def _best(scores: Tensor, router: Router, rows: Rows) -> Tensor:
+    """Return the indices [length, batch, chosen] of the experts that are the most likely by the `scores` [length,
+    batch, experts] and by what a layer's states `rows` add for the choice alone, in the groups that are."""
+    likely = _probabilities(scores, router)
+    likely = likely + rows["choice"] if "choice" in rows else likely
     if router.groups_kept < router.groups:
         by_group = likely.unflatten(-1, (router.groups, -1))
         groups = by_group.topk(router.group_best, -1).values.sum(-1)

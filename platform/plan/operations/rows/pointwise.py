@@ -71,8 +71,9 @@ class PointwiseOp(Op):
         """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
         compute = _functions()[function]
         gated = function.startswith("gated_")  # the others are one kernel as they are
-        rows = x[0].dim() == 2  # of experts: another number in every pass, and each would be compiled for itself
-        return (ops.region(compute) if gated and not rows and not ops.absent(x[0]) else compute)(*x)
+        if x[0].dim() == 2:  # rows of experts: another number in every pass, and each would be compiled for itself
+            return getattr(ops.kernels.gated_rows, function, compute)(*x)
+        return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
 
     def meter(self, ops, function, *x):
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""

@@ -212,4 +212,4 @@ def _places(ops, rows: Conversion, tokens: int, experts: int, chosen: int):
     ops.integers(tokens * (experts + 6 * chosen))  # while they are sorted
     if ops.plan.scheme.lent:
         ops.integers(tokens * (2 * experts + 8 * chosen))
-    return ops.integers(2 * tokens * chosen + rows.before[0] + (rows.after[0] if rows.forward else 0))
+    return ops.integers(2 * tokens * chosen + rows.before[0] + (2 * rows.after[0] if rows.forward else 0))

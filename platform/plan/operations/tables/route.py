@@ -52,7 +52,8 @@ class RouteOp(Op):
         return results[0], results[1] if len(leave) > 1 else None
 
     def meter(self, ops, name, scores, spec, tokens, router, states=()):
-        """Count the memory of weights and losses; scores are kept, from which the backward pass chooses again."""
+        """Count the memory of weights and losses; scores are kept, and the choice, by which the backward pass weighs
+        them again."""
         found = ops.planned(self.kind, name)
         enter, *leave = found.conversions
         scores = ops.apply(scores, enter)
@@ -61,7 +62,7 @@ class RouteOp(Op):
         n, rows = scores.elements, found.token_count
 
         def backward(_: Gradients, __: Saved) -> Gradients:
-            """Count the choice, made again, and the gradient of the scores."""
+            """Count the weights, made again, and the gradient of the scores."""
             numbers = 7 + router.normalised
             held = ops.new(numbers * n, ops.wide), ops.integers(3 * n, 1)  # noqa: F841  (until the gradient is there)
             return [ops.new(n, ops.wide)]
@@ -70,6 +71,7 @@ class RouteOp(Op):
         numbers = ops.integers(n)  # of the tokens, in the order of each expert's
         del numbers, made
         weights, auxiliary = ops.tensor(n, ops.wide), ops.tensor(rows)
-        ops.note([weights, auxiliary], [scores], (scores.storage,), backward)
+        best = ops.integers(rows * router.chosen)
+        ops.note([weights, auxiliary], [scores], (scores.storage, best), backward)
         results = [ops.apply(x, conversion) for x, conversion in zip((weights, auxiliary), leave, strict=False)]
         return results[0], results[1] if len(leave) > 1 else None
