@@ -35,7 +35,7 @@ from platform.plan.core.ahead import Ahead
 from platform.plan.core.counted import counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
-from platform.plan.language.layout import shape_at
+from platform.plan.language.layout import consecutive, shape_at
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
@@ -255,9 +255,10 @@ class ParallelOps(Ops):
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of `spec`, int64 [local extent]."""
-        first, n = self.blocks[spec][spec.dims.index(dim)]
-        first += self.offset if dim == "length" else 0
-        return torch.arange(first, first + n, device=device)
+        first, i = self.offset if dim == "length" else 0, spec.dims.index(dim)
+        ranks = self.plan.planner.ranks_in_zigzag(dim, self.plan.layout(spec))
+        found = consecutive(*self.blocks[spec][i], self.plan.global_shape(spec)[i], ranks)
+        return torch.cat([torch.arange(first + i, first + i + n, device=device) for i, n in found])
 
     def without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
         """Return x, this rank's block of the activation `spec`, with its padding along `dims` overwritten by `value`:
@@ -285,7 +286,8 @@ class ParallelOps(Ops):
         dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
         strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
         if spec not in self._counters:
-            self._counters[spec] = random.counters(self.blocks[spec], [strides[d] for d in spec.dims], device)
+            where = [self.positions(spec, d, device) - self.offset * (d == "length") for d in spec.dims]
+            self._counters[spec] = random.counters(where, [strides[d] for d in spec.dims])
         key = random.key(p.seed, kind, p.step, name)
         start = random.start(key, p.first_sequence * strides["batch"], device)
         return Drawing(self._counters[spec], start, rate)

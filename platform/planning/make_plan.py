@@ -87,7 +87,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     experts = expert_group(config, data)
     lent = config.parallel.lent_experts
     groups = zero_group(config, data // experts, experts)
-    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, settled_context(config, data))
+    context, balanced = settled_context(config, data), config.parallel.context_balance
+    balanced &= all(n % (2 * config.parallel.context) == 0 for n in (config.model.length, config.model.source_length))
+    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context, balanced)
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):

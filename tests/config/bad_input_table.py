@@ -25,6 +25,8 @@ optimizer.warmup_steps 0 1000000000000
 parallel.data -1 1000000
 parallel.zero_group 0 1000000
 parallel.experts 1 1000000
+parallel.context 1 1000000
+parallel.context_heads 0 1000000
 model.experts 0 65536
 model.experts_per_token 1 65536
 model.expert_d_ff 0 16777216
@@ -200,6 +202,11 @@ model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model
 model.experts=8 model.router_groups_kept=3 | model.router_groups_kept=3: must be <= model.router_groups=1 | 1
 model.experts=8 model.experts_per_token=3 model.router_groups=4 | model.router_groups_kept=1: has 2 experts, | 2
 model.experts=8 model.router_groups=4 model.router_group_best=3 | model.router_group_best=3: must be <= 2 | 2
+parallel.context=3 | model.length=128 is not divisible by parallel.context=3 | parallel.context=2 or 4
+parallel.context=8 parallel.context_kind=heads | model.heads=4 is not divisible by tensor.axes.t=2 x | context=2
+parallel.context_heads=2 | parallel.context_heads=2: only for context_kind=nested, not auto | 0
+parallel.context=8 parallel.context_kind=nested | parallel.context_heads=0: must divide parallel.context=8 | 2
+parallel.context=2 parallel.context_kind=nested parallel.context_heads=2 | parallel.context_heads=2: must divide | auto
 parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
 model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1

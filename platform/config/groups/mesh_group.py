@@ -48,6 +48,11 @@ class Parallel:
         ">= 0",
         most=WORKERS,
     )
+    context_balance: bool = key(
+        True,
+        "deal each sequence to ranks of parallel.context in two pieces, of its beginning and of its end, so that causal"
+        " attention is equal work for all; where lengths are multiples of twice the ranks",
+    )
     lent_experts: int = key(
         0,
         "experts of others that each of parallel.experts computes too, the busiest of the step before",

@@ -59,14 +59,14 @@ def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
     return out
 
 
-def counters(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str) -> list[Tensor]:
+def counters(where: Sequence[Tensor], strides: Sequence[int]) -> list[Tensor]:
     """Return the counters from which a block's random numbers are drawn: one int64 tensor per dim, shaped to broadcast
-    against the block, whose sum plus `start` is the state of SplitMix64 at every element; `block` and `strides` as in
-    `elements`. They are the same in every step."""
+    against the block, whose sum plus `start` is the state of SplitMix64 at every element; `where`: the global positions
+    along each dim of the block, int64; `strides` as in `elements`. They are the same in every step."""
     found = []
-    for i, ((offset, extent), stride) in enumerate(zip(block, strides, strict=True)):
-        states = torch.arange(offset, offset + extent, device=device) * _wrapped(stride * _GOLDEN)
-        found.append(states.view([extent if j == i else 1 for j in range(len(block))]))
+    for i, (positions, stride) in enumerate(zip(where, strides, strict=True)):
+        states = positions * _wrapped(stride * _GOLDEN)
+        found.append(states.view([len(positions) if j == i else 1 for j in range(len(where))]))
     return found
 
 

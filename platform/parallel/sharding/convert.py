@@ -14,8 +14,8 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.sharding.lending import Lending, lending
-from platform.plan.communication.rule import APPEAR, COLLECTIVES, LENDING, Conversion, Step
-from platform.plan.language.layout import Parts, at_zero, shape_at
+from platform.plan.communication.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, Step
+from platform.plan.language.layout import Parts, at_zero, shape_at, zigzag
 
 
 class Pending:
@@ -27,6 +27,7 @@ class Pending:
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
         self._handle: Handle | Arrived | Lending | None = None
+        self._taken: Step | None = None  # the step whose collective is in progress
         if steps:
             self._advance()
 
@@ -34,7 +35,7 @@ class Pending:
         """Take the conversion's local steps (slice, pad, drop) up to the next collective and issue that, or all steps
         left. A collective among other ranks alone has a turn here too, as nothing to wait for: where several tensors
         are being converted, each group then sees its collectives in one order."""
-        self._handle = None
+        self._handle = self._taken = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
             if not at_zero(step.only, communicator.coordinates):
@@ -49,6 +50,8 @@ class Pending:
                 self._steps = self._steps[i + 1 :]
                 return
             else:
+                if step.op in SPLIT and step.zigzag == step.dim:
+                    self._x = in_zigzag(self._x, step.dim, communicator.mesh.extent(step.axes))
                 if step.op in APPEAR and communicator.index(step.axes):
                     shape = shape_at(step.shape, step.cuts, communicator.mesh, communicator.coordinates)
                     self._x = self._x.new_empty(shape)
@@ -63,7 +66,7 @@ class Pending:
                     parts=_parts(communicator, step, step.dim),
                     joined_parts=_parts(communicator, step, step.joined),
                 )
-                self._steps = self._steps[i + 1 :]
+                self._steps, self._taken = self._steps[i + 1 :], step
                 return
         self._steps = ()
 
@@ -73,6 +76,9 @@ class Pending:
         index, ranks = communicator.index(step.axes), communicator.mesh.extent(step.axes)
         if step.op == "drop":
             return x.new_empty(0) if index else x
+        if step.op == "slice" and step.zigzag == dim:
+            pieces = x.chunk(2 * ranks, dim)
+            return torch.cat((pieces[index], pieces[-1 - index]), dim)
         parts = _parts(communicator, step, dim)
         extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
         first = sum(extents[:index])
@@ -80,12 +86,14 @@ class Pending:
             return x.narrow(dim, first, extents[index])
         whole = x.new_zeros((*x.shape[:dim], sum(extents), *x.shape[dim + 1 :]))
         whole.narrow(dim, first, extents[index]).copy_(x)
-        return whole
+        return in_order(whole, dim, ranks) if step.zigzag == dim else whole
 
     def proceed(self) -> None:
         """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
         if self._handle:
-            self._x = self._handle.wait()
+            self._x, step = self._handle.wait(), self._taken
+            if step and step.op in JOIN and step.zigzag == step.joins:
+                self._x = in_order(self._x, step.zigzag, self._communicator.mesh.extent(step.axes))
             self._advance()
 
     def wait(self) -> Tensor:
@@ -107,6 +115,18 @@ def convert(
     """Start converting the local tensor x to another layout by a plan's `steps`, without autograd: the first collective
     is issued at once. `owned`: reductions may overwrite x; `name`: name of its collectives in a timeline."""
     return Pending(communicator, x, steps, owned, name)
+
+
+def in_zigzag(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Return x with the pieces of `dim` in the order in which `ranks` ranks hold them in zigzag."""
+    pieces = x.chunk(2 * ranks, dim)
+    return torch.cat([pieces[number] for number in zigzag(ranks)], dim)
+
+
+def in_order(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, in their own order."""
+    pieces, places = x.chunk(2 * ranks, dim), zigzag(ranks)
+    return torch.cat([pieces[places.index(number)] for number in range(2 * ranks)], dim)
 
 
 def absent(x: Tensor) -> bool:

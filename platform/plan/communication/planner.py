@@ -21,7 +21,7 @@ from platform.plan.communication.rule import (
     enter,
     leave,
 )
-from platform.plan.language.layout import UNEVEN, Cut, Cuts, Layout, local_shape
+from platform.plan.language.layout import LENGTHS, UNEVEN, Cut, Cuts, Layout, local_shape
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Spec, dtype_of
 from platform.plan.language.scheme import REPLICAS, Scheme
@@ -166,14 +166,15 @@ class Planner:
         return self.shaped(leave(out.dims, source, self.layout(out), source.partial), out, source, self.layout(out))
 
     def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
-        """Fill in the local shapes, cuts and dtype of a conversion of `tensor` from layout `source` to `target`, and
-        `Step.shape` where a step gives a block to ranks that had nothing."""
+        """Fill in the local shapes, cuts and dtype of a conversion of `tensor` from layout `source` to `target`, and of
+        steps `Step.shape` where ranks that had nothing get a block, and `Step.zigzag`."""
         before, after = self.shape(tensor, source), self.shape(tensor, target)
 
         def filled(steps: Sequence[Step], layout: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
             """Return a conversion's steps with the local shape filled in where ranks without a block get one."""
             found = shapes(self._with_cuts(steps, tensor, layout), shape, self.mesh)
-            return tuple(replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
+            shaped = (replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
+            return tuple(self._in_zigzag(tensor.dims, step) for step in shaped)
 
         ragged = "rows" in tensor.dims and isinstance(tensor, Spec)
         steps = filled(conversion.forward, source, before), filled(conversion.backward, target, after)
@@ -197,6 +198,18 @@ class Planner:
             found = ((tensor.dims.index(d), self._cut(tensor, d, axes or now[d])) for d, axes in moved.items())
             out.append(replace(step, cuts=tuple((i, cut) for i, cut in found if cut)))
         return tuple(out)
+
+    def _in_zigzag(self, dims: Sequence[str], step: Step) -> Step:
+        """Return a step of a conversion with the position, among `dims`, of a dim whose pieces lie in zigzag."""
+        if self.scheme.zigzag not in step.axes:
+            return step
+        moved = [i for i, d in enumerate(dims) if d in LENGTHS and step.moves(i)]
+        return replace(step, zigzag=moved[0]) if moved else step
+
+    def ranks_in_zigzag(self, dim: str, layout: Layout) -> int:
+        """Return how many ranks hold the pieces of a dim in zigzag, in `layout`; 1 if none do."""
+        axis = self.scheme.zigzag
+        return self.mesh.axes[axis] if dim in LENGTHS and axis in layout[dim] else 1
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Extend the conversion of parameter `p` for its use in an operation, if the parameter's uses differ in their

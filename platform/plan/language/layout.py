@@ -20,6 +20,8 @@ DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_k
 UNEVEN = ("batch", "heads", "kv_heads", "d_ff", "vocab", "hidden", "experts", "slots")
 NO_UNITS: Mapping[str, int] = MappingProxyType({})
 
+LENGTHS = ("length", "memory_length")  # dims along which the tokens of a sequence lie
+
 
 @dataclass(frozen=True)
 class Layout(Mapping[str, tuple[str, ...]]):
@@ -114,6 +116,25 @@ def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
 def padded(size: int, parts: int) -> int:
     """Return the smallest multiple of `parts` >= `size`: the padded size of a dim split equally among ranks."""
     return -(-size // parts) * parts
+
+
+def zigzag(ranks: int) -> list[int]:
+    """Return the numbers of a dim's 2 x `ranks` equal pieces as ranks hold them, two each: [0, 3, 1, 2] for 2 ranks."""
+    # so that all have equal work where a token sees the tokens before it
+    return [piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank)]
+
+
+def consecutive(offset: int, extent: int, size: int, ranks: int = 1) -> list[tuple[int, int]]:
+    """Return (first, count) of each range of consecutive positions in a block (`offset`, `extent`) of a dim of global
+    `size`, in the order in which the block has them; `ranks`: number of ranks that hold its pieces in zigzag, or 1."""
+    if ranks == 1:
+        return [(offset, extent)]
+    piece, found = size // (2 * ranks), list[tuple[int, int]]()
+    for place, number in enumerate(zigzag(ranks)):
+        first, end = max(offset, place * piece), min(offset + extent, (place + 1) * piece)
+        if first < end:
+            found.append((number * piece + first - place * piece, end - first))
+    return found
 
 
 def offset_of(index: int, size: int, blocks: int, unit: int = 1) -> int:

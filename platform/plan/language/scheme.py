@@ -58,6 +58,7 @@ class Scheme:
     uneven: bool = False  # axes may cut dims into blocks that differ by one unit: see UNEVEN
     lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
     context: tuple[tuple[str, int], ...] = ()  # the axes of CONTEXT with their sizes, of more than one rank
+    zigzag: str = ""  # the axis over which length lies in two pieces a rank: see `layout.zigzag`
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
@@ -111,8 +112,13 @@ def _of_region(table: Mapping[str, Rules], name: str) -> Rules:
     return dict(table.get(name, table.get(fallback, {})))
 
 
+def _at_zero_of(branch: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the branch axes at whose index 0 alone the tensors of a region, or `parameters`, exist."""
+    return tuple(axis for axis, n in branch["axes"].items() if n > 1 and name in branch["only"])
+
+
 def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Add the axes of a branch splitting to a region's map from dims to mesh axes: before or behind those of a dim."""
+    """Add the axes of a branch splitting to a region's map from dims to mesh axes, before or behind others."""
     own = any(name in branch[k] for k in ("append", "prepend"))
     key = name if own else {"core": "attention", "experts": "mlp"}.get(name, name)
     out, branches = {dim: list(axes) for dim, axes in rules.items()}, list(branch["axes"])
@@ -131,6 +137,11 @@ def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, li
     return {**rules, **own} if contexts else dict(rules)
 
 
+def _of_axes(contexts: Mapping[str, int], branch: Mapping[str, Any], name: str, rules: Rules) -> dict[str, list[str]]:
+    """Add the axes of a branch splitting, then of contexts, to a region's map from dims to mesh axes."""
+    return _with_context(contexts, name, _with_branches(branch, name, rules))
+
+
 NO_CONTEXT: Mapping[str, int] = MappingProxyType({})
 
 
@@ -142,10 +153,11 @@ def compose_scheme(
     experts: int = 1,
     lent: int = 0,
     context: Mapping[str, int] = NO_CONTEXT,
+    balanced: bool = False,
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
-    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT.
+    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT; `balanced`: in zigzag.
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
@@ -164,14 +176,10 @@ def compose_scheme(
         """Return the layout of a region or role from its map of dims to mesh axes, behind the axes `first`."""
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
         live = {**replicas, **contexts, **sizes}
-        return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
+        rules = {dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}
+        return Layout.of(rules, _at_zero_of(branch, name))
 
-    def only(name: str) -> tuple[str, ...]:
-        """Return the branch axes at whose index 0 alone the tensors of a region or the parameters exist."""
-        return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
-
-    maps = {r: _with_branches(branch, r, _of_region(tensor["regions"], r)) for r in REGIONS}
-    maps = {r: _with_context(contexts, r, rules) for r, rules in maps.items()}
+    maps = {r: _of_axes(contexts, branch, r, _of_region(tensor["regions"], r)) for r in REGIONS}
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
@@ -187,10 +195,11 @@ def compose_scheme(
         },
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
-        parameters_only=only("parameters"),
+        parameters_only=_at_zero_of(branch, "parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         uneven=tensor["uneven"],
         **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
         context=tuple(contexts.items()),
+        zigzag="context" if balanced and "context" in contexts else "",
     )

@@ -12,7 +12,7 @@ from math import prod
 
 from platform.plan.communication.away import Away
 from platform.plan.communication.planned import EinsumGroup, PlannedOperation, shapes
-from platform.plan.communication.rule import LENDING, VANISH, Conversion, Step
+from platform.plan.communication.rule import JOIN, LENDING, VANISH, Conversion, Step
 from platform.plan.core.ahead import Ahead, Use
 from platform.plan.core.buckets import Bucket
 from platform.plan.core.chunks import Chunk
@@ -146,8 +146,9 @@ class Meter(Ops):
     ) -> tuple[MeteredStorage | None, int]:
         """Count the memory of a conversion between layouts: return (storage, elements) of a tensor of local `shape`
         after `steps`, taken as `platform.parallel.sharding.convert` does on this worker; an absent tensor has 0
-        elements. A slice, and a block without its padding, are views of the same storage; a collective allocates a new
-        one, except a broadcast on its root. `parameter`: the tensor is a copy of a parameter; `dtype`: its type."""
+        elements. A slice, but of pieces in zigzag, and a block without its padding, are views of the same storage; a
+        collective allocates a new one, except a broadcast on its root. `parameter`: the tensor is a copy of a
+        parameter; `dtype`: its type."""
         for step, _, after in shapes(steps, shape, self.plan.mesh):
             if not at_zero(step.only, self.at):
                 continue
@@ -156,24 +157,30 @@ class Meter(Ops):
                 storage, elements = self.new(0, parameter=parameter), 0
                 continue
             elements = prod(after)
-            if step.op not in ("slice", "drop") and (step.op != "broadcast" or index):
+            views = (
+                step.op == "drop" or (step.op == "slice" and step.zigzag < 0) or (step.op == "broadcast" and not index)
+            )
+            if not views:
                 storage = self._moved(elements, step, parameter, self.plan.itemsize[dtype])
         return storage, elements
 
     def _moved(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
         """Allocate a counted storage for the result of a collective `step`, of `elements` of `itemsize` bytes. A split
-        or joined dim that is not first in memory costs a copy, before or after. `parameter`: it is a gathered copy of a
-        parameter."""
+        or joined dim that is not first in memory, or lies in zigzag, costs a copy, before or after. `parameter`: it is
+        a gathered copy of a parameter."""
         if step.op in LENDING:
             return self._lent(elements, step, parameter, itemsize)
         last = step.joined if step.op == "all_to_all" else step.dim
         before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
         after = step.op in ("all_gather", "gather", "all_to_all") and last
         larger = self.plan.mesh.extent(step.axes) if step.op == "reduce_scatter" else 1
-        copy = self.new(elements * larger, itemsize) if before else None
+        folds = step.op in ("reduce_scatter", "all_to_all") and step.zigzag == step.dim
+        copies = [self.new(elements * larger, itemsize) for copied in (folds, before) if copied]
         out = self.new(elements, itemsize, parameter=parameter)
-        del copy
-        return self.new(elements, itemsize, parameter=parameter) if after else out
+        del copies
+        out = self.new(elements, itemsize, parameter=parameter) if after else out
+        unfolds = step.op in JOIN and step.zigzag == last
+        return self.new(elements, itemsize, parameter=parameter) if unfolds else out
 
     def _lent(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
         """Allocate a counted storage for a block of experts after `step`, of `elements` of `itemsize` bytes; at most, a

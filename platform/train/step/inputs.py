@@ -14,7 +14,7 @@ from platform.data.corpus import Corpus
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
-from platform.plan.language.layout import Layout, block
+from platform.plan.language.layout import Layout, block, consecutive
 
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
 Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the first one, and that behind the last one
@@ -50,7 +50,8 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
         sizes = {"length": whole.shape[1]}
         ((offset, extent),) = block(("length",), sizes, layout, plan.mesh, communicator.coordinates)
-        mine = whole[:, offset : offset + extent].t().contiguous()
+        found = consecutive(offset, extent, sizes["length"], plan.planner.ranks_in_zigzag("length", layout))
+        mine = torch.cat([whole[:, first : first + n] for first, n in found], 1).t().contiguous()
         if communicator.device.type == "cuda":
             mine = mine.pin_memory()  # from pageable memory the copy would hold the host
         return mine.to(communicator.device, non_blocking=True)

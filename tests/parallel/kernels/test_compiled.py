@@ -155,7 +155,9 @@ def test_bytes_per_element_in_bf16(function, most):
     """One kernel each, in which a mask costs nothing that is read or written: drawn as a whole it costs 280 bytes. The
     loss reads a logit twice, and its gradient is written in the logit's place: 6 bytes in all."""
     block = [(0, 64), (0, 8), (0, 256)]
-    drawing = Drawing(random.counters(block, (256, 64 * 256, 1), "cpu"), random.start(1, 0, "cpu"), 0.1)
+    drawing = Drawing(
+        random.counters([torch.arange(i, i + n) for i, n in block], (256, 64 * 256, 1)), random.start(1, 0, "cpu"), 0.1
+    )
     x, y = torch.randn(2, 64, 8, 256, dtype=torch.bfloat16)
     gain = torch.ones(256, dtype=torch.bfloat16)
     logits, column, shift = x.view(512, 256), torch.zeros(512, 1, dtype=torch.int64), torch.zeros(512, 1)

@@ -16,7 +16,9 @@ KEY = random.key(0, "dropout", 1, "layers.0.mlp.residual")
 
 
 def drawing(first: int = 0) -> Drawing:
-    return Drawing(random.counters(BLOCK, STRIDES, "cpu"), random.start(KEY, first, "cpu"), RATE)
+    return Drawing(
+        random.counters([torch.arange(i, i + n) for i, n in BLOCK], STRIDES), random.start(KEY, first, "cpu"), RATE
+    )
 
 
 def by_elements(x: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -77,7 +79,11 @@ def test_integers_stay_in_the_cache():
     """Eager too: those of a whole activation would take 8 bytes per element several times."""
     block = [(0, 64), (0, 16), (0, 512)]
     shape = torch.Size(n for _, n in block)
-    d = Drawing(random.counters(block, (512, 64 * 512, 1), "cpu"), random.start(KEY, 0, "cpu"), RATE)
+    d = Drawing(
+        random.counters([torch.arange(i, i + n) for i, n in block], (512, 64 * 512, 1)),
+        random.start(KEY, 0, "cpu"),
+        RATE,
+    )
     x = torch.randn(shape)
     for draw, most in ((in_pieces, 8 * DRAWN_AT_ONCE["cpu"]), (dropped, 0)):
         with Largest(shape if draw is in_pieces else None) as seen:

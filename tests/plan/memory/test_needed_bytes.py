@@ -96,6 +96,14 @@ PLANS |= {
     "latent, 1d_sp": {**LATENT, "tensor": "1d_sp", "axes": {"t": 2}},
     "latent, 2d, full": {**LATENT, "tensor": "2d", "axes": {"r": 2, "c": 2}, "recompute": "full"},
 }  # fmt: skip
+PLANS |= {
+    "context, gathered, bf16": {"context": 2, "context_kind": "gather", "precision": "bf16"},
+    "context, heads, zero 3": {"context": 2, "context_kind": "heads", "zero": 3},
+    "context, nested, 1d_sp": {"context": 4, "context_kind": "nested", "context_heads": 2, "tensor": "1d_sp",
+                               "axes": {"t": 2}},
+    "context, experts": {**ROUTED, "context": 2, "context_kind": "gather"},
+    "context, long, grouped": {**MODELS["llama"], "context": 2, "context_kind": "gather", "length": 256, "layers": 2},
+}  # fmt: skip
 LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {"kernel": "flash"},

@@ -1,0 +1,131 @@
+"""Ranks that share each sequence, in every kind, against one process in fp64."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from platform.boundary.refusals import ConfigError
+from platform.parallel import parallel_ops
+from platform.parallel.sharding import convert
+from platform.plan.check.plan_check import unsound
+from platform.plan.communication.planner import Planner
+from platform.plan.core.step_collectives import communication
+from platform.plan.language.layout import consecutive, zigzag
+from platform.planning.make_plan import make_plan
+from platform.train.step import inputs
+from tests.harness.oracle import MODELS, compare, configure, prove, run, serial
+from tests.harness.pairwise import cover, product
+from tests.harness.suite import suite
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gather": {"context": 2, "context_kind": "gather"},
+    "gather of four": {"context": 4, "context_kind": "gather"},
+    "heads": {"context": 2, "context_kind": "heads"},
+    "nested": {"context": 4, "context_kind": "nested", "context_heads": 2},
+}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "1d": {"tensor": "1d", "axes": {"t": 2}},
+    "1d_sp": {"tensor": "1d_sp", "axes": {"t": 2}},
+    "2d": {"tensor": "2d", "axes": {"r": 2, "c": 1}},
+    "3d": {"tensor": "3d", "axes": {"x": 1, "y": 2, "z": 1}},
+    "dsp": {"branch": "dsp", "branch_axes": {"g": 2}},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "data, zero 3": {"data": 2, "zero": 3, "microbatch": 2},
+    "1f1b": {"pipeline": "1f1b", "stages": 2, "microbatch": 2},
+    "full": {"recompute": "full", "dropout": 0.2},
+    "selective": {"recompute": "selective"},
+}
+FACTORS = {
+    "kind": list(KINDS),
+    "scheme": list(SCHEMES),
+    "mode": list(MODES),
+    "model": ["gpt", "llama", "modern", "packed_gpt", "bert", "original", "t5", "latent", "gpt_oss", "experts"],
+    "balanced": [True, False],
+}
+
+
+def configured(case, **more):
+    parts = KINDS[case["kind"]], SCHEMES[case["scheme"]], MODES[case["mode"]], MODELS[case["model"]]
+    c = configure(**{key: value for part in parts for key, value in part.items()} | more)
+    c.parallel.context_balance = case["balanced"]
+    return c
+
+
+def ranks(case) -> int:
+    c = configured(case)
+    sizes = (*c.tensor.axes.values(), *c.branch.axes.values(), c.parallel.data, c.pipeline.stages)
+    return prod(sizes) * c.parallel.context
+
+
+CASES = product(FACTORS, lambda case: ranks(case) <= 8)
+COVER = cover(CASES, cost=lambda case: ranks(case) ** 0.5)
+
+
+@suite("contexts", CASES, COVER)
+def test_equals_one_process(case):
+    plan, _ = prove(configured(case))
+    assert unsound(plan) == []
+    assert plan.scheme.zigzag == ("context" if case["balanced"] and case["kind"] != "heads" else "")
+
+
+def test_pieces():
+    assert zigzag(2) == [0, 3, 1, 2]
+    assert consecutive(4, 4, 8, 1) == [(4, 4)]
+    assert [consecutive(first, 4, 8, 2) for first in (0, 4)] == [[(0, 2), (6, 2)], [(2, 2), (4, 2)]]
+    # an axis inside of a rank's two pieces splits them in their order
+    assert [consecutive(first, 3, 12, 2) for first in (0, 3, 6, 9)] == [[(0, 3)], [(9, 3)], [(3, 3)], [(6, 3)]]
+
+
+def test_the_kind_that_moves_fewest_bytes_is_chosen():
+    """Four of 8 heads' keys are gathered for less than all of them go back and forth; of all heads it is the other way
+    round with more ranks."""
+    for more, kind in (({**MODELS["llama"], "context": 2}, "gather"), ({"context": 4}, "heads")):
+        moved = {}
+        for each in ("auto", "gather", "heads"):
+            moved[each] = communication(make_plan(configure(context_kind=each, **more)))
+        assert moved["auto"] == moved[kind]
+        assert sum(moved[kind].values()) == min(sum(found.values()) for found in moved.values())
+
+
+def test_keys_come_back_by_one_reduce_scatter():
+    """Two layers' keys and values, [16 4 32] in fp64 of two microbatches, are gathered by two ranks, and their gradient
+    summed where they came from: 2 x 2 x 2 x 2 blocks of half of that each way."""
+    found = communication(make_plan(configure(context=2, context_kind="gather")))
+    moved = 2 * 2 * 2 * 2 * (16 * 4 * 32 * 8 // 2)
+    assert found["all_gather/context"] == found["reduce_scatter/context"] == moved
+    assert set(found) == {"all_gather/context", "reduce_scatter/context", "all_reduce/context"}  # of parameters
+
+
+def test_heads_that_cannot_be_exchanged_are_not():
+    c = configure(context=4, heads=2)
+    assert dict(make_plan(c).scheme.context) == {"context": 4}
+    with pytest.raises(ConfigError, match="heads=2"):
+        make_plan(configure(context=4, context_kind="heads", heads=2))
+
+
+@pytest.mark.parametrize("mutant", ["offset", "straight", "labels", "unfolded"])
+def test_negative_controls(mutant, monkeypatch):
+    c = configure(context=2, context_kind="gather", positions="rope", tied=False)
+    expected = serial(c)
+    if mutant == "offset":  # each rank's queries are at the first positions
+        monkeypatch.setattr(parallel_ops, "consecutive", lambda offset, extent, size, ranks: [(0, extent)])
+    elif mutant == "straight":  # pieces in zigzag are taken for consecutive ones
+        monkeypatch.setattr(Planner, "ranks_in_zigzag", lambda *_: 1)
+    elif mutant == "labels":
+        monkeypatch.setattr(inputs, "consecutive", lambda offset, extent, size, ranks: [(offset, extent)])
+    else:
+        monkeypatch.setattr(convert, "in_order", lambda x, dim, ranks: x)
+    with pytest.raises(AssertionError):
+        compare(c, *run(c), expected)
+
+
+def test_lengths_that_pieces_do_not_divide_lie_straight():
+    lengths = {16: "context", 18: "", 20: "context"}
+    plans = {n: make_plan(configure(context=2, context_kind="gather", length=n)) for n in lengths}
+    assert {n: plan.scheme.zigzag for n, plan in plans.items()} == lengths
