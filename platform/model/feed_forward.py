@@ -49,9 +49,8 @@ class Products(Layer):
 
     def __call__(self, ops: Ops, x: Any, counts: Any = None) -> Any:
         """Return the feed-forward products of the activation x; `counts`: the numbers of experts' rows in x."""
-        h = ops.project(x, self.spec, self.inner, [self.hidden] * len(self.inner), self.inner_biases, counts)
-        hidden = ops.pointwise(self.function, *reversed(h))
-        return ops.project(hidden, self.hidden, (self.down,), (self.made,), self.down_bias, counts)[0]
+        inner, last = (self.inner, self.hidden, self.inner_biases), (self.down, self.made, self.down_bias)
+        return ops.mlp(self.function, x, self.spec, *inner, *last, counts)
 
 
 class FeedForward(Residual):

@@ -20,14 +20,14 @@ from platform.plan.language.numbers import count_of
 from platform.plan.language.ops import LOSSES as KINDS
 
 if TYPE_CHECKING:
-    from platform.parallel.kernels.loss import TokenLoss
+    from platform.parallel.kernels.chunked.loss import TokenLoss
 
 LOSSES: dict[str, Callable[..., Any] | None] = {CROSS_ENTROPY: None}
 
 
 def register_loss(name: str, loss: Callable[..., Any], settings: type | None = None) -> None:
     """Register a user's loss for models as `train.loss=NAME`. `loss` maps a model's statements about labels
-    (`platform.parallel.kernels.loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
+    (`platform.parallel.kernels.chunked.loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
     `mean_log_probability` over vocab, tensors of one number per label) to the loss of each label, elementwise and
     differentiably. The loss of a step is the mean over its labels. `settings`: a dataclass of train.loss_settings,
     which `loss` gets as `settings`."""
@@ -66,7 +66,7 @@ def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
     `name`, tried here on a few random labels with its `settings`, given as JSON."""
     import torch
 
-    from platform.parallel.kernels.loss import Likelihood
+    from platform.parallel.kernels.chunked.loss import Likelihood
 
     loss = with_settings(function, "train.loss", name, json.loads(settings))
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -19,9 +19,9 @@ from platform.parallel.compiled_block import CompiledBlock, compiled_block
 from platform.parallel.kept.offload import Offload
 from platform.parallel.kept.recompute import recomputed
 from platform.parallel.kernels import random
+from platform.parallel.kernels.chunked.loss import Classes, Targets, TokenLoss
 from platform.parallel.kernels.dropout import Drawing
 from platform.parallel.kernels.einsum import Deferred
-from platform.parallel.kernels.loss import Classes, Targets, TokenLoss
 from platform.parallel.kernels.residual import Region
 from platform.parallel.sdpa import in_kernel
 from platform.parallel.sharding import convert as conversions
@@ -102,6 +102,7 @@ class ParallelOps(Ops):
         self._blocks: dict[tuple, CompiledBlock | None] = {}  # traced, by name and arguments
         lonely = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
         self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
+        self._wholly &= plan.mlp_chunks == 1  # whose chunks are computed twice
         self._wholly &= all(kind != "route" for kind, _ in plan.operations)  # which counts
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block

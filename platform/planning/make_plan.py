@@ -106,6 +106,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             sequences=train.global_batch,
             stage_of=schedule_of(config, data).placement if stage_of is None else stage_of,
             recompute=Recompute(config.recompute, config.recompute_every, config.recompute_offload),
+            mlp_chunks=train.mlp_chunks,
             scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,
             zero=config.parallel.zero,

@@ -8,6 +8,7 @@ train.steps 1 1000000000000
 train.stop_at 0 1000000000000
 train.global_batch 1 100000000
 train.microbatch 1 1000000
+train.mlp_chunks 1 1000000
 model.layers 1 1000
 model.d_model 1 1048576
 model.heads 1 65536

@@ -155,8 +155,10 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, expert
         c.parallel.zero, c.parallel.zero_group = r.choice((0, 1, 2, 3)), r.choice((0, 2 * c.parallel.experts))
     c.recompute = r.choice(("none", "none", "selective", "full"))
     c.recompute_every = r.choice((1, 1, 2))
-    c.recompute_offload = c.recompute == "full" and Random(str(c)).random() < 0.5  # all else is drawn as without it
     draw_context(Random(repr(c)), c, RANKS // (c.pipeline.stages * ranks * c.parallel.data))
+    beside = Random(str(c))  # all else is drawn as without it
+    c.recompute_offload = c.recompute == "full" and beside.random() < 0.5
+    c.train.mlp_chunks = beside.choice((1, 1, 2, 3))
     return c
 
 

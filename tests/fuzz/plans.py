@@ -194,7 +194,7 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0, asks: bool = False) -> 
     batch = c.train.global_batch
     one = configure(global_batch=batch, microbatch=batch)
     one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
-    one.train = replace(c.train, microbatch=batch)
+    one.train = replace(c.train, microbatch=batch, mlp_chunks=1)
     one.data = c.data
     plan = make_plan(one)
     trainer = trainer_of(one, plan, SingleRank(plan.mesh), open_data(one))

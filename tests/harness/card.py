@@ -31,7 +31,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.parallel.kernels.loss import Classes, Targets, loss_and_gradient
+from platform.parallel.kernels.chunked.loss import Classes, Targets, loss_and_gradient
 from platform.plan.core.buckets import ADDS_WIDE
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import process_groups

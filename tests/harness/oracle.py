@@ -103,6 +103,7 @@ def configure(
     every: int = 1,
     offload: bool = False,
     gathered: str = "",
+    mlp_chunks: int = 1,
     **model: Any,
 ) -> Config:
     """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
@@ -119,6 +120,7 @@ def configure(
     c.parallel.context_kind, c.parallel.context_heads = context_kind, context_heads
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
+    c.train.mlp_chunks = mlp_chunks
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
     return c
 

@@ -12,7 +12,7 @@ import torch
 from platform.config.fields import Config
 from platform.launch import compose
 from platform.optimizer import optimizers
-from platform.parallel.kernels.loss import Classes
+from platform.parallel.kernels.chunked.loss import Classes
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.flat import FlatBucket
 from platform.train.step.trainer import Trainer

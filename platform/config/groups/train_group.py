@@ -34,6 +34,10 @@ class Train:
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
     attention_kernel: str = key(AUTO, "kernel of attention where one computes it; auto: torch chooses", KERNELS)
+    mlp_chunks: int = key(
+        1, "feed-forward layers: chunks of tokens, each with its inner activations, computed twice; 1 = whole, once",
+        ">= 1", most=10**6,
+    )  # fmt: skip
     freeze: list[str] = key(
         [],
         "patterns of parameters that no update changes, such as embedding or layers.[0-3].*",

@@ -4,7 +4,6 @@ collectives among these computations are the plan's, handed in as conversions an
 from platform.parallel.kernels import (  # noqa: F401  (operations reach them as `ops.kernels`)
     dropout,
     einsum,
-    loss,
     positions,
     products,
     random,
@@ -12,3 +11,4 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
     statistics,
 )
 from platform.parallel.kernels.by_index import expert_rows, gated_rows, slots, table_rows  # noqa: F401
+from platform.parallel.kernels.chunked import hidden_rows, loss  # noqa: F401

@@ -3,7 +3,8 @@ with no temporary of the parameter's size and no further pass over it. Autograd 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -53,3 +54,29 @@ def add_gradient(w: Tensor, gradient: Tensor) -> None:
         return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
 
     add_computed(w, compute)
+
+
+AddPart = Callable[[Callable[[Tensor, bool], None]], None]
+
+
+@contextmanager
+def in_parts(w: Tensor) -> Iterator[AddPart]:
+    """Yield a function that adds a part of one gradient of the parameter w, an autograd leaf, as `compute(memory,
+    fresh)` of `add_computed` does; the gradient counts as computed when the context ends."""
+    found = bucket_of(w)
+    memory, fresh = found[0].sum_of(found[1]) if found else (w.grad, False)
+    if memory is None:
+        memory, fresh = torch.empty_like(w, requires_grad=False), True
+    memory = memory.view(w.shape)
+
+    def add(compute: Callable[[Tensor, bool], None]) -> None:
+        """Add the part of the gradient that `compute` computes."""
+        nonlocal fresh
+        compute(memory, fresh)
+        fresh = False
+
+    yield add
+    if found:
+        found[0].came(found[1])
+    else:
+        w.grad = memory

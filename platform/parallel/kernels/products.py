@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.parallel.sharding.convert import absent
+from platform.plan.core.buckets import ADDS_WIDE
 
 Dims = tuple[str, ...]
 ALIGNED = 16  # bytes by which torch's grouped product wants matrices' rows to begin
@@ -139,7 +140,8 @@ def add_product(there: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
     """Add the product of matrices x and y to `there`, of any floating-point type; overwrite it if `fresh`."""
     if there.dtype == x.dtype:
         torch.mm(x, y, out=there) if fresh else there.addmm_(x, y)
-    elif there.itemsize < x.itemsize:  # of a product that is computed in the type of statistics
+    elif there.itemsize < x.itemsize or not ADDS_WIDE.get(there.device.type, True):
+        # of a product that is computed in the type of statistics, or on a device whose kernels write one type
         there.copy_(x @ y) if fresh else there.add_(x @ y)
     elif fresh:  # the kernel writes what it has added up in fp32, as Megatron's fused weight gradients do
         torch.mm(x, y, out_dtype=there.dtype, out=there)

@@ -42,6 +42,7 @@ def build_plan(
     stage_of: Sequence[int] = (0,),
     scatter_gather: bool = True,
     recompute: Recompute = NO_RECOMPUTATION,
+    mlp_chunks: int = 1,
     precision: str = "fp32",
     zero: int = 0,
     dropout: float = 0.0,
@@ -55,9 +56,10 @@ def build_plan(
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
-    stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO
-    (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients
-    too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
+    stage of every chunk. `scatter_gather`, `recompute`, `mlp_chunks`, `precision`, `turns`: as in Plan. `zero`: the
+    stage of ZeRO (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state,
+    2 gradients too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all
+    violations.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
@@ -84,6 +86,7 @@ def build_plan(
         turns=turns,
         scatter_gather=scatter_gather,
         recompute=recompute,
+        mlp_chunks=mlp_chunks,
     )
     return replace(plan, warnings=tuple(_replicated(mesh, plan.operations, sizes)))
 

@@ -125,6 +125,7 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
             parameters=parameters,
             chunks=chunks,
             recompute=NO_RECOMPUTATION,
+            mlp_chunks=1,
             warnings=(),
         )
 

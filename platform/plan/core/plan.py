@@ -45,6 +45,7 @@ class Plan:
     `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
+    `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     turns: bool = False
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
+    mlp_chunks: int = 1
     warnings: tuple[str, ...] = ()
 
     @cached_property

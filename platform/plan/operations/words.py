@@ -18,6 +18,7 @@ from platform.plan.operations.losses.squared_error import SquaredErrorOp
 from platform.plan.operations.losses.token_loss import TokenLossOp
 from platform.plan.operations.op import Op
 from platform.plan.operations.rows.connections import DropoutOp, JitterOp, ResidualNormOp, ResidualOp
+from platform.plan.operations.rows.mlp import MlpOp
 from platform.plan.operations.rows.norm import NormOp
 from platform.plan.operations.rows.pointwise import PointwiseEachOp, PointwiseOp, ScaleOp
 from platform.plan.operations.rows.recurrence import RecurrenceOp
@@ -55,7 +56,7 @@ class Ops:
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
     pointwise, pointwise_each, scale = PointwiseOp(), PointwiseEachOp(), ScaleOp()
     dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
-    jitter = JitterOp()
+    jitter, mlp = JitterOp(), MlpOp()
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()
     remember, recall = RememberOp(), RecallOp()
     route, dispatch, combine = RouteOp(), DispatchOp(), CombineOp()

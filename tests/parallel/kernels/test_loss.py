@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from platform.model import build_model
 from platform.parallel.kernels import loss
-from platform.parallel.kernels.loss import Classes, Likelihood, Targets
+from platform.parallel.kernels.chunked.loss import Classes, Likelihood, Targets
 from platform.plan.communication import loss_chunks as chunks
 from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_once
 from platform.plan.language.mesh import Mesh
@@ -16,7 +16,7 @@ from platform.plan.memory.worker_bytes import saved_for_backward
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
 from tests.harness.live import count
-from tests.harness.oracle import configure, prove
+from tests.harness.oracle import configure, prove, run
 from tests.harness.threads import run_threads
 
 ROWS, VOCAB = 37, 50
@@ -187,3 +187,37 @@ def test_a_large_vocab_is_aligned():
     assert (padded(2047, **split), padded(2048, **split), padded(2049, **split)) == (2048, 2048, 2304)
     plan, _ = prove(configure(**split, vocab=1030, layers=1))
     assert plan.planner.sizes["vocab"] == 1030
+
+
+def direction(c) -> torch.Tensor:
+    """The whole gradient of the first step as a vector of length 1, whatever the loss's scale."""
+    gradients = run(c)[1][0].gradients
+    found = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+    return found / found.norm()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_many_logits_are_not_kept_in_16_bits_either(precision, small_chunks, monkeypatch):
+    """Of gradients that add up in fp32, chunk by chunk, no digit is lost to those of kept logits."""
+    wanted = direction(configure(**LARGE, vocab=61))
+    errors, calls = [], []
+    by_chunks = loss._by_chunks
+    monkeypatch.setattr(loss, "_by_chunks", lambda *given: calls.append(given[-1][1].dtype) or by_chunks(*given))
+    for kept in (2**31, 1):
+        monkeypatch.setattr(chunks, "_KEPT", kept)
+        errors.append((direction(configure(**LARGE, vocab=61, precision=precision)) - wanted).norm())
+        assert bool(calls) == (kept == 1)
+    assert set(calls) == {torch.float32} and errors[1] <= 1.1 * errors[0]
+
+
+def test_many_logits_in_16_bits_need_what_is_planned(monkeypatch):
+    c = configure(layers=1, d_model=32, heads=4, length=256, vocab=4096, microbatch=8, global_batch=8, precision="bf16")
+    kept = needed_bytes(c, make_plan(c))
+    monkeypatch.setattr(chunks, "_KEPT", 1)
+    plan = make_plan(c)
+    (rank,) = count(c, plan)
+    assert abs(needed_bytes(c, plan) - rank.peak) <= 0.05 * rank.peak and needed_bytes(c, plan) < kept
+
+
+def test_a_chunk_of_many_tokens_has_a_bound():
+    assert chunk_rows(10**6, 2**17) == 2**28 // 2**17 and chunk_rows(8, 2**40) == 1

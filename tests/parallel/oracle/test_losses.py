@@ -12,7 +12,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import WEIGHTED
 from platform.model.losses import LOSSES
 from platform.parallel.kernels import loss
-from platform.parallel.kernels.loss import LogitDerivatives
+from platform.parallel.kernels.chunked.loss import LogitDerivatives
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
 from tests.harness.live import count

@@ -41,6 +41,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "full, offloaded": {"recompute": "full", "offload": True, "layers": 4},
     "full, offloaded, 1d, 1f1b, bf16": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "offload": True,
                                         "pipeline": "1f1b", **STAGES, "precision": "bf16"},
+    "feed-forward in chunks": {"d_ff": 512, "vocab": 64, "mlp_chunks": 8},
+    "feed-forward in chunks, full, bf16": {**MODELS["llama"], "d_ff": 512, "vocab": 64, "mlp_chunks": 8,
+                                           "recompute": "full", "precision": "bf16"},
+    "feed-forward in chunks, zb_h1, 1d": {"pipeline": "zb_h1", **STAGES, "tensor": "1d", "axes": {"t": 2},
+                                          "d_ff": 512, "mlp_chunks": 3},
     "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
 }  # fmt: skip
 SMALL: dict[str, Any] = {"vocab": 512, "length": 8, "layers": 2}  # the norm of the gradient takes most of it

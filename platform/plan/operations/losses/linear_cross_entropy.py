@@ -53,7 +53,7 @@ class LinearCrossEntropyOp(Op):
         wide = ops.wide == ops.plan.itemsize["compute"]
         if not (x.elements and ops.deferred is None and gradients_at_once(product, found, n, columns, width, wide)):
             return _meter_kept(ops, product, x, weight, more, spec)
-        gradients = tuple(ops.new(v.elements) for v in (x, weight, *more))
+        gradients = (ops.new(x.elements), ops.new(weight.elements, ops.wide), *(ops.new(v.elements) for v in more))
         chunk = ops.new(chunk_rows(n, columns) * columns)
         meter_statistics(ops, n, columns)
         del chunk

@@ -57,6 +57,12 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
     }
 
 
+def function_of(ops, function: str) -> Callable[..., Any]:
+    """Return a pointwise function as a rank computes it: a gated one compiled; the others are one kernel each."""
+    compute = _functions()[function]
+    return ops.region(compute) if function.startswith("gated_") else compute
+
+
 class PointwiseOp(Op):
     """Pointwise function by name (gelu, gelu_tanh, relu, silu, tanh, identity, absolute, sigmoid; add, multiply, or
     gated_ and one of the first four or clamped, whose gate is first) of one or two activations that share a layout."""
@@ -70,10 +76,9 @@ class PointwiseOp(Op):
     def run(self, ops, function, *x):
         """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
         compute = _functions()[function]
-        gated = function.startswith("gated_")  # the others are one kernel as they are
         if x[0].dim() == 2:  # rows of experts: another number in every pass, and each would be compiled for itself
             return getattr(ops.kernels.gated_rows, function, compute)(*x)
-        return (ops.region(compute) if gated and not ops.absent(x[0]) else compute)(*x)
+        return (compute if ops.absent(x[0]) else function_of(ops, function))(*x)
 
     def meter(self, ops, function, *x):
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient
-from platform.parallel.kernels.products import local_einsum
+from platform.parallel.kernels.products import add_product, local_einsum
 from platform.parallel.kernels.residual import Region
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.sharding.convert import absent, convert
@@ -236,7 +236,8 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, table, bias, targets, communicator, classes):
         """Return the loss of x times the vocabulary table, chunk by chunk, and save the gradients of all."""
-        gradients = torch.empty_like(x), torch.empty_like(table), None if bias is None else torch.zeros_like(bias)
+        wide = torch.empty_like(table, dtype=widened(table[:0]).dtype)
+        gradients = torch.empty_like(x), wide, None if bias is None else torch.zeros_like(bias)
         ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(*gradients)
         return _by_chunks(x, table, bias, targets, communicator, classes, gradients)
@@ -248,7 +249,7 @@ class _AtOnce(torch.autograd.Function):
         if dbias is not None:
             dbias = dbias.mul_(dloss)
         if ctx.leaf is None:
-            return dx.mul_(dloss), dtable.mul_(dloss), dbias, None, None, None
+            return dx.mul_(dloss), dtable.mul_(dloss).to(dx.dtype), dbias, None, None, None
         add_computed(ctx.leaf, partial(_scaled, dtable, dloss.to(dtable.dtype)))
         return dx.mul_(dloss), None, dbias, None, None, None
 
@@ -284,7 +285,7 @@ def _by_chunks(
         if gradients:
             dx, dtable, dbias = gradients
             torch.mm(y, table, out=dx[at])
-            dtable.addmm_(y.t(), here, beta=float(i > 0))
+            add_product(dtable, y.t(), here, i == 0)
             if dbias is not None:
                 dbias += y.sum(0)
     return total

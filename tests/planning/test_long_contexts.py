@@ -1,0 +1,47 @@
+"""What is kept grows as length / ranks: a million tokens of an 8B on 32 GPUs of 80 GB, and half a million on one, by
+the memory that their plans count."""
+
+from __future__ import annotations
+
+import pytest
+
+from platform.launch import compose
+from platform.plan.memory.footprint import Footprint
+from platform.plan.memory.hardware import memory_of
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import footprints
+
+LLAMA = ["+experiment=one_gpu", "model=llama_8b", "train.microbatch=1", "train.global_batch=1", "recompute=full"]
+OF_32 = ["model.length=1_000_000", "parallel.context=32", "parallel.context_kind=heads", "parallel.zero=3"]
+OF_ONE = ["model.length=500_000", "optimizer=adafactor", "train.mlp_chunks=64", "recompute_offload=true"]
+SAVING = ["train.mlp_chunks=8", "recompute_offload=true"]
+STREAM = 2 * 4096  # bytes of a token's input of a block
+
+
+def needs(*arguments: str) -> Footprint:
+    config = compose([*LLAMA, *arguments])
+    [found] = footprints(config, make_plan(config))
+    return found
+
+
+def test_a_million_tokens_on_32_gpus():
+    found = needs(*OF_32, *SAVING, "cluster.gpu=H100")
+    assert found.total < 20e9
+    assert found.host == 32 * STREAM * 1_000_000 / 32  # of 32 blocks, on 32 ranks
+
+
+def test_half_a_million_on_one():
+    """Weights, masters and their gradients alone are 80 GB; they are not offloaded."""
+    found = needs(*OF_ONE)
+    assert found.total < 0.9 * (memory_of("MI300X") or 0)
+    assert found.host == 32 * STREAM * 500_000
+
+
+@pytest.mark.parametrize("without", ["train.mlp_chunks=1", "recompute_offload=false"])
+def test_negative_control_each_of_the_two_is_needed(without):
+    assert needs(*OF_ONE, without).total > (memory_of("MI300X") or 0)
+
+
+def test_twice_the_ranks_keep_half():
+    sizes = [needs(*OF_32, *SAVING, f"parallel.context={n}").host for n in (8, 16, 32)]
+    assert sizes[0] == 2 * sizes[1] == 4 * sizes[2]
