@@ -22,6 +22,7 @@ PLANS = {
     "interleaved": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 1, "pipeline": "interleaved", "stages": 2,
                     "chunks": 2},
     "3d": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}},
+    "context": {"context": 4, "context_kind": "nested", "context_heads": 2, "data": 2, "zero": 3},
     "dsp_csub": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp_csub", "branch_axes": {"g": 2}, "data": 2},
 }  # fmt: skip
 MOMENTS = ("first_step", "failure", "released", "forming", "formed", "running")  # outside: strikes shortly after these
