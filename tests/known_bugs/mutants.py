@@ -8,6 +8,7 @@ import torch
 from pytest import MonkeyPatch
 
 from platform.config.batch_ramp import samples_of
+from platform.parallel.communicator import buffers
 from platform.parallel.kernels import dropout, loss
 from platform.parallel.parallel_ops import ParallelOps
 from platform.parallel.sharding.flat import FlatBucket
@@ -112,6 +113,17 @@ def norm_over_one_axis_of_two(split_over, self, p):
 def norm_counts_replicas(split_over, self, p):
     others = [a for a, n in self.mesh.axes.items() if n > 1 and a not in ("stage", "data", *self.layout(p).only)]
     return (*split_over(self, p), *others) if p.role == "vector" else split_over(self, p)
+
+
+@mutant(ParallelOps, "widths")
+def rows_as_wide_as_this_rank_s(widths, ops, *given):
+    found = widths(ops, *given)
+    return [found[ops.communicator.index(given[-1])]] * len(found)
+
+
+@mutant(buffers, "closed")
+def blocks_as_long_as_of_the_last_rank(closed, x, dim, parts):
+    return closed(x, dim, parts._replace(extents=parts.extents[::-1]))
 
 
 @mutant(counted, "counts_gradient")

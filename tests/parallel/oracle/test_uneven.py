@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from random import Random
 
@@ -14,6 +15,7 @@ from platform.planning.make_plan import make_plan
 from platform.planning.replan import replan
 from tests.fuzz import plans
 from tests.harness.oracle import MODELS, configure, prove
+from tests.harness.plan_mutants import other, with_operations, with_steps
 
 SIZES = {"d_kv": 4, "d_ff": 25, "vocab": 61, "length": 8, "layers": 1}
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "tied": False}
@@ -65,6 +67,18 @@ def test_a_mean_that_takes_blocks_for_equal_differs(monkeypatch):
     monkeypatch.setattr(ParallelOps, "widths", alike)
     with pytest.raises(AssertionError, match=r"gradient|loss"):
         prove(uneven(**CASES["norms of all heads"]))
+
+
+def test_the_static_check_knows_blocks_and_bytes():
+    """A step that takes blocks for equal, and a collective that counts them so."""
+    plan = make_plan(uneven(**CASES["sequences of a microbatch"]))
+    name = "layers.0.mlp.down"
+    forgets = with_operations(plan, "project", name, with_steps("0 0 operand", "forward", other("all_gather", cuts=())))
+    counts = with_operations(plan, "project", name, lambda o: replace(
+        o, collectives=tuple(replace(c, cuts=()) for c in o.collectives)
+    ))  # fmt: skip
+    assert "takes the 2 blocks of d_ff, of size 25, for equal ones" in unsound(forgets)[0]
+    assert "elements over" in unsound(counts)[0]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
