@@ -11,6 +11,8 @@ import pytest
 from platform.config.fields import Config
 from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.check.plan_check import unsound
+from platform.plan.core.step_collectives import communication
+from platform.plan.reports.tier_traffic import pair_traffic
 from platform.planning.make_plan import make_plan
 from platform.planning.replan import replan
 from tests.fuzz import plans
@@ -59,6 +61,8 @@ def test_equals_one_process(name):
     c = uneven(**CASES[name])
     plan, _ = prove(c)
     assert plan.uneven and not unsound(plan)
+    between = sum(moved for _, moved in pair_traffic(plan).values())
+    assert between == sum(communication(plan).values()), "pairs of ranks exchange what all of them move"
 
 
 def test_a_mean_that_takes_blocks_for_equal_differs(monkeypatch):
