@@ -30,6 +30,7 @@ from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
+RING = "ring"  # kind of context in which keys and values go around
 AUTOMATIC = ("gather", "heads")  # kinds of context among which context_kind=auto chooses
 MESHES_SHOWN = 4
 MESHES_TRIED = 60  # nearest meshes that are planned to find legal ones; each takes milliseconds
@@ -90,6 +91,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     context, balanced = settled_context(config, data), config.parallel.context_balance
     balanced &= all(n % (2 * config.parallel.context) == 0 for n in (config.model.length, config.model.source_length))
     scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context, balanced)
+    scheme = replace(scheme, ring=config.parallel.context_kind == RING)
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
@@ -222,6 +224,7 @@ def _plan_of_one_layer(config: Config, data: int, context: Mapping[str, int]) ->
     sizes of the axes of contexts."""
     tensor, branch = asdict(config.tensor), asdict(config.branch)
     scheme = compose_scheme(tensor, branch, data, experts=expert_group(config, data), context=context)
+    scheme = replace(scheme, ring=config.parallel.context_kind == RING)
     model, train = build_model(replace(config.model, layers=1)), config.train
     try:
         return build_plan(model, scheme, data=data, microbatch=train.microbatch, microbatches=1)

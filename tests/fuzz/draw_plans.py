@@ -166,7 +166,7 @@ def draw_context(r: Random, c: Config, room: int) -> None:
     """Draw how many ranks, at most `room`, share each sequence of a plan, and how they attend to all of it."""
     if r.random() < 0.4:
         c.parallel.context = r.choice([n for n in (2, 2, 3, 4, 4) if n <= room] or [1])
-        c.parallel.context_kind = r.choice(("auto", "gather", "heads", *["nested"] * (c.parallel.context == 4)))
+        c.parallel.context_kind = r.choice(("auto", "gather", "ring", "heads", *["nested"] * (c.parallel.context == 4)))
         c.parallel.context_heads = 2 * (c.parallel.context_kind == "nested")
 
 

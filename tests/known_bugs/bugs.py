@@ -16,6 +16,8 @@ SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_sampl
 HEADS = "parallel/oracle/test_schemes.py::test_key_value_heads_fewer_than_axes"
 UNEVEN = "parallel/oracle/test_uneven.py::test_equals_one_process"
 ONE_AXIS = "parallel/oracle/test_every_layout.py::test_one_axis"
+RINGS = "parallel/oracle/test_rings.py::test_equals_one_process"
+PANELS = "parallel/kernels/test_panels.py::test_a_ring_equals_one_softmax"
 MASKS = "parallel/kernels/test_dropout.py::test_the_gradient_has_the_mask_and_nothing_is_saved"
 
 ROWS_COLS = {"scheme": "layout rows,cols", "model": "gpt"}
@@ -88,6 +90,21 @@ BUGS = (
         "a slice in place of the reduce-scatter of the gradients of keys and values", ONE_AXIS,
         change=steps("relayout", "*.attention.*", "0", "backward", other("reduce_scatter", op="slice")),
         line="takes what is whole, and it is partial"),
+    KnownBug(
+        "diffusers #14265", "the backward pass of a ring reads a rank's own keys and values in place of the others'",
+        "a rank goes on with the keys and values that it has sent", RINGS, {"ring": "llama"},
+        mutants.own_keys_in_the_backward_pass),
+    KnownBug(
+        "", "gradients of keys and values that have gone around stay where they are made",
+        "a rank goes on with the gradients that it has sent", RINGS, {"ring": "llama"},
+        mutants.gradients_of_keys_where_they_are_made),
+    KnownBug(
+        "", "keys of another rank are hidden by a rank's own positions", "keys have the positions of the next rank's",
+        RINGS, {"ring": "llama"}, mutants.keys_of_the_next_rank_s_positions),
+    KnownBug(
+        "", "softmaxes over parts of the keys are merged by exponentials that overflow",
+        "a merge of log-sum-exps without their maximum", PANELS, {"name": "large scores"},
+        mutants.merged_without_the_maximum),
     KnownBug(
         "Megatron-LM of BigCode #11", "the gradients of shared keys and values are not summed over the ranks that"
         " share them", "no sum behind repeated heads", HEADS,

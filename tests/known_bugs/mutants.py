@@ -9,7 +9,10 @@ from pytest import MonkeyPatch
 
 from platform.config.batch_ramp import samples_of
 from platform.parallel.communicator import buffers
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.traced import Arrived
 from platform.parallel.kernels import dropout, loss
+from platform.parallel.kernels.in_panels import panels
 from platform.parallel.parallel_ops import ParallelOps
 from platform.parallel.sharding.flat import FlatBucket
 from platform.plan.core import counted
@@ -171,3 +174,30 @@ def moments_dropped(restore, self, *given, **more):
 @mutant(Trainer, "load")
 def samples_by_replica(load, self, split, first, end=None, chunk=None):
     return load(self, split, first + (split == "train" and self.plan.replicas == 3), end, chunk)
+
+
+@mutant(panels, "merge")
+def merged_without_the_maximum(merge, out, lse, other, of_other):
+    mine, others = lse.exp(), of_other.exp()
+    out.lerp_(other, (others / (mine + others)).nan_to_num_(0).unsqueeze(-1))
+    lse.copy_((mine + others).log())
+
+
+@mutant(panels, "pairs")
+def keys_of_the_next_rank_s_positions(pairs, queries, keys, *given):
+    return pairs(queries, [key._replace(first=key.first + key.size) for key in keys], *given)
+
+
+def _kept(which: str) -> Mutant:
+    """A mutant in which messages of a ring of one name are sent, but their sender goes on with its own."""
+
+    @mutant(Communicator, "launch")
+    def kept(launch, self, op, x, axes, *given, name="", **more):
+        handle = launch(self, op, x, axes, *given, name=name, **more)
+        return (handle.wait(), Arrived(x))[1] if name == which else handle
+
+    return kept
+
+
+own_keys_in_the_backward_pass = _kept(panels.AGAIN)
+gradients_of_keys_where_they_are_made = _kept(panels.GRADIENTS)

@@ -15,7 +15,7 @@ from platform.plan.core.plan import Plan
 from tests.conftest import THINNED
 from tests.harness import oracle
 from tests.known_bugs import expert_bugs as experts
-from tests.known_bugs.bugs import BUGS, HEADS, MASKS, MODELS, SURVIVORS
+from tests.known_bugs.bugs import BUGS, HEADS, MASKS, MODELS, PANELS, SURVIVORS
 from tests.known_bugs.known_bug import KnownBug
 from tests.known_bugs.page import divided, table
 
@@ -23,7 +23,7 @@ from tests.known_bugs.page import divided, table
 NUMBERS = (
     r"leave a hole|initial of|gradient of|final of|replicas of|rank \d+: |tokens of experts|mlp\.(load|choice_bias): "
 )
-NO_ORACLE = (MASKS, SURVIVORS, experts.PLAIN, experts.PRECISION, experts.LOGITS, experts.STACKS, experts.MEMORY)
+NO_ORACLE = (MASKS, PANELS, SURVIVORS, experts.PLAIN, experts.PRECISION, experts.LOGITS, experts.STACKS, experts.MEMORY)
 
 
 def cases_of(test: Callable[..., None], path: str) -> list[Any]:

@@ -12,3 +12,4 @@ from platform.parallel.kernels import (  # noqa: F401  (operations reach them as
 )
 from platform.parallel.kernels.by_index import expert_rows, gated_rows, slots, table_rows  # noqa: F401
 from platform.parallel.kernels.chunked import hidden_rows, loss  # noqa: F401
+from platform.parallel.kernels.in_panels import panels  # noqa: F401

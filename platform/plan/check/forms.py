@@ -8,6 +8,7 @@ ranks that split it exchange them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from platform.plan.check.spreads import Spread, Unsound, after, plus, unordered
@@ -22,8 +23,9 @@ SLOTS = "length", "experts", "slots"  # whole where tokens go to slots, or come 
 
 class Operand(NamedTuple):
     """Tensor that an operation reads, with its conversion. `panels`: SUMMA passes it around over `axes` in place of a
-    gather; `regathered`: the backward pass converts it again; `shared`: a form before has converted it already;
-    `constant`: it takes no gradient; `renamed`: gives the spread of the converted tensor in the operation's dims."""
+    gather, as a ring of the axes `around` does along length; `regathered`: the backward pass converts it again;
+    `shared`: a form before has converted it already; `constant`: it takes no gradient; `renamed`: gives the spread of
+    the converted tensor in the operation's dims."""
 
     tensor: Spec | Parameter
     conversion: Conversion = STAYS
@@ -33,6 +35,7 @@ class Operand(NamedTuple):
     shared: bool = False
     constant: bool = False
     renamed: Callable[[Spread], Spread] = lambda spread: spread
+    around: tuple[str, ...] = ()
 
 
 class Form(NamedTuple):
@@ -167,6 +170,30 @@ def _fused(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     yield Form(operands, planned.operation.outputs[0], whole=("memory_length", "d_kv"))
 
 
+def _ring(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of attention to keys and values that go around: as if gathered, and their gradients summed."""
+    (query, *memory), out = planned.operation.inputs[:3], planned.operation.outputs[0]
+    over = plan.layout(out)["length"]
+    memory_of = _renaming({"length": "memory_length"})
+    sinks = [o for o in _converted(planned)[0] if o.tensor in planned.operation.parameters]
+    operands = [Operand(query), *(Operand(m, renamed=memory_of, around=over) for m in memory), *sinks]
+    sent = sum(_held_heads(plan, planned.operation.name, m) for m in memory)
+    hops = ["forward", "backward", "backward"] * (plan.mesh.extent(over) - 1)  # keys and values twice, gradients once
+    beside = [Collective("rotate", over, sent, "compute", phase, planned.only) for phase in hops]
+    yield Form(operands, out, whole=("memory_length", "d_kv"), beside=beside)
+
+
+def _held_heads(plan: Plan, name: str, memory: Spec | Parameter) -> int:
+    """Return the elements of a rank's keys or values in the attention `name`, of KV heads if it has whole groups."""
+    whole = prod(plan.local_shape(memory))
+    if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))):
+        return whole
+    kv, each = expanded.operation.inputs[0], plan.sizes["heads"] // plan.sizes["kv_heads"]
+    groups = plan.local_shape(kv)[kv.dims.index("kv_heads")]
+    heads = plan.local_shape(memory)[memory.dims.index("heads")]
+    return whole // each if heads == groups * each else whole
+
+
 def _relayout(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a move to another layout, with dims renamed by position."""
     (x,), out = planned.operation.inputs, planned.operation.outputs[0]
@@ -238,7 +265,7 @@ def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         for s in leave.forward
     ]
     operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_apart(held))
-    yield Form(operands, out, leave, whole=("length",), beside=told)
+    yield Form(operands, out, leave, beside=told)
 
 
 def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -251,7 +278,7 @@ def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         there = after(there, step)
     apart, back = _apart(_held(plan, y, enter)), _apart(_held(plan, y, enter), there.split["batch"])
     operands = Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)
-    yield Form(operands, out, leave, whole=("length",), linear=True)
+    yield Form(operands, out, leave, linear=True)
 
 
 def _held(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
@@ -301,6 +328,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "reduce": _reduce,
     "expand_kv": _expand,
     "fused_attention": _fused,
+    "ring_attention": _ring,
     "relayout": _relayout,
     "reshape": _reshape,
     "shift": _rowwise(),
@@ -330,7 +358,7 @@ def misread(planned: PlannedOperation, space: Mapping[str, tuple[str, ...]], onl
     """Return how the data tensors that an operation reads lie otherwise than its space, "" if they do not. A mask of
     attention's scores lies as the keys that it hides."""
     operation, tokens = planned.operation, planned.tokens
-    hides = operation.kind in ("softmax", "fused_attention") and not operation["begins"]
+    hides = operation.kind in ("softmax", "fused_attention", "ring_attention") and not operation["begins"]
     names = {"length": "memory_length"} if hides else {}
     for dim in ("batch", "length"):
         if tokens[dim] != (there := space.get(names.get(dim, dim), ())):

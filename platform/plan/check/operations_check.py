@@ -9,7 +9,18 @@ from fractions import Fraction
 from math import prod
 
 from platform.plan.check.forms import STAYS, Form, Operand, forms, misread
-from platform.plan.check.spreads import WHOLE, Sizes, Spread, Unsound, after, difference, dims_of, plus, unordered
+from platform.plan.check.spreads import (
+    PACKED,
+    WHOLE,
+    Sizes,
+    Spread,
+    Unsound,
+    after,
+    difference,
+    dims_of,
+    plus,
+    unordered,
+)
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.core.plan import Plan
@@ -157,7 +168,7 @@ class Walk:
             wider = step.op == "lend" or (wider and step.op != "give_back")
             before, taken = spread, step
             if rows and step.op != "all_to_allv":  # which moves rows between the dims that they stand for
-                taken = replace(step, dim=step.dim + 1, joined=step.joined + 1)
+                taken = replace(step, dim=step.dim + len(PACKED) - 1, joined=step.joined + len(PACKED) - 1)
             try:
                 spread = unordered(after(before, taken)) if rows else after(before, taken)
             except Unsound as error:
@@ -190,7 +201,7 @@ class Walk:
         """Return the elements of the most rows that a rank can have."""
         of_token = min(self._plan.sizes["rows"], self._experts(spread, sizes) + self._plan.scheme.lent)
         rest = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
-        return sizes["length"][0] * of_token * rest.elements(sizes, self._extents)
+        return of_token * rest.elements(sizes, self._extents)
 
 
 def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:
@@ -232,11 +243,12 @@ def _check_dtype(tensor: Tensor, conversion: Conversion) -> None:
 
 
 def _steps(op: str, operand: Operand, spread: Spread) -> list[Step]:
-    """Return the steps in whose place SUMMA passes panels of an operand, none without: each axis by itself."""
-    if not operand.panels:
+    """Return the steps in whose place an operand is passed on in panels, none without: each axis by itself."""
+    if not operand.panels and not operand.around:
         return []
-    dim = operand.tensor.dims.index(operand.panels.dim)
-    axes = operand.axes if op == "reduce_scatter" else operand.axes[::-1]
+    dim = operand.tensor.dims.index(operand.panels.dim if operand.panels else "length")
+    axes = operand.around or operand.axes
+    axes = axes if op == "reduce_scatter" else axes[::-1]
     return [Step(op, (axis,), dim, only=tuple(spread.only)) for axis in axes]
 
 

@@ -84,7 +84,7 @@ class Spread(NamedTuple):
         return Fraction(prod(sizes[d][0] for d in blocks), whole)
 
 
-PACKED = "experts", "batch"  # what the dim rows stands for: pairs of an expert and a token
+PACKED = "experts", "batch", "length"  # what the dim rows stands for: pairs of an expert and a token
 
 
 def dims_of(tensor: Spec | Parameter) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class Planner:
         """Compute a layout from the scheme's table of its region or role, without the cache of `layout`."""
         dims = tensor.dims
         wanted = (*dims, "heads") if "kv_heads" in dims else dims
-        wanted = (*wanted, "experts", "batch") if "rows" in dims else wanted
+        wanted = (*wanted, "experts", "batch", "length") if "rows" in dims else wanted
         if isinstance(tensor, Parameter):
             layout = self.scheme.parameter(tensor.role, wanted)
         else:
@@ -67,7 +67,7 @@ class Planner:
             rules.setdefault("kv_heads", self._kv_axes(heads))
             layout = Layout.of(rules, layout.only)
         if "rows" in dims:
-            rules = {"rows": (*layout["experts"], *layout["batch"])}
+            rules = {"rows": (*layout["experts"], *layout["batch"], *layout["length"])}
             layout = Layout.of({**layout.restrict(d for d in dims if d != "rows"), **rules}, layout.only)
         if isinstance(tensor, Spec) and (axes := self.open_sums.get(tensor)):
             layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)

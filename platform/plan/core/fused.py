@@ -11,10 +11,12 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AttentionTraits, chosen
 from platform.plan.language.ops import Spec
 
+FUSED = ("fused_attention", "ring_attention")  # whose kernel is chosen
+
 
 def fused_attentions(plan: Plan) -> Iterator[PlannedOperation]:
     """Yield the planned operations of all attentions that one kernel computes, in model order."""
-    return (o for (kind, _), o in plan.operations.items() if kind == "fused_attention")
+    return (o for (kind, _), o in plan.operations.items() if kind in FUSED)
 
 
 def kernels_of(plan: Plan) -> dict[str, int]:
@@ -26,7 +28,7 @@ def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, determinist
     """Return the traits of a fused attention of the plan that decide which kernels can compute it. `dropout`: the
     model's rate; `deterministic`: sums are to be taken in a fixed order."""
     operation = planned.operation
-    query, _, value = operation.inputs
+    query, _, value = operation.inputs[:3]
     d_kv, d_value = (plan.local_shape(t)[t.dims.index("d_kv")] for t in (query, value))
     return AttentionTraits(
         precision=plan.precision,
@@ -58,7 +60,7 @@ def settled(plan: Plan, device: str, dropout: float) -> Plan:
     def with_kernel(planned: PlannedOperation) -> PlannedOperation:
         """Return the planned operation with the name of the kernel that computes it, if it is a fused attention."""
         operation = planned.operation
-        if operation.kind != "fused_attention":
+        if operation.kind not in FUSED:
             return planned
         kernel = chosen(operation["kernel"], device, traits_of(plan, planned, dropout))
         attributes = tuple((name, kernel if name == "kernel" else value) for name, value in operation.attributes)

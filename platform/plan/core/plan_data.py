@@ -124,7 +124,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             {
                 "kind": kind,
                 "name": name,
-                **({"kernel": o.operation["kernel"]} if kind == "fused_attention" else {}),
+                **({"kernel": o.operation["kernel"]} if "kernel" in dict(o.operation.attributes) else {}),
                 "compute_axes": list(o.compute_axes),
                 "collectives": [_plain(c) for c in o.collectives],
             }

@@ -27,6 +27,7 @@ GATHERED = {
 CONTEXT_KINDS = {
     "auto": "the legal kind that moves the fewest bytes",
     "gather": "each rank gathers all keys and values, for its own queries",
+    "ring": "keys and values go around the ranks, a panel at a time, while the one before is computed",
     "heads": "ranks exchange length for heads, and back",
     "nested": "parallel.context_heads ranks next to each other exchange heads, and gather keys of the others",
 }
@@ -58,6 +59,7 @@ class Scheme:
     uneven: bool = False  # axes may cut dims into blocks that differ by one unit: see UNEVEN
     lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
     context: tuple[tuple[str, int], ...] = ()  # the axes of CONTEXT with their sizes, of more than one rank
+    ring: bool = False  # keys and values go around the axis context, and are not gathered over it
     zigzag: str = ""  # the axis over which length lies in two pieces a rank: see `layout.zigzag`
 
     def mesh_axes(self, data: int) -> dict[str, int]:
@@ -81,6 +83,11 @@ class Scheme:
     def fuses_attention(self, region: str) -> bool:
         """Return True if one fused kernel can do attention: `region` leaves memory_length and d_kv whole."""
         return not any(self.regions[region][d] for d in ("memory_length", "d_kv"))
+
+    def rings(self, region: str, memory: str) -> bool:
+        """Return True if keys in region `memory` go around: context alone splits length there and in `region`."""
+        lengths = {self.regions[r]["length"] for r in (region, memory)}
+        return self.ring and not self.uneven and lengths == {CONTEXT[:1]} and self.fuses_attention(region)
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
@@ -199,7 +206,7 @@ def compose_scheme(
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         uneven=tensor["uneven"],
-        **{"zero": zero, "experts": experts, "lent": lent if experts > 1 else 0},
+        **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0),
         context=tuple(contexts.items()),
         zigzag="context" if balanced and "context" in contexts else "",
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 WHOLE, DIAGONAL, MASKED = "whole", "diagonal", "masked"
+BLOCK, LEAST = 1024, 128  # rows, and columns, of a mask or of scores that are made; and in a window at least
 
 
 class Stretch(NamedTuple):

@@ -10,6 +10,7 @@ from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, R
 from platform.plan.operations.attention.attention import AttentionOp
 from platform.plan.operations.attention.cached import KeyValueCache, RecallOp, RememberOp
 from platform.plan.operations.attention.fused_attention import FusedAttentionOp
+from platform.plan.operations.attention.ring_attention import RingAttentionOp
 from platform.plan.operations.attention.softmax import SoftmaxOp
 from platform.plan.operations.einsums import ProductOp, ProjectOp
 from platform.plan.operations.losses.cross_entropy import CrossEntropyOp
@@ -58,6 +59,7 @@ class Ops:
     dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
     jitter, mlp = JitterOp(), MlpOp()
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()
+    ring_attention = RingAttentionOp()
     remember, recall = RememberOp(), RecallOp()
     route, dispatch, combine = RouteOp(), DispatchOp(), CombineOp()
     dispatch_rows, combine_rows = DispatchRowsOp(), CombineRowsOp()
@@ -75,6 +77,10 @@ class Ops:
         """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
         return ("fused_attention", name) in self.plan.operations
+
+    def rings(self, name: str, spec: Spec, kv: Spec) -> bool:
+        """Return True if keys of type `kv` go around in the attention `name`: without dropout or a cache."""
+        return ("ring_attention", name) in self.plan.operations
 
     def splits(self, spec: Spec, dim: str) -> bool:
         """Return True if the scheme splits dim `dim` of activations in the region of `spec`."""

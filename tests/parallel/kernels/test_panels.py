@@ -78,7 +78,7 @@ OUT = torch.randn(BATCH, HEADS, LENGTH, 16, generator=torch.Generator().manual_s
 def drawing() -> Drawing:
     shape = BATCH, HEADS, LENGTH, LENGTH
     strides = [HEADS * LENGTH**2, LENGTH**2, LENGTH, 1]
-    return Drawing(counters([(0, n) for n in shape], strides, "cpu"), torch.tensor(12345), RATE)
+    return Drawing(counters([torch.arange(n) for n in shape], strides), torch.tensor(12345), RATE)
 
 
 def one_softmax(c: Case) -> dict[str, torch.Tensor]:
@@ -199,7 +199,7 @@ def test_narrow_types_are_merged_in_the_type_of_statistics():
     for count in (1, 4):
         x = [tensors(c)[name].bfloat16() for name in "qkv"]
         queries, keys = [Stretch(0, LENGTH)], [Stretch(0, LENGTH)]
-        reader = panels._Reader(PanelAttention(queries, [keys], (), "flash", SCALE, False), x[0], None, Hiding())
+        reader = panels._Reader(PanelAttention(queries, [keys], (), "flash", SCALE, False), x, None, Hiding())
         whole, size = panels._Whole(x[0], 8), LENGTH // count
         for i in range(count):
             part = [x[0], *(t.narrow(2, i * size, size) for t in x[1:])]

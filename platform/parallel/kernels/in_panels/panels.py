@@ -26,12 +26,13 @@ from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.kernels import positions, random
 from platform.parallel.kernels.dropout import Drawing
-from platform.parallel.kernels.in_panels.scores import Given, PairKernel, Scores, finite, kernel_of
+from platform.parallel.kernels.in_panels.scores import PRODUCTS, Given, PairKernel, Scores, finite, kernel_of
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.attention_kernels import MATH
-from platform.plan.language.stretches import DIAGONAL, MASKED, Pair, Stretch, pairs
+from platform.plan.language.stretches import BLOCK, DIAGONAL, LEAST, MASKED, Pair, Stretch, pairs
 
-BLOCK, LEAST = 1024, 128  # rows, and columns, of a mask or of scores that are made; and in a window at least
+# messages of a ring, in a timeline
+KEYS, AGAIN, GRADIENTS = "keys and values", "keys and values again", "gradients of keys and values"
 
 
 class PanelAttention(NamedTuple):
@@ -124,11 +125,13 @@ class _PairSum:
 class _Reader:
     """Pairs of one rank's queries with panels, and the kernel that computes them."""
 
-    def __init__(self, plan: PanelAttention, q: Tensor, bias: Tensor | None, hiding: Hiding):
-        """Prepare the attention `plan` of queries q, whose scores `bias` and `hiding` change."""
+    def __init__(self, plan: PanelAttention, given: Given, bias: Tensor | None, hiding: Hiding):
+        """Prepare the attention `plan` of q to panels such as k and v, whose scores `bias` and `hiding` change."""
         self.plan, self.bias, self.hiding = plan, bias, hiding
-        self.kernel: PairKernel = kernel_of(plan.kernel, q.device, bias is not None or hiding.drawing is not None)
-        made = plan.window or plan.kernel == MATH or bias is not None or any(x is not None for x in hiding)
+        q, masked = given[0], plan.window > 0 or hiding.begins is not None or hiding.padding is not None
+        products = bias is not None or hiding.drawing is not None  # which no kernel adds, or draws, panel by panel
+        self.kernel: PairKernel = kernel_of(MATH if products else plan.kernel, given, masked)
+        made = masked or self.kernel is PRODUCTS
         most = min(BLOCK, max(plan.window, LEAST)) if plan.window else BLOCK  # of which a narrow window hides less
         self.block, self.device, self.dtype = most if made else 0, q.device, widened(q[:0]).dtype
 
@@ -166,15 +169,15 @@ def _operands(pair: Pair, given: Given) -> Given:
 
 
 def _in_turn(
-    communicator: Communicator, plan: PanelAttention, k: Tensor, v: Tensor
+    communicator: Communicator, plan: PanelAttention, k: Tensor, v: Tensor, name: str
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (owner, keys, values) of every panel, this rank's own first, then those before it around the ring. The next
-    one is on its way while one is used."""
+    one is on its way while one is used, called `name`."""
     n = len(plan.keys)
     me = communicator.index(plan.over) if n > 1 else 0
     message = _packed(k, v) if n > 1 else k
     for step in range(n):
-        coming = communicator.launch("rotate", message, plan.over) if step + 1 < n else None
+        coming = communicator.launch("rotate", message, plan.over, name=name) if step + 1 < n else None
         yield (me - step) % n, k, v
         if coming:
             message = coming.wait()
@@ -198,8 +201,8 @@ class _Panels(torch.autograd.Function):
     @staticmethod
     def forward(ctx, communicator, plan, hiding, q, k, v, sink, bias):
         """Return the attention of q to the panels of all ranks, k and v being this rank's."""
-        read, whole = _Reader(plan, q, bias, hiding), _Whole(q, v.shape[-1])
-        for owner, *panel in _in_turn(communicator, plan, k, v):
+        read, whole = _Reader(plan, (q, k, v), bias, hiding), _Whole(q, v.shape[-1])
+        for owner, *panel in _in_turn(communicator, plan, k, v, KEYS):
             for pair in read.pairs(owner):
                 whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, *panel)), read.scores(pair)))
         out, lse = whole.close(sink)
@@ -212,12 +215,12 @@ class _Panels(torch.autograd.Function):
         """Return the gradients of q, k, v, sink and bias; the parts of k and v have come from all ranks."""
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         communicator, plan, hiding = ctx.options
-        read, dq, statistic = _Reader(plan, q, bias, hiding), _PairSum(q), finite(lse)
+        read, dq, statistic = _Reader(plan, (q, k, v), bias, hiding), _PairSum(q), finite(lse)
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # torch's kernels take no other
         dbias = None if bias is None else torch.zeros_like(bias)
         own: list[Tensor] = []
         coming: Handle | Arrived | None = None
-        for owner, *panel in _in_turn(communicator, plan, k, v):
+        for owner, *panel in _in_turn(communicator, plan, k, v, AGAIN):
             sums = [_PairSum(x) for x in panel]
             for pair in read.pairs(owner):
                 rows = [x.narrow(2, *pair.rows) for x in (gradient, out, statistic)]
@@ -234,7 +237,7 @@ class _Panels(torch.autograd.Function):
             message = _packed(*parts)
             if coming:
                 message += coming.wait()
-            coming = communicator.launch("rotate", message.to(k.dtype), plan.over)
+            coming = communicator.launch("rotate", message.to(k.dtype), plan.over, name=GRADIENTS)
         if coming:
             own = [x + part for x, part in zip(own, _unpacked(coming.wait(), k, v), strict=True)]
         dsink = None

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from platform.parallel.kernels.positions import as_added
 from platform.parallel.kernels.statistics import widened
-from platform.plan.language.attention_kernels import MATH
+from platform.plan.language.attention_kernels import MATH, AttentionTraits, chosen
 
 _ATEN = torch.ops.aten
+_PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ROWS_OF_STATISTICS = 32  # the efficient kernel's log-sum-exp has a multiple of so many rows
 _ROWS_OF_MASK = 16  # and its mask begins every row at a multiple of so many numbers
 
@@ -49,9 +50,19 @@ class PairKernel(NamedTuple):
     backward: Callable[[Tensor, Given, Result, Scores], Gradients]
 
 
-def kernel_of(name: str, device: torch.device, scores_are_made: bool) -> PairKernel:
-    """Return the kernel `name` on a device; two products where scores are made, to add a bias or to drop some."""
-    return PRODUCTS if scores_are_made or name == MATH else FUSED[device.type, name]
+def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
+    """Return the kernel `name`, under `auto` the preferred one, for q, k and v; `masked`: some scores are hidden."""
+    q, k, v = given
+    traits = AttentionTraits(
+        _PRECISIONS[q.dtype],
+        q.shape[-1],
+        mask=masked,
+        grouped=q.shape[1] != k.shape[1],
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        d_value=0 if q.shape[-1] == v.shape[-1] else v.shape[-1],
+    )
+    name = chosen(name, q.device.type, traits)
+    return PRODUCTS if name == MATH else FUSED[q.device.type, name]
 
 
 def _unseen_as_nothing(result: Result, scores: Scores) -> Result:

@@ -13,7 +13,8 @@ class AttentionOp(Op):
     length of their own in cross-attention. With a `width`, v and the result have a d_kv of that size. Scores are
     hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
     (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
-    Where length is split, each rank gathers the keys and values of all positions, before these are repeated."""
+    Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
+    are repeated."""
 
     def compose(
         self,
@@ -40,15 +41,17 @@ class AttentionOp(Op):
         if causal:
             k, v = ops.remember(name, k, v, kv, values)
             kv, values = ops.remembered(kv), ops.remembered(values)
+        rings = ops.rings(name, spec, kv)
         fused = sink is None and ops.fuses_attention(name, spec)
         # the gradient of all positions' keys is left partial: it is summed as it is split over them again
-        gathered = not fused or ops.splits(spec, "length")
+        gathered = not rings and (not fused or ops.splits(spec, "length"))
         memory, read = (replace(t.renamed("length", "memory_length"), open="gradient") for t in (kv, values))
         memory, read = (memory, read) if gathered else (kv, values)
         dims = tuple("memory_length" if gathered and d == "length" else d for d in spec.dims)
         heads, of_values = (replace(t, dims=dims) for t in (memory, read))
+        sinks = () if sink is None else (sink,)
         masks = bool(window) or not all(t is None for t in (mask, begins, bias))
-        grouped = fused and not masks  # kernels that take masks want every head
+        grouped = rings or (fused and not masks)  # kernels that take masks want every head
 
         def core(q, k, v, bias):
             """Compute attention from q, k and v by one fused kernel or by einsums and a softmax."""
@@ -59,6 +62,9 @@ class AttentionOp(Op):
                 k = ops.expand_kv(f"{name}.key", k, memory, heads, grouped=grouped)
                 v = ops.expand_kv(f"{name}.value", v, read, of_values, grouped=grouped)
             hidden = {"causal": causal, "window": window, "mask": mask, "begins": begins, "bias": bias}
+            if rings:
+                more = {"scale": scale, "shared": kv.dims != spec.dims, **hidden}
+                return ops.ring_attention(name, q, k, v, spec, heads, of_values, out, *sinks, **more)
             if fused:
                 return ops.fused_attention(name, q, k, v, spec, heads, of_values, out, scale=scale, **hidden)
             scores = scores_of(spec, heads)

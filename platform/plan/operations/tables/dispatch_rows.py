@@ -31,7 +31,7 @@ class Ends(NamedTuple):
         """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
         divide the batch or the experts."""
         d = out.dims[-1]
-        goal = planner.scheme.activation(out.region, ("experts", "batch", d))
+        goal = planner.scheme.activation(out.region, ("experts", "batch", "length", d))
         there = (*goal["experts"], *goal["batch"])
         # as few axes as can be leave the batch: a token is smaller than its rows
         kept = tuple(takewhile(lambda a: a in there, planner.layout(spec)["batch"]))
@@ -41,7 +41,7 @@ class Ends(NamedTuple):
                 raise ValueError(f"{dim}={planner.sizes[dim]} would be split over {'+'.join(axes)}")
         exchanged = tuple(a for a in goal["experts"] if a in kept)
         held = tuple(a for a in goal["experts"] if a not in kept)
-        return cls(Layout.of({"batch": batch, d: goal[d]}, goal.only), held, exchanged)
+        return cls(Layout.of({"length": goal["length"], "batch": batch, d: goal[d]}, goal.only), held, exchanged)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -81,9 +81,9 @@ def _check(name: str, spec: Spec, out: Spec) -> None:
 class DispatchRowsOp(Op):
     """Activation x of type `spec` [length batch d_model] as rows at its experts, of type `out` [rows d_model], expert
     after expert and token after token; and the counts of the rows of each expert, which products and `combine_rows`
-    take. A token has a row for each expert whose weight, of type `of_weights`, is not 0: at most `chosen`. Tokens whole
-    in length are converted to the rows' other dims and copied; then rows are sent along axes that move from batch to
-    experts. The rows' gradient may be partial: it is summed as the tokens' gradient, which is smaller."""
+    take. A token has a row for each expert whose weight, of type `of_weights`, is not 0: at most `chosen`. Tokens are
+    converted to the rows' other dims and copied; then rows are sent along axes that move from batch to experts. The
+    rows' gradient may be partial: it is summed as the tokens' gradient, which is smaller."""
 
     wide = ("inputs",)
     open = {"outputs": "gradient"}
