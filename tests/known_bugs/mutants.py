@@ -8,6 +8,7 @@ import torch
 from pytest import MonkeyPatch
 
 from platform.config.batch_ramp import samples_of
+from platform.config.ramps.batch_ramp import samples_of
 from platform.parallel.communicator import buffers
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.traced import Arrived
@@ -19,7 +20,7 @@ from platform.plan.core import counted
 from platform.plan.core.plan import Plan
 from platform.plan.operations.rows.shift import ShiftOp
 from platform.train.step import trainer
-from platform.train.step.trainer import Trainer
+from platform.train.step.stage_passes import StagePasses
 from platform.train.step.training_state import State
 
 Mutant = Callable[[MonkeyPatch], None]
@@ -69,7 +70,7 @@ def mean_of_each_rank_s_tokens(compute, logits, targets, communicator, classes, 
     return out * weight
 
 
-@mutant(Trainer, "_part")
+@mutant(StagePasses, "part")
 def mean_of_each_microbatch_s_tokens(run, self, chunk, flow, split, first, end):
     out, step = run(self, chunk, flow, split, first, end), samples_of(self.config.train, self.ops.position.step)
     size, count = self.plan.sizes["batch"], self.corpus.predicted
@@ -77,7 +78,7 @@ def mean_of_each_microbatch_s_tokens(run, self, chunk, flow, split, first, end):
     return {n: x * count(split, *step) / (self.plan.microbatches * own) if n == "loss" else x for n, x in out.items()}
 
 
-@mutant(Trainer, "_part")
+@mutant(StagePasses, "part")
 def loss_times_the_ranks_of_a_sequence(run, self, *given):
     out = run(self, *given)
     factor = self.plan.mesh.extent(self.plan.loss_layout["length"])
@@ -171,7 +172,7 @@ def moments_dropped(restore, self, *given, **more):
                 value.zero_()
 
 
-@mutant(Trainer, "load")
+@mutant(StagePasses, "load")
 def samples_by_replica(load, self, split, first, end=None, chunk=None):
     return load(self, split, first + (split == "train" and self.plan.replicas == 3), end, chunk)
 

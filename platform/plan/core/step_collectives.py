@@ -139,6 +139,7 @@ def communicators(plan: Plan, stage: int) -> tuple[int, int]:
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of every process group that the plan's training steps need, in one order on all ranks."""
-    used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
+    """Return the mesh axes of all process groups of the plan's training steps, in one order on all ranks."""
+    every = (c for of_length in plan.of_lengths for _, c, _ in step_collectives(of_length))
+    used = {plan.mesh.ordered(c.axes) for c in every if c.op != "send"}
     return sorted(used, key=lambda axes: (len(axes), axes))
