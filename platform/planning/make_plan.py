@@ -13,11 +13,8 @@ from platform.boundary.refusals import ConfigError, closest, refuse_all, violati
 from platform.config.extending.extensions import refusing_exits
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.config.layout_map import axes_of
-<<<<<<< HEAD
-from platform.config.rules.mesh_rules import cuts_experts
-=======
 from platform.config.ramps.length_ramp import at_length, phases_of, ramp_of
->>>>>>> main
+from platform.config.rules.mesh_rules import cuts_experts
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
 from platform.optimizer.parameter_groups import find_factored, find_matrices, violations_of_patterns

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from pytest import MonkeyPatch
 
-from platform.config.batch_ramp import samples_of
 from platform.config.ramps.batch_ramp import samples_of
 from platform.parallel.communicator import buffers
 from platform.parallel.communicator.base import Communicator
