@@ -8,6 +8,7 @@ import torch
 from pytest import MonkeyPatch
 
 from platform.config.ramps.batch_ramp import samples_of
+from platform.parallel.communicator import buffers
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.kernels import dropout, loss
@@ -115,6 +116,17 @@ def norm_over_one_axis_of_two(split_over, self, p):
 def norm_counts_replicas(split_over, self, p):
     others = [a for a, n in self.mesh.axes.items() if n > 1 and a not in ("stage", "data", *self.layout(p).only)]
     return (*split_over(self, p), *others) if p.role == "vector" else split_over(self, p)
+
+
+@mutant(ParallelOps, "widths")
+def rows_as_wide_as_this_rank_s(widths, ops, *given):
+    found = widths(ops, *given)
+    return [found[ops.communicator.index(given[-1])]] * len(found)
+
+
+@mutant(buffers, "closed")
+def blocks_as_long_as_of_the_last_rank(closed, x, dim, parts):
+    return closed(x, dim, parts._replace(extents=parts.extents[::-1]))
 
 
 @mutant(counted, "counts_gradient")

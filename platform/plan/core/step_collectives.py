@@ -113,8 +113,9 @@ def _transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[C
     gradient back, with the gathers of its parts (scatter/gather optimization); and their stages, as
     `staged_collectives` does."""
     elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
+    cuts = () if axes else plan.planner.cuts_of(spec, plan.layout(spec), spec.dims)  # parts have the longest's room
     for phase, (sender, receiver) in (("forward", (here, there)), ("backward", (there, here))):
-        yield Collective("send", ("stage",), elements, "compute", phase, only), (sender, receiver)
+        yield Collective("send", ("stage",), elements, "compute", phase, only, 0, cuts), (sender, receiver)
         if axes:
             yield Collective("all_gather", axes, elements, "compute", phase, only), (receiver,)
 
