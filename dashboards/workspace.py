@@ -53,6 +53,7 @@ def sections() -> dict[str, list[Any]]:
             line("Seconds from a failure to the next step", "elastic/recovery_seconds"),
             line("Steps that updated nothing", "train/skipped"),
             line("Loss scale (fp16)", "train/loss_scale"),
+            line("Tokens of a sequence (train.length_ramp)", "train/length"),
         ],
     }
 

@@ -140,6 +140,8 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         lines += complete_model(config, typed)
     if config.data.document_mask and "model.within_documents" not in typed:
         config.model.within_documents = True
+    if config.train.length_ramp and config.model.positions == "learned" and "model.position_rows" not in typed:
+        config.model.position_rows = config.model.length
     tensor, branch = config.tensor, config.branch
     if tensor.scheme == "layout" and tensor.layout:
         try:

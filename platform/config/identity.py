@@ -18,9 +18,10 @@ from platform.config.fields import Config, loss_of, short_hash
 MAY_CHANGE = {
     "optimizer": "lr betas eps nesterov newton_schulz matrix_lr beta2_decay update_clip relative_step scale_by_weight"
     " least_scale groups weight_decay clip schedule warmup_steps min_lr cycles decay_steps settings schedule_settings",
-    "model": "dropout fused_dropout label_smoothing capacity_factor balance_loss balance_rate z_loss router_jitter",
+    "model": "dropout fused_dropout label_smoothing capacity_factor balance_loss balance_rate z_loss router_jitter"
+    " position_rows",
     "data": "kind path target_path sources tokenizer chat_template settings",
-    "train": "init init_averaged loss loss_settings",
+    "train": "init init_averaged length_ramp loss loss_settings",
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names.split()]
 _ORDER = "samples or their order would be others: some would come twice, some never"
@@ -34,7 +35,10 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("", _ORDER),
 )
 _NOT_OF_DATA = ("cache", "foreign_tokenizer")  # where tokens lie, and a word about how a run began
-_OF_TRAIN = "global_batch ramp_from ramp_by ramp_samples loss loss_settings init init_averaged freeze ema".split()
+_OF_TRAIN = (
+    *("global_batch", "ramp_from", "ramp_by", "ramp_samples", "length_ramp"),
+    *("loss", "loss_settings", "init", "init_averaged", "freeze", "ema"),
+)
 _OF_SHARES = ("weight", "epochs", "validation", "streaming")  # keys of a mixture's source that say which samples it has
 _MOST = 100  # directories of one experiment to search for a run
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -17,8 +17,8 @@ from platform.boundary.command_line import DONE, CommandLine, command_line, run_
 from platform.boundary.files.local_files import writing_to
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import print_line
-from platform.config.batch_ramp import samples_before
 from platform.config.fields import Config
+from platform.config.ramps.batch_ramp import samples_before
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON

@@ -7,7 +7,7 @@ the sample's key alone. Where a sample may span documents, `begins` or `segments
 adds one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -299,6 +299,22 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "pairs": lambda s: Pairs(s.source_length, s.length, s.special),
 }
 GIVEN = frozenset(OBJECTIVES)  # not a user's own
+
+
+def cut(samples: Mapping[str, Ints], pieces: int) -> dict[str, Ints]:
+    """Cut each sample's data tensors [samples, length] into `pieces` sequences: return [samples * pieces, length /
+    pieces]. A token keeps its label, even if this begins the next piece. A document that began before a piece begins
+    with the piece."""
+    found = {name: rows.reshape(len(rows) * pieces, -1) for name, rows in samples.items()}
+    length = found["tokens"].shape[1]
+    if "begins" in found:
+        offset = np.tile(np.arange(pieces) * length, len(samples["tokens"]))[:, None]
+        found["begins"] = np.maximum(found["begins"] - offset, 0)
+    if "positions" in found:
+        found["positions"] = np.minimum(found["positions"], np.arange(length))
+    if "segments" in found:
+        found["segments"] = found["segments"] - found["segments"][:, :1]
+    return found
 
 
 def register_objective(

@@ -51,7 +51,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         **({"experts": c.experts, **places_of(c)} if c.experts else {}),
         **{dim: n for dim, n in (("q_latent", c.q_latent), ("kv_latent", c.kv_latent)) if n},
         **({"segments": c.segments} if c.segments else {}),
-        **({"positions": c.length} if c.within_documents else {}),
+        **({"positions": c.position_rows or c.length} if c.within_documents or c.position_rows else {}),
     }
 
 

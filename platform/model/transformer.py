@@ -30,6 +30,8 @@ class Embedding(Layer):
         share."""
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
         dims, own = ("length", "d_model"), shapes.stream.sizes
+        if c.position_rows:  # of which a shorter sequence reads the first
+            dims, own = ("positions", "d_model"), ()
         learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
         restarting = Parameter(f"{prefix}position", ("positions", "d_model"), "in", std=STD, decay=True)
         self.position = learned if c.positions == "learned" and not restarts(c) else None

@@ -46,14 +46,17 @@ class Console:
         """Configure the console of a run: a line every `every` steps of `total_steps` on `stream` (None: nothing)."""
         self._stream, self._total, self._every, self._clock = stream, total_steps, every, clock
         self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._lines = 0
+        self._lines, self._length = 0, 0
         self._since: list[MetricsRow] = []  # rows since the last line
         self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) of recent steps, for the time left
 
     def step(self, row: MetricsRow) -> None:
         """Show a committed step on the run's console: print its metrics if a line is due, and its validation loss if it
         has one; refresh the status line."""
-        step = row.step
+        step, longer = row.step, self._length and row.length not in (None, self._length)
+        self._length = row.length or 0
+        if longer:
+            self.say(f"from step {step} on, sequences have {row.length} tokens")
         if self._pace and step <= self._pace[-1][0]:  # rolled back: time lost is no part of the pace
             self._pace.clear()
         self._pace.append((step, self._clock()))

@@ -256,10 +256,13 @@ class ParallelOps(Ops):
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of `spec`, int64 [local extent]."""
-        first, i = self.offset if dim == "length" else 0, spec.dims.index(dim)
-        ranks = self.plan.planner.ranks_in_zigzag(dim, self.plan.layout(spec))
-        found = consecutive(*self.blocks[spec][i], self.plan.global_shape(spec)[i], ranks)
+        first, found = self.offset if dim == "length" else 0, self.stretches(spec, dim)
         return torch.cat([torch.arange(first + i, first + i + n, device=device) for i, n in found])
+
+    def stretches(self, spec: Spec, dim: str) -> Sequence[tuple[int, int]]:
+        """Return (first, size) of the consecutive positions along `dim` of this rank's block of `spec`, in order."""
+        i, ranks = spec.dims.index(dim), self.plan.planner.ranks_in_zigzag(dim, self.plan.layout(spec))
+        return consecutive(*self.blocks[spec][i], self.plan.global_shape(spec)[i], ranks)
 
     def without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
         """Return x, this rank's block of the activation `spec`, with its padding along `dims` overwritten by `value`:

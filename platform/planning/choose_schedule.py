@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, refuse_all, violation
-from platform.config.batch_ramp import batch_sizes
 from platform.config.extending.own_settings import admit, with_settings
 from platform.config.fields import Config, Pipeline
+from platform.config.ramps.batch_ramp import batch_sizes
 from platform.plan.language.numbers import count_of
 from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (
@@ -110,7 +110,7 @@ def schedule_of(config: Config, data: int) -> Schedule:
 
 def schedules_of(config: Config, data: int) -> list[Schedule]:
     """Make the pipeline schedules of a configured run over `data` replicas, by number of microbatches, ascending: one
-    for each size of a batch that grows (`platform.config.batch_ramp`); the last is `schedule_of`'s. Raises ConfigError
+    for each size of a batch that grows (`config.ramps.batch_ramp`); the last is `schedule_of`'s. Raises ConfigError
     as `schedule_of` does."""
     sizes = batch_sizes(config.train)
     found = [schedule_of(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes]

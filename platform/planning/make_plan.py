@@ -7,23 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
+from typing import Any
 
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.config.extending.extensions import refusing_exits
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.config.layout_map import axes_of
+from platform.config.ramps.length_ramp import at_length, phases_of, ramp_of
+from platform.config.rules.mesh_rules import cuts_experts
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
 from platform.optimizer.parameter_groups import find_factored, find_matrices, violations_of_patterns
 from platform.optimizer.whole import split_violations
 from platform.plan.core.build import build_plan
+from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.functions import LabelLoss
 from platform.plan.language.mistakes import ModelMistake
-from platform.plan.language.numbers import count_of, factorizations
+from platform.plan.language.numbers import count_of, divisors, factorizations
 from platform.plan.language.ops import Recompute
-from platform.plan.language.scheme import compose_scheme
+from platform.plan.language.scheme import Scheme, compose_scheme
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
@@ -39,8 +43,9 @@ DEEP = 32  # models of more layers are first planned with two, so that a refusal
 
 def expert_group(config: Config, data: int) -> int:
     """Return how many of the `data` replicas of a configuration share the experts, up to parallel.experts."""
-    most, experts = config.parallel.experts, config.model.experts
-    return max(n for n in range(1, min(most, data) + 1) if data % n == 0 and experts % n == 0) if experts else 1
+    most, experts = min(config.parallel.experts, data), config.model.experts
+    uneven, numbers = cuts_experts(config), range(1, min(most, experts) + 1)
+    return max((n for n in numbers if data % n == 0 and (uneven or experts % n == 0)), default=1)
 
 
 def zero_group(config: Config, groups: int, experts: int) -> int:
@@ -66,7 +71,8 @@ def settled_context(config: Config, data: int) -> dict[str, int]:
         return context_axes(config, kind)
     found = {}
     for kind in AUTOMATIC:
-        if plan := _plan_of_one_layer(config, data, context_axes(config, kind)):
+        *_, plan = plans = _plans_of_one_layer(config, data, context_axes(config, kind))
+        if plan and all(plans):
             found[kind] = sum(communication(plan).values())
     return context_axes(config, min(found, key=found.__getitem__, default=AUTOMATIC[0]))
 
@@ -82,12 +88,13 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     tensor, branch = asdict(config.tensor), asdict(config.branch)
     inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
     inner *= config.parallel.context
-    data, train = _replicas(config, inner, workers or inner), config.train
+    data = _replicas(config, inner, workers or inner)
     experts = expert_group(config, data)
     lent = config.parallel.lent_experts
     groups = zero_group(config, data // experts, experts)
     context, balanced = settled_context(config, data), config.parallel.context_balance
-    balanced &= all(n % (2 * config.parallel.context) == 0 for n in (config.model.length, config.model.source_length))
+    lengths = [config.model.source_length, *(phase.length for phase in phases_of(config))]
+    balanced &= all(n % (2 * config.parallel.context) == 0 for n in lengths)
     scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context, balanced)
     scheme = replace(scheme, ring=config.parallel.context_kind == RING)
     try:
@@ -96,26 +103,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             raise ConfigError(few)
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
-            build_plan(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
-        plan = build_plan(
-            model,
-            scheme,
-            data=data,
-            microbatch=train.microbatch,
-            microbatches=count_microbatches(config, data),
-            sequences=train.global_batch,
-            stage_of=schedule_of(config, data).placement if stage_of is None else stage_of,
-            recompute=Recompute(config.recompute, config.recompute_every, config.recompute_offload),
-            mlp_chunks=train.mlp_chunks,
-            scatter_gather=config.pipeline.scatter_gather,
-            precision=config.precision,
-            zero=config.parallel.zero,
-            turns=config.pipeline.kind == "none",
-            dropout=config.model.dropout,
-            fused_dropout=config.model.fused_dropout,
-            attention_kernel=train.attention_kernel,
-            loss=LabelLoss(loss_of(config), objective_of(config) in WEIGHTED),
-        )
+            build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+        stage_of = schedule_of(config, data).placement if stage_of is None else stage_of
+        plan = _plan_of(config, model, scheme, data, stage_of)
     except ModelMistake as error:
         line = violation(
             "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
@@ -126,11 +116,74 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = _with_updates(config, plan)
+    plan = _with_updates(config, replace(plan, warnings=(*plan.warnings, *_without_ring(config, plan))))
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
-    return plan
+    return _with_shorter(config, plan, data)
+
+
+def _plan_of(
+    config: Config,
+    model: RecordableModel,
+    scheme: Scheme,
+    data: int,
+    stage_of: Sequence[int],
+    parts: Sequence[Sequence[str]] = (),
+) -> Plan:
+    """Build the plan of a configured `model` over `data` replicas, without what only updates need; `stage_of`, `parts`:
+    the stage, and the units if they are given, of every chunk. Raises ModelMistake, IllegalPlan."""
+    return build_plan(
+        model,
+        scheme,
+        data=data,
+        microbatch=config.train.microbatch,
+        microbatches=count_microbatches(config, data),
+        sequences=config.train.global_batch,
+        stage_of=stage_of,
+        recompute=Recompute(config.recompute, config.recompute_every, config.recompute_offload),
+        mlp_chunks=config.train.mlp_chunks,
+        scatter_gather=config.pipeline.scatter_gather,
+        precision=config.precision,
+        zero=config.parallel.zero,
+        turns=config.pipeline.kind == "none",
+        dropout=config.model.dropout,
+        fused_dropout=config.model.fused_dropout,
+        attention_kernel=config.train.attention_kernel,
+        loss=LabelLoss(loss_of(config), objective_of(config) in WEIGHTED),
+        parts=parts,
+    )
+
+
+def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
+    """Return the plan with a plan for each shorter length of its sequences (train.length_ramp), of the same parameters
+    on the same ranks. Raises ConfigError with a line per length without such a plan."""
+    found, lines = {}, []
+    stage_of, parts = [c.stage for c in plan.chunks], [c.units for c in plan.chunks]
+    for entry, phase in zip(config.train.length_ramp[:-1], ramp_of(config.train), strict=False):
+        short = at_length(config, phase.length)
+        try:
+            made = _plan_of(short, build_model(short.model), plan.scheme, data, stage_of, parts)
+        except IllegalPlan as error:
+            start = entry.partition(":")[0]
+            context, every = settled_context(config, data), divisors(config.model.length)
+            others = (n for n in every if _plan_of_one_layer(at_length(config, n), data, context))
+            legal = [f"{start}:{n}" for n in closest(phase.length, others)]
+            lines += [violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations]
+            continue
+        if _places_of_weights(made) != _places_of_weights(plan):
+            constraint = f"model.kind={config.model.kind} has other parameters at this length"
+            lines.append(violation("train.length_ramp", entry, constraint, [[]]))
+        found[phase.length] = replace(made, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored)
+    refuse_all(lines)
+    return replace(plan, shorter=found)
+
+
+def _places_of_weights(plan: Plan) -> list[tuple[Any, ...]]:
+    """Return what of each parameter of a plan decides where its blocks lie, and where its gradients are summed."""
+    reduced = plan.reductions
+    return [(p.name, plan.global_shape(p), plan.layout(p), reduced.get(p.name), plan.stages_of[p.name])
+            for p in (*plan.parameters, *plan.states)]  # fmt: skip
 
 
 def _replicas(config: Config, inner: int, workers: int) -> int:
@@ -152,6 +205,16 @@ def _with_updates(config: Config, plan: Plan) -> Plan:
     if config.optimizer.kind == "adafactor":
         return replace(plan, factored=tuple(find_factored(plan)))
     return plan
+
+
+def _without_ring(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a warning for a plan in which keys are to go around, and some attention gathers them."""
+    if config.parallel.context_kind != RING or config.parallel.context == 1:
+        return
+    gathers = [name for (kind, name) in plan.operations if kind == "relayout" and name.endswith("attention.key")]
+    if names := dict.fromkeys(name.split(".", 2)[-1].removesuffix(".key") for name in gathers):
+        why = f"model.dropout={config.model.dropout}" if config.model.dropout else "another axis splits length there"
+        yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
 
 def _few_units(config: Config, units: int) -> str:
@@ -213,8 +276,14 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 
 def is_legal(config: Config, data: int) -> bool:
-    """Return True if the configured model has a legal plan over `data` replicas, by one layer: all are alike."""
-    return _plan_of_one_layer(config, data, settled_context(config, data)) is not None
+    """Return True if one layer of the configured model has a legal plan over `data` replicas, at all lengths."""
+    return all(_plans_of_one_layer(config, data, settled_context(config, data)))
+
+
+def _plans_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> list[Plan | None]:
+    """Return `_plan_of_one_layer` of a configuration for each length of its sequences, ascending."""
+    lengths = (phase.length for phase in phases_of(config))
+    return [_plan_of_one_layer(at_length(config, length), data, context) for length in lengths]
 
 
 def _plan_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> Plan | None:

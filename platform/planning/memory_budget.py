@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf, prod
 
 from platform.config.fields import Config
+from platform.config.ramps.length_ramp import at_length
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS, kept_numbers
 from platform.optimizer.scratch import Update, parts_of
@@ -84,13 +85,17 @@ def footprints(config: Config, plan: Plan) -> list[Footprint]:
 
 
 def training(config: Config, plan: Plan) -> list[Footprint]:
-    """Predict the memory of one worker of every pipeline stage in a training step of a plan, in stage order."""
-    model, moments = build_model(config.model), kept_numbers(config)
-    lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
-    device = device_kind(config)
-    plan = settled(plan, device, dropout)
+    """Predict the memory of one worker of every pipeline stage in a training step of a plan, in stage order: of the
+    length of sequences that takes most, if they grow."""
+    moments, lowered, dropout = kept_numbers(config), lower(_schedule(config, plan)), config.model.dropout
+    device, found = device_kind(config), []
     scratch = [_scratch(config, plan, stage) for stage in range(plan.stages)]
-    return [footprint(plan, model, row, i, moments, dropout, device, scratch[i]) for i, row in enumerate(lowered)]
+    for of_length in plan.of_lengths:
+        model = build_model(at_length(config, of_length.sizes["length"]).model)
+        made = settled(of_length, device, dropout)
+        rows = enumerate(lowered)
+        found.append([footprint(made, model, row, i, moments, dropout, device, scratch[i]) for i, row in rows])
+    return [max(of_stage, key=lambda f: f.total) for of_stage in zip(*found, strict=True)]
 
 
 def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) -> list[Footprint]:

@@ -37,10 +37,11 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
 
     First choice: all as configured but the number of data replicas: as many as the workers allow, at most as many as at
     the start or, if elastic.max_workers lets the run grow, as the global batch has sequences for. If not even one
-    replica is possible, or its plan is illegal or does not fit: among all sizes of the tensor scheme's axes, of branch
-    groups, stages and ranks of a context (not more than configured), and of replicas, the plan that uses most ranks; of
-    these, the one that moves the fewest bytes per step by the plan's own count; of these, the nearest to the configured
-    sizes. All axes may become 1, so there is a plan for any number of workers that have the memory.
+    replica is possible, or its plan is illegal or does not fit, or workers are idle that tensor.uneven lets work: among
+    all sizes of the tensor scheme's axes, of branch groups, stages and ranks of a context (not more than configured),
+    and of replicas, the plan that uses most ranks; of these, the one that moves the fewest bytes per step by the plan's
+    own count; of these, the nearest to the configured sizes. All axes may become 1, so there is a plan for any number
+    of workers that have the memory.
 
     `config`: the run's configuration at its start, with parallel.data settled, not -1. Everything in the run's identity
     (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
@@ -49,7 +50,9 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     assert config.parallel.data >= 1, "-1 is settled before a run starts"
     workers = min(workers, most_workers(config))
     budget = MemoryBudget(config, memory)
-    found = _with_fewer_replicas(config, workers, budget) or _Search(config, workers, budget).best()
+    found = _with_fewer_replicas(config, workers, budget)
+    if not found or (config.tensor.uneven and found[1].mesh.size < workers):
+        found = _Search(config, workers, budget).best() or found
     return found and Replanned(*found, _reason(config, *found, workers))
 
 

@@ -15,7 +15,7 @@ from platform.weights.families.known import COMMON, FAMILIES
 
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
 _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length",
-                "capacity_factor", "balance_loss", "balance_over", "balance_rate", "z_loss",
+                "position_rows", "capacity_factor", "balance_loss", "balance_over", "balance_rate", "z_loss",
                 "router_jitter")  # fmt: skip
 _OF_OTHERS = ("io", "hidden")
 _OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing

@@ -132,9 +132,9 @@ def passes(trainer: Trainer, live: Live) -> tuple[int, int, int]:
     """Bytes that one microbatch's forward pass takes at its peak, that it keeps, and the peak of its backward pass."""
     (chunk,) = trainer.stage.chunks
     trainer.weights.begin()
-    trainer._part(chunk, {}, "train", 0, trainer.config.train.global_batch)  # what all passes share is made
+    trainer.passes.part(chunk, {}, "train", 0, trainer.config.train.global_batch)  # what all passes share is made
     before = live.peak = live.now
-    loss = trainer._part(chunk, {}, "train", 0, trainer.config.train.global_batch)["loss"]
+    loss = trainer.passes.part(chunk, {}, "train", 0, trainer.config.train.global_batch)["loss"]
     found, kept, start = live.peak - before, live.now - before, live.now
     live.peak = start
     loss.backward()
@@ -207,7 +207,7 @@ def large() -> None:
     print(f"{' '.join(LARGE)}, {plan.mesh.size} ranks, {plan.stages} stages: meter, all stages: {quick:.2f} s")
 
     def both_ways() -> tuple[int, ...]:
-        out = list(trainer._part(chunk, {}, "train", 0, c.train.microbatch).values())
+        out = list(trainer.passes.part(chunk, {}, "train", 0, c.train.microbatch).values())
         torch.autograd.backward(out, [torch.ones_like(y) for y in out])
         return ()
 

@@ -1,4 +1,4 @@
-"""Runs whose batch grows, with frozen and averaged weights, as users give them: under other plans, after failures."""
+"""Runs whose batch and sequences grow, with frozen and averaged weights: under other plans, after failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.harness.commands import QUICK, SMALL, in_this_process, refused, warm_
 FIXED = (
     "data=synthetic precision=fp64 checkpoint.every=100 eval.every=2 eval.batches=1 train.steps=8"
     " optimizer.warmup_steps=2 train.global_batch=8 train.microbatch=2 train.ramp_from=2 train.ramp_by=2"
-    " train.ramp_samples=12 train.ema=0.5 eval.averaged=true train.freeze=[embedding,layers.0.*] monitor.layers=3"
+    " train.ramp_samples=12 train.length_ramp=[0:4,4:8,6:16]"
+    " train.ema=0.5 eval.averaged=true train.freeze=[embedding,layers.0.*] monitor.layers=3"
 ).split()
 ONE = "cluster=inline tensor=serial parallel.data=1".split()
 STAGES = "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1 pipeline=1f1b pipeline.stages=2".split()
@@ -54,6 +55,7 @@ def test_two_plans_and_a_failure_give_the_same_run(alone):
     found, wanted = train(alone, *SHARDS, "run.dir=halves"), MetricsLog.read(alone / "whole" / "metrics.jsonl")
     assert [row["samples"] for row in found] == [row["samples"] for row in wanted]
     assert [end - first for first, end in (row["samples"] for row in found)] == [2, 2, 4, 6, 8, 8, 8, 8]
+    assert [row["length"] for row in found] == [4, 4, 4, 4, 8, 8, 16, 16]  # resumed and failed at ends of lengths
     events = [event["event"] for event in JsonLines.read(alone / "halves" / "journal.jsonl")]
     assert "failure" in events
     for have, want in zip(found, wanted, strict=True):
@@ -129,6 +131,7 @@ def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
         ("train.ramp_from=16", "train.ramp_from=16: must be < train.global_batch=8; nearest legal: 4, 0"),
         ("train.ramp_from=2 train.ramp_by=4", "train.ramp_by=4: must divide train.global_batch - train.ramp_from = 6"),
         ("train.ramp_from=2 train.ramp_by=2", "train.ramp_samples=0: train.ramp_from needs the samples over which"),
+        ("train.length_ramp=[0:16,9:24]", "train.length_ramp=9:24: must divide model.length=16, so that pieces of"),
         ("train.ramp_samples=5", "train.ramp_samples=5: train.ramp_from=0: the batch does not grow; nearest legal: 0"),
         ("train.freeze=[layer.*]", "train.freeze=layer.*: matches no parameter of the model; nearest legal: layers.0"),
         ("train.freeze=['*']", "train.freeze=*: leaves no parameter to train"),

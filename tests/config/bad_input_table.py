@@ -259,6 +259,14 @@ train.global_batch=100000000 train.microbatch=1 | train.global_batch=100000000: 
 pipeline=interleaved pipeline.stages=1000 pipeline.chunks=1000 | pipeline.stages=1000: x pipeline.chunks | chunks=1
 pipeline=interleaved pipeline.stages=1000 | pipeline.stages=1000: x pipeline.chunks=2 is more than the 6 units | 3
 pipeline=1f1b pipeline.stages=7 | pipeline.stages=7: x pipeline.chunks=1 is more than the 6 units | 6
+train.length_ramp=[9] | train.length_ramp=9: must be STEP:LENGTH | 200:512
+train.length_ramp=[5:64,9:128] | train.length_ramp=5:64: the first length is that of the first steps | 0:64
+train.length_ramp=[0:48,9:128] | train.length_ramp=0:48: must divide model.length=128 | 0:32, 0:64, 0:16
+train.length_ramp=[0:64,9:32,12:128] | train.length_ramp=9:32: must be longer than the 64 tokens before | 9:128
+train.length_ramp=[0:32,9:64,9:128] | train.length_ramp=9:128: must begin after 9:64 does | 10:128
+train.length_ramp=[0:32,9:64] | train.length_ramp=9:64: the last length must be | 9:128, model.length=64
+train.length_ramp=[0:1,9:128] tensor=1d_sp | train.length_ramp=0:1: model.length=1 is not divisible | 0:2, 0:4, 0:8
+model.position_rows=64 | model.position_rows=64: the longest sequences have model.length=128 | 0, 128
 elastic.faults=[3:burn:1] | elastic.faults=3:burn:1: must be STEP:KIND:RANK | 20:kill:3:backward
 elastic.faults=[-1:kill:1] | elastic.faults=-1:kill:1: must be STEP:KIND:RANK | 20:kill:3
 elastic.faults=["٣:kill:1"] | elastic.faults=٣:kill:1: must be STEP:KIND:RANK | 20:kill:3

@@ -241,6 +241,10 @@ def draw_uneven(r: Random, m: Model, need: Mapping[str, int]) -> None:
             m.kv_heads, m.heads = m.heads, 2 * m.heads
     if m.expert_d_ff:
         m.expert_d_ff = size("d_ff")
+    if m.experts and m.capacity_factor:
+        m.experts = size("experts")
+        m.experts_per_token = min(m.experts_per_token, m.experts)
+        m.router_groups, m.router_groups_kept, m.router_group_best = 1, 1, 1
 
 
 def draw_latents(r: Random, m: Model, size: Callable[..., int]) -> None:
@@ -292,6 +296,8 @@ def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:
     for c in configs:
         least = needed([c]).get("batch", 1)
         c.train.microbatch = least * (1 if focus == "one token" else r.choice((1, 1, 2, 3)))
+        if c.tensor.uneven and least > 1 and focus != "one token":
+            c.train.microbatch = Random(repr(c)).randint(least, 2 * least)
     c = configs[0]
     whole = c.train.microbatch * c.parallel.data
     batch = whole * r.choice(TOGETHER)

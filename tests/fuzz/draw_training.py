@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from platform.config.fields import Config
+from platform.config.fields import Config, objective_of
+from platform.config.rules.train_rules import CUT
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.language.numbers import divisors
@@ -16,7 +17,15 @@ OWN_LOSSES: dict[str, Any] = {
     "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
     "calm": lambda of: 0.01 * of.log_sum_exp**2 - 0.9 * of.log_probability - 0.1 * of.mean_log_probability,
 }
-RUN_WIDE = ("ema", "freeze", "ramp_from", "ramp_by", "ramp_samples", "loss")  # keys of train that a run keeps
+RUN_WIDE = (
+    "ema",
+    "freeze",
+    "ramp_from",
+    "ramp_by",
+    "ramp_samples",
+    "length_ramp",
+    "loss",
+)  # keys of train that a run keeps
 SETTINGS: dict[str, Sequence[dict[str, Any]]] = {  # of optimizers, beside their defaults
     "sgd": ({}, {"nesterov": True}, {"momentum": 0.0}),
     "muon": ({"momentum": 0.95}, {"nesterov": True, "matrix_lr": "original"}, {"newton_schulz": 2}),
@@ -36,9 +45,19 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
         train.ramp_samples = r.randint(1, 3 * batch)
     if model.kind != "two_layer" and not model.label_smoothing:
         train.loss = r.choice(("", "", "", *OWN_LOSSES))
-    for c in configs[1:]:
+    if r.random() < 0.3 and objective_of(configs[0]) in CUT:
+        train.length_ramp = _length_ramp(r, model.length)
+    for c in configs:
+        c.model.position_rows = model.length if train.length_ramp and model.positions == "learned" else 0
         for name in RUN_WIDE:
             setattr(c.train, name, getattr(train, name))
+
+
+def _length_ramp(r: Random, longest: int) -> list[str]:
+    """Draw up to three lengths of sequences, of which the last is `longest`, and the steps at which they begin."""
+    lengths = sorted(r.sample(divisors(longest), min(r.choice((2, 2, 3)), len(divisors(longest)))))
+    steps = sorted(r.sample((1, 2), len(lengths) - 1))
+    return [f"{step}:{length}" for step, length in zip((0, *steps), (*lengths[:-1], longest), strict=True)]
 
 
 def _pattern(r: Random, name: str) -> str:

@@ -10,7 +10,6 @@ from random import Random
 
 import torch
 
-from platform.config.batch_ramp import batch_of
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
@@ -50,14 +49,14 @@ def step(c: Config) -> float:
 
     def work(communicator: Communicator) -> Result:
         trainer = trainer_of(c, plan, communicator, corpus)
-        trainer.ops.routing = routing = {}
+        trainer.enter(1).ops.routing = routing = {}
         report = trainer.step(1)
         skipped.append(report.skipped)
         moved = Counter(report.comm_bytes)
         return Result(communicator.rank, report.loss, 0.0, {}, {}, {}, [], moved, [], routing=routing)
 
     found = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else plans.on_threads(c, plan, work)
-    first = plans.of_batch(c, batch_of(c.train, 1))
+    first = plans.of_step(c, 1)
     moved = replayed(first, [result.routing for result in found])
     assert any(skipped) or counted(found) == moved, f"bytes moved in {c.precision}"
     assert torch.tensor([result.loss for result in found]).unique().numel() == 1, f"losses of ranks in {c.precision}"

@@ -10,8 +10,8 @@ from platform.boundary.files.file_storage import open_storage
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
-from platform.config.batch_ramp import samples_of
 from platform.config.fields import Config
+from platform.config.ramps.batch_ramp import samples_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.plan.language.mesh import Mesh

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
-from platform.config.batch_ramp import batch_of, samples_of
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
+from platform.config.ramps.batch_ramp import batch_of, samples_of
+from platform.config.ramps.length_ramp import length_at
 from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank
@@ -80,7 +81,7 @@ def check(
             except AssertionError:
                 nudged = alone(configs[0], phases, nudge=2.0**-52, asks=asks)[number]
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
-            check_bytes(of_batch(c, batch_of(c.train, steps[0])), results)
+            check_bytes(of_step(c, steps[0]), results)
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
@@ -248,6 +249,7 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
         update(norm, lr)  # which clips them in place
 
     trainer._update = recorded  # type: ignore[method-assign]
+    trainer.enter(steps[0])
     communicator.log, trainer.ops.routing = [], {}
     reports = [trainer.step(steps[0])]
     log, communicator.log = communicator.log, None
@@ -280,9 +282,10 @@ def answers(trainer: Trainer) -> list[float]:
     return found + [s.log_probability for s in generator.score(AskedTexts(texts), [1] * len(texts))]
 
 
-def of_batch(c: Config, batch: int) -> Plan:
-    """Plan a configuration for steps of `batch` sequences alone."""
-    return make_plan(replace(c, train=replace(c.train, global_batch=batch, ramp_from=0, ramp_samples=0)))
+def of_step(c: Config, step: int) -> Plan:
+    """Plan a configuration for a step alone: its batch, and its length of sequences."""
+    train = replace(c.train, global_batch=batch_of(c.train, step), ramp_from=0, ramp_samples=0)
+    return make_plan(replace(c, train=train)).of_length(length_at(c, step))
 
 
 def describe(c: Config) -> str:

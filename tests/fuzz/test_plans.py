@@ -39,6 +39,7 @@ def features(c: Config) -> set[str]:
         "stream in a mixture": any(source.get("streaming") for source in data.sources.values()),
         "ema": train.ema,
         "ramp": train.ramp_from,
+        "length ramp": len(train.length_ramp) > 1,
         "freeze": train.freeze,
         "groups": o.groups,
         "sgd without momentum": o.kind == "sgd" and not o.momentum,
@@ -60,7 +61,8 @@ def test_draws_all_features_of_data_and_training(tmp_path):
     wanted |= {f"data={name}" for name in (*SOURCES, *TEXTUAL) if name not in ("invented", "stream")}
     wanted |= {f"model={kind}" for kind in ("decoder", "encoder", "encoder_decoder", "two_layer")}
     wanted |= {f"objective={name}" for name in ("causal", "masked", "span_denoising", "pairs", plans.WEIGHED)}
-    wanted |= {"document mask", "packing", "stream", "stream in a mixture", "ema", "ramp", "freeze", "groups"}
+    wanted |= {"document mask", "packing", "stream", "stream in a mixture", "ema", "ramp", "length ramp"}
+    wanted |= {"freeze", "groups"}
     wanted |= {"sgd without momentum", "dropout", "window", "experts", "experts that replicas share", "latents"}
     wanted |= {"experts over axes of a scheme", "groups of experts", "layers without experts"}
     rare = {name: found[name] for name in wanted if found[name] < 3}

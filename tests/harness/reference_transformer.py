@@ -116,8 +116,8 @@ def embed(
 ) -> Tensor:
     x = F.embedding(tokens.clamp(min=0), w["embedding"])
     if c.positions == "learned":
-        own = c.within_documents and begins is not None
-        x = x + (w[f"{prefix}position"][torch.arange(tokens.shape[1]) - begins] if own else w[f"{prefix}position"])
+        place = torch.arange(tokens.shape[1])
+        x = x + w[f"{prefix}position"][place - begins if c.within_documents and begins is not None else place]
     if c.positions == "sinusoidal":
         table = torch.empty(tokens.shape[1], c.d_model, dtype=x.dtype)
         for position in range(tokens.shape[1]):

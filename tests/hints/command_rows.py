@@ -194,6 +194,7 @@ plan optimizer=muon optimizer.matrices=nothing
 plan train.ramp_samples=8
 plan train.ramp_from=1000000
 plan train.global_batch=8 train.ramp_from=2 train.ramp_by=4 train.ramp_samples=8
+plan train.length_ramp=[0:64,9:128] model.kind=encoder_decoder
 plan train.init_averaged=true
 plan checkpoint.best=true eval.every=0
 plan eval.prompts=[the] eval.every=0

@@ -19,7 +19,8 @@ ENDS = (
     "; its fields",
     " is no list of tokens",
 )  # words of lines that say all there is to say
-LISTS = ("elastic.faults", "model.window_layers", "resume.allow", "eval.prompts", "eval.tasks")  # a line is of one item
+# a line is of one item
+LISTS = "elastic.faults model.window_layers resume.allow eval.prompts eval.tasks train.length_ramp".split()
 MOST = 8  # hints in a row
 
 

@@ -14,6 +14,7 @@ EXPERTS = "parallel/oracle/test_experts.py::test_equals_one_process"
 PIPELINES = "parallel/oracle/test_pipelines.py::test_equals_one_process"
 SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
 HEADS = "parallel/oracle/test_schemes.py::test_key_value_heads_fewer_than_axes"
+UNEVEN = "parallel/oracle/test_uneven.py::test_equals_one_process"
 ONE_AXIS = "parallel/oracle/test_every_layout.py::test_one_axis"
 RINGS = "parallel/oracle/test_rings.py::test_equals_one_process"
 PANELS = "parallel/kernels/test_panels.py::test_a_ring_equals_one_softmax"
@@ -70,6 +71,14 @@ BUGS = (
     KnownBug(
         "Megatron-LM #656; NeMo Speech #6958", "tied tables of the first and the last stage go apart",
         "their gradients are not added", PIPELINES, {"model": "gpt"}, mutants.tied_copies_on_their_own),
+    KnownBug(
+        "PyTorch #162692", "a mean over a dim that ranks do not divide is the mean of their means",
+        "a norm over heads takes every rank's for as many as its own", UNEVEN, {"name": "norms of all heads"},
+        mutants.rows_as_wide_as_this_rank_s),
+    KnownBug(
+        "PyTorch #103306, #144109", "a gathered tensor of uneven blocks has padding inside",
+        "blocks are taken out of the buffer as if the last ones were the longest", UNEVEN,
+        {"name": "sequences of a microbatch"}, mutants.blocks_as_long_as_of_the_last_rank),
     KnownBug(
         "Megatron-LM #1012", "gradients are reduced before the last pass has added to them",
         "one microbatch's gradient takes the place of the sum", SCHEMES, SEQUENCE, mutants.last_microbatch_alone),

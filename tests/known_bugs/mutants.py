@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from pytest import MonkeyPatch
 
-from platform.config.batch_ramp import samples_of
+from platform.config.ramps.batch_ramp import samples_of
+from platform.parallel.communicator import buffers
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.kernels import dropout, loss
@@ -18,7 +19,7 @@ from platform.plan.core import counted
 from platform.plan.core.plan import Plan
 from platform.plan.operations.rows.shift import ShiftOp
 from platform.train.step import trainer
-from platform.train.step.trainer import Trainer
+from platform.train.step.stage_passes import StagePasses
 from platform.train.step.training_state import State
 
 Mutant = Callable[[MonkeyPatch], None]
@@ -68,7 +69,7 @@ def mean_of_each_rank_s_tokens(compute, logits, targets, communicator, classes, 
     return out * weight
 
 
-@mutant(Trainer, "_part")
+@mutant(StagePasses, "part")
 def mean_of_each_microbatch_s_tokens(run, self, chunk, flow, split, first, end):
     out, step = run(self, chunk, flow, split, first, end), samples_of(self.config.train, self.ops.position.step)
     size, count = self.plan.sizes["batch"], self.corpus.predicted
@@ -76,7 +77,7 @@ def mean_of_each_microbatch_s_tokens(run, self, chunk, flow, split, first, end):
     return {n: x * count(split, *step) / (self.plan.microbatches * own) if n == "loss" else x for n, x in out.items()}
 
 
-@mutant(Trainer, "_part")
+@mutant(StagePasses, "part")
 def loss_times_the_ranks_of_a_sequence(run, self, *given):
     out = run(self, *given)
     factor = self.plan.mesh.extent(self.plan.loss_layout["length"])
@@ -115,6 +116,17 @@ def norm_over_one_axis_of_two(split_over, self, p):
 def norm_counts_replicas(split_over, self, p):
     others = [a for a, n in self.mesh.axes.items() if n > 1 and a not in ("stage", "data", *self.layout(p).only)]
     return (*split_over(self, p), *others) if p.role == "vector" else split_over(self, p)
+
+
+@mutant(ParallelOps, "widths")
+def rows_as_wide_as_this_rank_s(widths, ops, *given):
+    found = widths(ops, *given)
+    return [found[ops.communicator.index(given[-1])]] * len(found)
+
+
+@mutant(buffers, "closed")
+def blocks_as_long_as_of_the_last_rank(closed, x, dim, parts):
+    return closed(x, dim, parts._replace(extents=parts.extents[::-1]))
 
 
 @mutant(counted, "counts_gradient")
@@ -159,7 +171,7 @@ def moments_dropped(restore, self, *given, **more):
                 value.zero_()
 
 
-@mutant(Trainer, "load")
+@mutant(StagePasses, "load")
 def samples_by_replica(load, self, split, first, end=None, chunk=None):
     return load(self, split, first + (split == "train" and self.plan.replicas == 3), end, chunk)
 

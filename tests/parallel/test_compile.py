@@ -12,7 +12,7 @@ from tests.harness.oracle import MODELS, configure, trainer_of
 def eager_and_compiled(c, plan, communicator):
     """Difference of the loss, the gradients that differ, and whether the compiled pass counted the same bytes."""
     trainer = trainer_of(c, plan, communicator)
-    inputs = trainer.load("train", 0)
+    inputs = trainer.passes.load("train", 0)
 
     def loss_and_gradients(forward):
         communicator.moved.clear()
@@ -23,8 +23,8 @@ def eager_and_compiled(c, plan, communicator):
         trainer.weights.refresh()
         return loss.detach(), out, dict(communicator.moved)
 
-    compiled = torch.compile(trainer.model.forward, fullgraph=True, backend="eager", dynamic=False)
-    loss, gradients, moved = loss_and_gradients(trainer.model.forward)
+    compiled = torch.compile(trainer.passes.model.forward, fullgraph=True, backend="eager", dynamic=False)
+    loss, gradients, moved = loss_and_gradients(trainer.passes.model.forward)
     loss_and_gradients(compiled)  # traces
     loss2, gradients2, moved2 = loss_and_gradients(compiled)
     return abs(loss - loss2).item(), differing(gradients, gradients2), moved == moved2

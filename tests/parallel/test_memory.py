@@ -45,7 +45,7 @@ def measure(trainer: Trainer, seed: int) -> int:
     trainer.ops.position = PassPosition(seed, 1, 0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         (chunk,) = trainer.stage.chunks
-        trainer._part(chunk, {}, "train", 0, trainer.config.train.global_batch)
+        trainer.passes.part(chunk, {}, "train", 0, trainer.config.train.global_batch)
     return sum(x.untyped_storage().nbytes() // x.itemsize for p, x in found.items() if p not in own)
 
 
@@ -160,7 +160,7 @@ def test_a_rank_reads_as_many_integers_as_the_plan_says(scheme, axes, model):
     planned = {key: o.token_count for key, o in plan.operations.items() if o.operation.reads}
 
     def read(communicator):
-        inputs = trainer_of(c, plan, communicator).load("train", 0)
+        inputs = trainer_of(c, plan, communicator).passes.load("train", 0)
         return {key: block.numel() for blocks in inputs.values() for key, block in blocks.items()}
 
     found = [read(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, read)

@@ -24,9 +24,10 @@ def needs(*arguments: str) -> Footprint:
     return found
 
 
-def test_a_million_tokens_on_32_gpus():
-    found = needs(*OF_32, *SAVING, "cluster.gpu=H100")
-    assert found.total < 20e9
+@pytest.mark.parametrize(("kind", "most"), {"ring": 15.1e9, "heads": 18.5e9, "gather": 30.5e9}.items())
+def test_a_million_tokens_on_32_gpus(kind, most):
+    found = needs(*OF_32, *SAVING, "cluster.gpu=H100", f"parallel.context_kind={kind}")
+    assert 0.95 * most < found.total < most
     assert found.host == 32 * STREAM * 1_000_000 / 32  # of 32 blocks, on 32 ranks
 
 

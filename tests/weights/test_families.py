@@ -65,9 +65,9 @@ def our_logits(trainer: Any) -> torch.Tensor:
     trainer.ops.position = PassPosition(training=False)
     found = []
     for first in range(0, trainer.config.train.global_batch, trainer.plan.sizes["batch"]):
-        inputs = {n: v for n, v in trainer.load("train", first).items() if n != "labels"}
+        inputs = {n: v for n, v in trainer.passes.load("train", first).items() if n != "labels"}
         with torch.no_grad():
-            out = trainer.model.part(trainer.ops, inputs, {}, trainer.model.units)
+            out = trainer.passes.model.part(trainer.ops, inputs, {}, trainer.passes.model.units)
         found.append(out["logits"].transpose(0, 1))  # whole, in one process
     return torch.cat(found)
 

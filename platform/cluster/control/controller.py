@@ -143,7 +143,7 @@ class Controller:
                 report,
                 generation,
                 seconds,
-                length=self._config.model.length,
+                config=self._config,
                 stalled=self._stall,  # after the previous step, whose row was already written
                 bubble=bubble,
                 val_losses=losses,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import log
 
 from platform.cluster.control.forming.context import Generation
+from platform.config.fields import Config
+from platform.config.ramps.length_ramp import length_at
 from platform.monitor import MetricsRow
 from platform.train.protocol.replies import StepReport
 
@@ -15,7 +17,7 @@ def metrics_row(
     generation: Generation,
     wall_seconds: float,
     *,
-    length: int,
+    config: Config,
     stalled: float,
     bubble: dict[str, float] | None,
     val_losses: dict[str, float] | None,
@@ -27,15 +29,16 @@ def metrics_row(
 
     `step_seconds` is `wall_seconds`, the driver's time from sending the step out to the last rank's answer, so that
     dispatch counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput
-    counts this step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown.
+    counts this step's tokens; `mfu` is relative to the peak of a worker, None if that is unknown. `config`: the run's.
     `stalled`: seconds for which saving has held up the run since the step before; `bubble`: planned and measured
     pipeline bubble, None without timeline or pipeline; `val_losses`: losses by source of the data, "" being all of
     them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC; `recovery_seconds`: time
     since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
-    tokens_per_second = (end - first) * length / wall_seconds
-    flops_per_worker = tokens_per_second * generation.plan.flops_per_token / report.world_size
+    tokens_per_second = (end - first) * config.model.length / wall_seconds
+    plan = generation.plan.of_length(length_at(config, report.step))
+    flops_per_worker = tokens_per_second * plan.flops_per_token / report.world_size
     seconds = report.seconds
     return MetricsRow(
         step=report.step,
@@ -55,6 +58,7 @@ def metrics_row(
         generation=generation.number,
         skipped=report.skipped or None,
         loss_scale=report.loss_scale,
+        length=plan.sizes["length"] if config.train.length_ramp else None,
         bubble=bubble,
         val_loss=None if val_losses is None else val_losses[""],
         val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,

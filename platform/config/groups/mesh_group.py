@@ -74,7 +74,7 @@ class Tensor:
     regions: Rules = key({}, "activations: region -> dim -> axes")
     parameters: Rules = key({}, "parameters: role (all, in, out, vector) -> dim -> axes")
     gathered: str = key("keep", "gathered operands: keep, gather again in backward, or SUMMA's panels", tuple(GATHERED))
-    uneven: bool = key(False, "heads, kv_heads, d_ff and vocab may be cut into blocks that differ by one")
+    uneven: bool = key(False, "dims that axes do not divide are cut into blocks that differ by one")
     layout: Any = key(None, "tensor=layout: your own map from dims to axes, one line or YAML")
 
 

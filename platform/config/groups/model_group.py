@@ -93,6 +93,9 @@ class Model:
     window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
     within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
+    position_rows: int = key(
+        0, "positions=learned: rows of the table, if sequences are also shorter: set by train.length_ramp", ">= 0"
+    )
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
     attention_sinks: bool = key(False, "each head may attend to nothing, by a learned score of its own")
     query_key_norm: bool = key(False, "RMSNorm of queries and keys")

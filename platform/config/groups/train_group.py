@@ -22,6 +22,12 @@ class Train:
     )
     ramp_by: int = key(1, "train.ramp_from: sequences by which the batch grows, up to train.global_batch", ">= 1")
     ramp_samples: int = key(0, "train.ramp_from: sequences over which the batch grows", ">= 0")
+    length_ramp: list[str] = key(
+        [],
+        "STEP:LENGTH, ...: after STEP updates, sequences of LENGTH tokens, up to model.length; [] = always these",
+        pattern=r"\d{1,12}:\d{1,12}",
+        constraint="must be STEP:LENGTH, such as 200:512",
+    )
     microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
     init: str = key(
         "",

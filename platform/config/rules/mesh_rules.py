@@ -67,14 +67,21 @@ def _zero(config: Config) -> Iterator[str]:
         yield refused(config, "parallel.zero_group", f"must be 0 or at least parallel.experts={experts}", [experts, 0])
 
 
+def cuts_experts(config: Config) -> bool:
+    """Return True if ranks may have numbers of experts that differ by one: of slots, not of rows."""
+    return config.tensor.uneven and config.model.capacity_factor > 0
+
+
 def _experts(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each number that parallel.experts does not divide: of experts, and of replicas."""
+    """Yield a refusal line for each number that parallel.experts does not divide: of experts, unless their slots may be
+    cut unevenly, and of replicas."""
     shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
     if shared > 1 and not experts:
         yield refused(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
         return
     for key, number in (("model.experts", experts), ("parallel.data", data)):
-        if shared > 1 and number > 0 and number % shared:
+        uneven = key == "model.experts" and cuts_experts(config) and shared <= experts
+        if shared > 1 and number > 0 and number % shared and not uneven:
             legal = closest(shared, divisors(gcd(experts, data) if data > 0 else experts))
             yield refused(config, "parallel.experts", f"must divide {key}={number}", legal)
             return

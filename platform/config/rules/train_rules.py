@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from platform.boundary.refusals import closest, violation
-from platform.config.fields import Config
+from platform.config.fields import Config, objective_of
 from platform.config.key import refused
+from platform.config.ramps.length_ramp import ramp_of
 from platform.plan.language.numbers import divisors
 
 
 def _ramp(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in the configuration of a growing batch (`platform.config.batch_ramp`)."""
+    """Yield a refusal line for each mistake in the configuration of a growing batch (`ramps.batch_ramp`)."""
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:
@@ -27,6 +28,48 @@ def _ramp(config: Config) -> Iterator[str]:
         yield violation("train.ramp_samples", 0, "train.ramp_from needs the samples over which it grows", [grows])
     if config.pipeline.kind == "file":
         yield violation("train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0])
+
+
+CUT = ("causal", "masked")  # objectives whose samples can be cut: each token has its own place in all data tensors
+
+
+def _length_ramp(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each mistake in the configuration of sequences that grow
+    (`ramps.length_ramp`)."""
+    key, most, ramp = "train.length_ramp", config.model.length, ramp_of(config.train)
+    for number, (entry, (step, length)) in enumerate(zip(config.train.length_ramp, ramp, strict=True)):
+        before, after = (ramp[number - 1] if number else None), ramp[number + 1 :]
+        if not before and step != 1:
+            yield violation(key, entry, "the first length is that of the first steps", [f"0:{length}"])
+        if before and step <= before.step:
+            constraint = f"must begin after {config.train.length_ramp[number - 1]} does"
+            yield violation(key, entry, constraint, [f"{before.step}:{length}"])
+        if not length or most % length:
+            legal = closest(length, [n for n in divisors(most) if n < most or not after])
+            constraint = f"must divide model.length={most}, so that pieces of samples are sequences"
+            yield violation(key, entry, constraint, [f"{step - 1}:{n}" for n in legal])
+        elif before and length <= before.length:
+            legal = closest(length, [n for n in divisors(most) if n > before.length])
+            constraint = f"must be longer than the {before.length} tokens before"
+            yield violation(key, entry, constraint, [f"{step - 1}:{n}" for n in legal])
+        elif not after and length != most:
+            constraint = f"the last length must be model.length={most}"
+            yield violation(key, entry, constraint, [f"{step - 1}:{most}", f"model.length={length}"])
+    if ramp and config.model.kind == "encoder_decoder":
+        yield violation(key, config.train.length_ramp[0], "an encoder-decoder has two lengths, which do not grow", [[]])
+    elif ramp and (objective := objective_of(config)) not in CUT:
+        constraint = f"samples of data.objective={objective} cannot be cut into shorter ones"
+        yield violation(key, config.train.length_ramp[0], constraint, [[]])
+
+
+def _position_rows(config: Config) -> Iterator[str]:
+    """Yield a refusal line if a configured table of learned positions has not the rows that sequences need."""
+    m, ramp = config.model, bool(config.train.length_ramp)
+    learned = m.positions == "learned" and m.kind != "encoder_decoder"
+    legal = [m.length] if learned and ramp else [0, m.length] if learned else [0]
+    if m.position_rows not in legal:
+        constraint = f"the longest sequences have model.length={m.length}" if learned else "there is no such table"
+        yield refused(config, "model.position_rows", constraint, legal)
 
 
 def _start(config: Config) -> Iterator[str]:
@@ -87,4 +130,4 @@ def _offload(config: Config) -> Iterator[str]:
         yield refused(config, "recompute_offload", constraint, [False])
 
 
-RULES = (_offload, _ramp, _start, _evaluation, _stop_at, _verify_every, _loss_scale)
+RULES = (_offload, _ramp, _length_ramp, _position_rows, _start, _evaluation, _stop_at, _verify_every, _loss_scale)

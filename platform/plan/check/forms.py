@@ -8,6 +8,7 @@ ranks that split it exchange them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -179,7 +180,10 @@ def _ring(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     operands = [Operand(query), *(Operand(m, renamed=memory_of, around=over) for m in memory), *sinks]
     sent = sum(_held_heads(plan, planned.operation.name, m) for m in memory)
     hops = ["forward", "backward", "backward"] * (plan.mesh.extent(over) - 1)  # keys and values twice, gradients once
-    beside = [Collective("rotate", over, sent, "compute", phase, planned.only) for phase in hops]
+    of_groups = planned.operation["shared"] and plan.planner.units
+    key = replace(memory[0], dims=tuple("kv_heads" if d == "heads" and of_groups else d for d in memory[0].dims))
+    cuts = plan.planner.cuts_of(key, plan.layout(key), [d for d in key.dims if d != "length"])
+    beside = [Collective("rotate", over, sent, "compute", phase, planned.only, 0, cuts) for phase in hops]
     yield Form(operands, out, whole=("memory_length", "d_kv"), beside=beside)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
@@ -24,6 +24,7 @@ from platform.plan.check.spreads import (
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.core.plan import Plan
+from platform.plan.language.layout import Cut
 from platform.plan.language.ops import Parameter, Spec, dtype_of
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -172,6 +173,8 @@ class Walk:
                 spread = unordered(after(before, taken)) if rows else after(before, taken)
             except Unsound as error:
                 raise Unsound(f"{name}: {error}") from None
+            if not rows and (wrong := _miscut(step, before, spread, sizes, self._extents)):
+                raise Unsound(f"{name}: {step.op} over {plus(step.axes)} {wrong}")
             if phases and step.op in COLLECTIVES:
                 given = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
                 elements = min(self._rows(s, sizes) if rows else s.elements(sizes, self._extents) for s in given)
@@ -207,6 +210,17 @@ def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[s
         if twice := axes & frozenset().union(*partial[:number]):
             raise Unsound(f"{name} and another operand are partial over {plus(twice)}")
         yield spread._replace(partial=spread.partial - axes), name
+
+
+def _miscut(step: Step, before: Spread, then: Spread, sizes: Sizes, extents: Mapping[str, int]) -> str:
+    """Return in words in which other blocks a step takes a dim that it moves than it lies in, or ""."""
+    for i, d in enumerate(before.split):
+        axes, (size, unit) = max(before.split[d], then.split[d], key=len), sizes[d]
+        blocks = prod(extents[a] for a in axes)
+        cut = Cut(size, axes, blocks, unit) if size % (blocks * unit) else None
+        if step.moves(i) and step.cut(i) != cut:
+            return f"takes the {blocks} blocks of {d}, of size {size}, for {'equal' if cut else 'uneven'} ones"
+    return ""
 
 
 def _launch(c: Collective) -> tuple:

@@ -22,7 +22,8 @@ from platform.plan.language.ops import LOSSES, Parameter, Spec
 def unsound(plan: Plan) -> list[str]:
     """List what of a plan would compute another number than one process, or hang: a line each, which names the
     operation, the tensor and the axis; [] for a sound plan, which has all stages."""
-    lines = [line for check in (_tensors, _losses, _parameters, _buckets, _flows) for line in check(plan)]
+    lines = [f"at {n} tokens: {line}" for n, shorter in plan.shorter.items() for line in unsound(shorter)]
+    lines += [line for check in (_tensors, _losses, _parameters, _buckets, _flows) for line in check(plan)]
     walk = Walk(plan)
     for chunk in plan.chunks:
         for (kind, name), planned in chunk.operations.items():

@@ -50,21 +50,22 @@ def build_plan(
     attention_kernel: str = AUTO,
     loss: LabelLoss = PLAIN,
     turns: bool = False,
+    parts: Sequence[Sequence[str]] = (),
 ) -> Plan:
     """Build the plan of a run: record the model's forward pass, divide it into chunks and plan the layouts and
     collectives of every operation under `scheme`.
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
-    stage of every chunk. `scatter_gather`, `recompute`, `mlp_chunks`, `precision`, `turns`: as in Plan. `zero`: the
-    stage of ZeRO (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state,
-    2 gradients too, 3 also parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all
-    violations.
+    stage of every chunk; `parts`: the units of every chunk, () divides the model by cost. `scatter_gather`,
+    `recompute`, `mlp_chunks`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO (Rajbhandari et al. 2020),
+    which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients too, 3 also parameters.
+    Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
     recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
-    recorded = _recorded(model, recorder, len(stage_of), parameters)
+    recorded = _recorded(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     planner, planned, reductions = _planned(planner, operations, microbatch)
@@ -104,12 +105,17 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
 
 
 def _recorded(
-    model: RecordableModel, recorder: partial[Recorder], count: int, parameters: Sequence[Parameter]
+    model: RecordableModel,
+    recorder: partial[Recorder],
+    count: int,
+    parameters: Sequence[Parameter],
+    parts: Sequence[Sequence[str]],
 ) -> list[Recorded]:
-    """Record a model's forward pass as `count` chunks, and check that it uses each of its declared `parameters`."""
+    """Record a model's forward pass as `count` chunks, of the units `parts` if given, and check that it uses each of
+    its declared `parameters`."""
     declared = {p.name: p for p in parameters}
     with as_model_mistakes(model):
-        found = record(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"])
+        found = record(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"], parts)
     operations = (o for chunk in found for o in chunk.ops.operations)
     check_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
     return found

@@ -99,11 +99,15 @@ class Recorded(NamedTuple):
 
 
 def record(
-    model: RecordableModel, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]
+    model: RecordableModel,
+    recorder: Callable[[], Recorder],
+    count: int,
+    sizes: Mapping[str, int],
+    parts: Sequence[Sequence[str]] = (),
 ) -> list[Recorded]:
     """Record a model's forward pass, without computing it, as `count` chunks of consecutive units of about equal cost,
     for the stages of a pipeline: at most as many as it has units (embedding, blocks, head). `recorder` makes a new
-    Recorder; `sizes`: global sizes of the model's dims."""
+    Recorder; `sizes`: global sizes of the model's dims; `parts`: the units of every chunk, if they are given."""
     inputs = {name: name for name in model.inputs}
     if count == 1:
         ops = recorder()
@@ -123,14 +127,15 @@ def record(
 
     flow: dict[str, Symbol] = {}
     costs = []
-    for unit in units:
+    for unit in units if not parts else ():
         ops, flow = run(flow, [unit])
         costs.append(sum(cost(o, sizes) for o in ops.operations))
+    parts = parts or [units[where.start : where.stop] for where in place_layers(costs, count)]
     flow, chunks = {}, []
-    for where in place_layers(costs, count):
-        part, receives = units[where.start : where.stop], specs(flow)
+    for number, part in enumerate(parts, 1):
+        receives = specs(flow)
         ops, flow = run(flow, part)
-        chunks.append(Recorded(part, ops, receives, specs(flow) if where.stop < len(units) else ()))
+        chunks.append(Recorded(part, ops, receives, specs(flow) if number < count else ()))
     return chunks
 
 

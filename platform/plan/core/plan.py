@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -47,6 +47,8 @@ class Plan:
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
+    `shorter`: plans of steps with shorter sequences (train.length_ramp), by length: the same ranks hold the same
+    parameters, and activations have other shapes.
     """
 
     planner: Planner
@@ -69,6 +71,7 @@ class Plan:
     recompute: Recompute = NO_RECOMPUTATION
     mlp_chunks: int = 1
     warnings: tuple[str, ...] = ()
+    shorter: Mapping[int, Plan] = field(default_factory=dict)
 
     @cached_property
     def operations(self) -> dict[tuple[str, str], PlannedOperation]:
@@ -92,7 +95,16 @@ class Plan:
         parameters, states = (
             tuple(p for p in some if stage in self.stages_of[p.name]) for some in (self.parameters, self.states)
         )
-        return replace(self, chunks=chunks, parameters=parameters, states=states)
+        return replace(self, chunks=chunks, parameters=parameters, states=states, shorter={})
+
+    def of_length(self, length: int) -> Plan:
+        """Return the plan of steps whose sequences have `length` tokens."""
+        return self.shorter.get(length, self)
+
+    @property
+    def of_lengths(self) -> list[Plan]:
+        """Return the plans of all lengths of a run's sequences, ascending; the last is this one."""
+        return [*(self.shorter[length] for length in sorted(self.shorter)), self]
 
     @cached_property
     def balanced(self) -> dict[str, PlannedOperation]:

@@ -113,8 +113,9 @@ def _transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[C
     gradient back, with the gathers of its parts (scatter/gather optimization); and their stages, as
     `staged_collectives` does."""
     elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
+    cuts = () if axes else plan.planner.cuts_of(spec, plan.layout(spec), spec.dims)  # parts have the longest's room
     for phase, (sender, receiver) in (("forward", (here, there)), ("backward", (there, here))):
-        yield Collective("send", ("stage",), elements, "compute", phase, only), (sender, receiver)
+        yield Collective("send", ("stage",), elements, "compute", phase, only, 0, cuts), (sender, receiver)
         if axes:
             yield Collective("all_gather", axes, elements, "compute", phase, only), (receiver,)
 
@@ -138,6 +139,7 @@ def communicators(plan: Plan, stage: int) -> tuple[int, int]:
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of every process group that the plan's training steps need, in one order on all ranks."""
-    used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
+    """Return the mesh axes of all process groups of the plan's training steps, in one order on all ranks."""
+    every = (c for of_length in plan.of_lengths for _, c, _ in step_collectives(of_length))
+    used = {plan.mesh.ordered(c.axes) for c in every if c.op != "send"}
     return sorted(used, key=lambda axes: (len(axes), axes))

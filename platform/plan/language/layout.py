@@ -17,7 +17,7 @@ DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_k
         "experts", "slots", "rows", "q_latent", "kv_latent", "branch", "d_branch")  # fmt: skip
 # dims that axes may split into blocks which differ by one unit (tensor.uneven): no operation reads across their blocks,
 # or it counts what each has
-UNEVEN = ("heads", "kv_heads", "d_ff", "vocab", "hidden")
+UNEVEN = ("batch", "heads", "kv_heads", "d_ff", "vocab", "hidden", "experts", "slots")
 NO_UNITS: Mapping[str, int] = MappingProxyType({})
 
 LENGTHS = ("length", "memory_length")  # dims along which the tokens of a sequence lie

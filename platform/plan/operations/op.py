@@ -26,7 +26,7 @@ from typing import Any
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Conversion
-from platform.plan.language.layout import Layout
+from platform.plan.language.layout import Layout, local_shape
 from platform.plan.language.ops import Operation, Parameter, Spec
 
 
@@ -152,7 +152,7 @@ def reading(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: st
     labels, a mask) in the layout `tokens` over batch and length; the data tensor is as long as dim `length` of `spec`.
     """
     sizes = {"batch": planner.sizes["batch"], "length": planner.sizes_of(spec)[length]}
-    return {"tokens": tokens, "token_count": prod(n // planner.mesh.extent(tokens[d]) for d, n in sizes.items())}
+    return {"tokens": tokens, "token_count": prod(local_shape(("batch", "length"), sizes, tokens, planner.mesh))}
 
 
 def extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:

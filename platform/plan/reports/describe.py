@@ -46,9 +46,16 @@ def describe(plan: Plan) -> str:
         f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
         f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {most}{human(sum(moved.values()))}B per step: {traffic}{more}",
+        *(f"  {f'at length {length}':<16}{_cost_of_step(shorter)}" for length, shorter in plan.shorter.items()),
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)
+
+
+def _cost_of_step(plan: Plan) -> str:
+    """Return what steps of shorter sequences cost, for the description of a plan: FLOP, and bytes communicated."""
+    moved = sum(communication(plan).values())
+    return f"{human(plan.flops_per_token * plan.tokens_per_step)}FLOP and {human(moved)}B per step"
 
 
 def _stages(plan: Plan) -> list[tuple[int, str]]:

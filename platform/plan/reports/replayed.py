@@ -61,8 +61,7 @@ def moves_of_rows(
                 if c.rows:
                     twice = 2 if planned.operation.recomputed and c.phase == "forward" else 1
                     if c.op == "all_to_allv" and kind not in ("dispatch_rows", "combine_rows"):
-                        groups = sum(len(one.here) // plan.mesh.extent(c.axes) for one in passes)
-                        moved = groups * sum(map(len, there)) * c.elements // c.rows
+                        moved = sum(map(len, there)) * sum(_widths(plan, c, one) for one in passes)
                     else:
                         moved = sum(_elements(plan, c, one) for one in passes)
                     yield f"{kind} {name}", c, twice * moved * plan.itemsize[c.dtype]
@@ -94,10 +93,20 @@ def _passes(plan: Plan, planned: PlannedOperation, stage: int, routing: Routing,
 
 def _elements(plan: Plan, c: Collective, one: _Layer) -> int:
     """Return the elements that all workers move in one launch of the collective `c` of a pass's rows."""
-    mesh, width = plan.mesh, c.elements // c.rows
+    mesh = plan.mesh
     if c.op == "all_to_allv":
-        return sum(one.away.values()) * width
+        return sum(rows * _width(plan, c, rank) for rank, rows in one.away.items())
     groups = [
         group for group in mesh.groups(c.axes) if group[0] in one.here and at_zero(c.only, mesh.coordinates(group[0]))
     ]
-    return sum(TRAFFIC[c.op](len(group), one.here[group[0]] * width) for group in groups)
+    return sum(TRAFFIC[c.op](len(group), one.here[group[0]] * _width(plan, c, group[0])) for group in groups)
+
+
+def _widths(plan: Plan, c: Collective, one: _Layer) -> int:
+    """Return the elements of a row of the collective `c` on one rank of each of its groups in a pass, added up."""
+    return sum(_width(plan, c, rank) for rank in one.here) // plan.mesh.extent(c.axes)
+
+
+def _width(plan: Plan, c: Collective, rank: int) -> int:
+    """Return the elements of a row of the collective `c` on a rank."""
+    return c.elements_at(plan.mesh, plan.mesh.coordinates(rank)) // c.rows

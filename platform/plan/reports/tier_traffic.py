@@ -12,11 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 
 from platform.plan.communication.traffic import EVER
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import staged_collectives
-from platform.plan.language.layout import at_zero
+from platform.plan.language.layout import Cut, at_zero
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
@@ -72,18 +73,19 @@ def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]
     plan."""
     found: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
     mesh, itemsize = plan.mesh, {**EVER, **plan.itemsize}
-    alike: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = Counter()
-    launched: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = Counter()
+    alike: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[Cut, ...]]] = Counter()
+    launched: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[Cut, ...]]] = Counter()
     for _, c, launches, stages in staged_collectives(plan):
-        key = c.op, mesh.ordered(c.axes), c.only, stages
+        key = c.op, mesh.ordered(c.axes), c.only, stages, c.cuts
         alike[key] += launches * c.elements * itemsize[c.dtype]
         launched[key] += launches
     for key, size in alike.items():
-        op, axes, only, stages = key
+        op, axes, only, stages, cuts = key
         pairs = _between_stages if op == "send" else _in_groups
         for pair, messages, share in pairs(mesh, op, axes, only, stages):
             count, before = found.get(pair, (Fraction(), Fraction()))
-            found[pair] = count + messages * launched[key], before + share * size
+            has = prod(Fraction(cut.extent(mesh, mesh.coordinates(pair[0])), cut.longest()) for cut in cuts)
+            found[pair] = count + messages * launched[key], before + share * has * size
     return found
 
 

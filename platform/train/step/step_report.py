@@ -27,7 +27,7 @@ class Combiner:
         """Prepare to combine ranks' step reports. `slow`: ratio that makes a rank slow; `layers`: monitor.layers."""
         self._communicator, self._slow, self._every = communicator, slow, layers
         self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
-        moved = {label(c.op, plan.mesh.ordered(c.axes)) for _, c, _ in step_collectives(plan)}
+        moved = {label(c.op, plan.mesh.ordered(c.axes)) for p in plan.of_lengths for _, c, _ in step_collectives(p)}
         self._moved = sorted(moved)
         self._layers, self._routed = layers_of(plan), 2 * plan.sizes.get("experts", 0)
 

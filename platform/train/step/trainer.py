@@ -5,20 +5,17 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from platform.config.batch_ramp import samples_of
 from platform.config.fields import Config
+from platform.config.ramps.batch_ramp import samples_of
+from platform.config.ramps.length_ramp import length_at, lengths_from
 from platform.data.corpus import Corpus
-from platform.model import build_model
 from platform.model.layers import Activations
-from platform.model.losses import losses_of
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.muon import Muon
 from platform.optimizer.optimizers import OPTIMIZERS, make_optimizer
@@ -29,7 +26,7 @@ from platform.parallel.compiled import Trial
 from platform.parallel.kernels.by_index.slots import settle
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
-from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, StageAlone, sum_tied
+from platform.parallel.pipeline import sum_tied
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.factors import Factors
 from platform.parallel.sharding.matrices import Matrices
@@ -37,17 +34,16 @@ from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.counted import counted_stretches, counts_at
 from platform.plan.core.plan import Plan
-from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.language.lent import lent_by_layer
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
-from platform.train.step.inputs import Blocks, place, share_of, stretches
+from platform.train.step.inputs import share_of
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import DTYPES, Weights
+from platform.train.step.stage_passes import PipelineOf, StagePasses
 
-PipelineOf = Callable[..., PipelineExecutor]  # `Trainer._pipeline` or `Trainer._alone`
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
 
 
@@ -81,20 +77,18 @@ class Trainer:
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.settle: Callable[[], None] = lambda: None
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
-        self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
-        self.model = build_model(config.model)
-        overlap, compiles = config.parallel.overlap, config.train.compile == "on"  # the driver has settled auto
+        overlap = config.parallel.overlap
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
         if config.train.ema:
             self.weights.begin_averages()
-        self.ops = ParallelOps(self.stage, communicator, self.weights.read, config.model.dropout, compiles, overlap)
-        self.ops.residency, self.ops.losses = self.weights.residency, losses_of(config)
         self._counted = counted_stretches(self.stage, communicator.coordinates)
         self.optimizer = self._make_optimizer()
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device, detailed=config.monitor.timeline)
-        self._compiled: CompiledRows = {}  # for the executors of all steps
+        self._compiles = config.train.compile == "on"  # the driver has settled auto
+        self._of_lengths: dict[int, StagePasses] = {}
+        self.passes = self.of_length(config.model.length)  # of the current step
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of this rank's master weights, without frozen ones, with weight decay for the
@@ -108,6 +102,26 @@ class Trainer:
         if self.stage.factored:
             optimizer.factors = Factors(self.stage, self.communicator)  # type: ignore[attr-defined]
         return optimizer
+
+    def of_length(self, length: int) -> StagePasses:
+        """Return the passes of this rank over training sequences of `length` tokens."""
+        if (found := self._of_lengths.get(length)) is None:
+            plan = self.plan.of_length(length)
+            found = StagePasses(self.config, plan, self.communicator, self.corpus, self.weights, self._compiles)
+            self._of_lengths[length] = found
+        return found
+
+    def enter(self, step: int) -> StagePasses:
+        """Make the passes over sequences of training step `step` current, and return them; drop shorter ones."""
+        length = length_at(self.config, step)
+        self._of_lengths = {n: found for n, found in self._of_lengths.items() if n >= length}
+        self.passes = self.of_length(length)
+        return self.passes
+
+    @property
+    def ops(self) -> ParallelOps:
+        """Return the executor of the current training step's operations on this rank."""
+        return self.passes.ops
 
     def step(
         self,
@@ -133,8 +147,9 @@ class Trainer:
             self.weights.settle()
             flip(self.weights.owned if plan.zero == 3 else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
-        watched = Watched(self.stage, communicator) if is_due(self.config.monitor.layers, step) else None
-        self.ops.watched, self.ops.routed = watched, {}
+        passes = self.enter(step)
+        watched = Watched(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None
+        passes.ops.watched, passes.ops.routed = watched, {}
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
             sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
@@ -145,8 +160,7 @@ class Trainer:
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
         scale, overflowed = self.loss_scale, not differences and self._rescale(loss, norm, skipped)
-        samples, reading = samples_of(self.config.train, step), clock.read()
-        seconds = reading.seconds
+        samples, seconds = samples_of(self.config.train, step), (reading := clock.read()).seconds
         return StepReport(
             step=step,
             loss=loss,
@@ -165,7 +179,7 @@ class Trainer:
             slow=[],
             differences=differences,
             layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
-            layer_activations={name: float(x) for name, x in watched.sums.items()} if watched else {},
+            layer_activations={n: float(x) / passes.pieces for n, x in watched.sums.items()} if watched else {},
             routed=list(self._routed),
             timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
         )
@@ -197,31 +211,33 @@ class Trainer:
     def _forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global sum."""
         share = share_of(self.plan, self.corpus, *samples_of(self.config.train, step))
-        return self._passes(step, self._row(step), share, self._pipeline), share
+        passes = self.enter(step)
+        return self._run_passes(step, self._row(step), share, passes.pipeline), share
 
     def _row(self, step: int) -> Sequence[Action]:
         """Return the actions of this pipeline stage, in order, for the microbatches of training step `step`."""
         first, end = samples_of(self.config.train, step)
         return self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
 
-    def _passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
+    def _run_passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
         """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
         accumulate this rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed
         loss (fp64 scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: constructor of the executor
         of the row."""
-        first, end = samples_of(self.config.train, step)
-        total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
+        passes, ops = self.passes, self.passes.ops
+        first, end = (passes.pieces * n for n in samples_of(self.config.train, step))
+        total, batch = torch.zeros((), dtype=torch.float64, device=self.communicator.device), passes.batch
         whole = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             """Run a model chunk's forward pass on microbatch `m` of the training step, adding up the loss, and return
             its output."""
-            self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
-            self.ops.deferred = deferred
-            if self.ops.watched:
-                self.ops.watched.sequences = max(0, end - first - m * self.plan.sizes["batch"])
-            out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
+            ops.position = PassPosition(self.config.seed, step, m * batch)
+            ops.deferred = deferred
+            if ops.watched:
+                ops.watched.sequences = max(0, end - first - m * batch)
+            out = passes.part(chunk, flow, "train", first + m * batch, end)
             if last.get(chunk.number) == m:
                 for y in out.values():
                     y.register_hook(lambda _: self.weights.last(chunk.number))
@@ -242,76 +258,31 @@ class Trainer:
 
     def rehearse(self, step: int) -> str:
         """Prepare training steps and evaluations from step `step` on, so that none of them waits for a compiler: run
-        the passes of one microbatch on this pipeline stage alone, all ranks together, and drop their results. Where any
-        rank cannot compile something, none runs compiled from now on, as replicas must round alike. Return what this
-        rank cannot compile, and why, in a line; "" for nothing."""
-        ops, compiler = self.ops, self.ops.compiler
-        ops.compiler = trial = Trial()
+        the passes of one microbatch on this pipeline stage alone, all ranks together, and drop their results; once for
+        each length that sequences are going to have. Where any rank cannot compile something, none runs compiled from
+        now on, as replicas must round alike. Return what this rank cannot compile, and why, in a line; "" for nothing.
+        """
+        trial, every = Trial(), [self.of_length(n) for n in lengths_from(self.config, step)]
         row = [action for action in self._row(step) if not action.microbatch]
-        watching = [Watched(self.stage, self.communicator)] if self.config.monitor.layers else []
         with self.communicator.uncounted():
-            for ops.watched in (*watching, None):
-                self._passes(step, row, 1.0, self._alone)
-                self.weights.finish()
+            for self.passes in every:
+                ops, stage = self.passes.ops, self.passes.stage
+                compiler, ops.compiler = ops.compiler, trial
+                for ops.watched in (*([Watched(stage, self.communicator)] if self.config.monitor.layers else []), None):
+                    self._run_passes(step, row, 1.0, self.passes.alone)
+                    self.weights.finish()
             if self.config.eval.every:
-                self._evaluate("train", *samples_of(self.config.train, step), self._alone)
-        ops.compiler = None if self.communicator.anywhere(bool(trial.failed)) else compiler
+                self.passes.evaluate(self.rows.forward, "train", *samples_of(self.config.train, step), alone=True)
+        failed = self.communicator.anywhere(bool(trial.failed))
+        for passes in every:
+            passes.ops.compiler = None if failed else compiler
+        self._compiles &= not failed
         return next(iter(trial.failed), "")
 
     @property
     def _scale(self) -> float:
         """Return the factor on the loss before a training step's backward pass: the fp16 loss scale, else 1."""
         return self.loss_scale.scale if self.loss_scale else 1.0
-
-    def _pipeline(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
-        """Construct the executor of this stage's row of the schedule. `forward` runs a model chunk on a microbatch;
-        `accumulated` is called after a backward action, with the chunk's number if it was that chunk's last, else
-        None."""
-        dtype = DTYPES[self.plan.precision][0]
-        return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated, self._compiled)
-
-    def _alone(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
-        """Construct an executor as `_pipeline` does, but of this pipeline stage without neighbours, for a rehearsal."""
-        return StageAlone(self.stage, self.communicator, DTYPES[self.plan.precision][0], forward, accumulated)
-
-    def _part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
-        """Run a model chunk's forward pass on the microbatch (of all replicas together) that starts at sequence `first`
-        of a global batch that ends before `end`, in the data's `split`; return its output activations or loss. `flow`:
-        the activations from the previous chunk."""
-        with self.clock.section("data"):
-            inputs = self.load(split, first, end, chunk)
-        residency, self.ops.label_weights = self.weights.residency, inputs.get(LABEL_WEIGHTS, {})
-        self.ops.begin()
-        if residency:
-            residency.begin(chunk.number)
-        if chunk.units:
-            out = self.model.part(self.ops, inputs, flow, chunk.units)
-        else:
-            out = {"loss": self.model.forward(self.ops, inputs)}
-        if residency:
-            residency.turn(out)
-        return out
-
-    def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
-        """Load this rank's input blocks of the microbatch (of all replicas together) that starts at sequence `first` of
-        the data's `split`. `chunk`: the model chunk whose operations read them, None for all of this stage; `end`:
-        sequences from there on complete a partial batch, and are padding whose labels do not count."""
-
-        def read(i: int, j: int) -> Mapping[str, Any]:
-            """Read sequences [i, j) of the microbatch from the corpus, by data tensor; rows beyond `end` are padding,
-            all -1."""
-            stop = first + j if end is None else min(first + j, end)
-            start = min(first + i, stop - 1)
-            missing = first + j - stop if first + i < stop else j - i
-            found = self.corpus.batch(split, start, stop)
-            if not missing:
-                return found
-            kept = {name: rows[: j - i - missing] for name, rows in found.items()}
-            return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
-
-        part = self._parts[chunk.number] if chunk else self.stage
-        rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator)}
-        return place(part, self.communicator, rows)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor, counted: bool = False) -> list[float]:
         """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks;
@@ -360,28 +331,12 @@ class Trainer:
     @torch.no_grad()
     def mean_loss(self, split: str, end: int) -> float:
         """Compute the mean loss per token over the first `end` samples of the data's `split`; equal on every rank."""
+        passes = self.of_length(self.config.model.length)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        for first in range(0, end, self.plan.sizes["batch"]):
-            total += self._evaluate(split, first, end, self._pipeline)
+        for first in range(0, end, passes.batch):
+            total += passes.evaluate(self.rows.forward, split, first, end)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))
-
-    @torch.no_grad()
-    def _evaluate(self, split: str, first: int, end: int, pipeline_of: PipelineOf) -> Tensor:
-        """Run the forward pass of an evaluation on the microbatch that starts at sample `first` of the data's `split`
-        and ends before `end`. Return this rank's summed loss, an fp64 scalar. `pipeline_of`: constructor of the pass's
-        executor."""
-        total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-
-        def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
-            """Run a model chunk on the evaluation's microbatch, and add its loss to the total; return its output."""
-            self.ops.position = PassPosition(training=False)  # of this pass: its documents make its masks
-            out = self._part(chunk, flow, split, first, end)
-            total.add_(out.get("loss", 0.0))
-            return out
-
-        pipeline_of(forward).run(self.rows.forward)
-        return total
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:

@@ -18,7 +18,7 @@ from platform.plan.schedule.table import ScheduleError
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 from platform.planning.make_plan import make_plan
 from platform.planning.replan import replan
-from platform.train.step.trainer import Trainer
+from platform.train.step.stage_passes import StagePasses
 from platform.train.step.training_state import State
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, trainer_of
 from tests.harness.pairwise import cover, product
@@ -141,7 +141,7 @@ def test_negative_control_mean_over_replicas(monkeypatch):
     c = configure(data=3, zero=3, microbatch=4, global_batch=BATCH, layers=1)
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    run_part = Trainer._part
+    run_part = StagePasses.part
 
     counts = {0: 8, 1: 4, 2: 4}  # sequences that each replica gets: 4 + 4, 4, 4
 
@@ -150,7 +150,7 @@ def test_negative_control_mean_over_replicas(monkeypatch):
         own = BATCH / (3 * counts[self.communicator.coordinates["data"]])
         return {name: x * own if name == "loss" else x for name, x in out.items()}
 
-    monkeypatch.setattr(Trainer, "_part", weighted)
+    monkeypatch.setattr(StagePasses, "part", weighted)
     with pytest.raises(AssertionError, match="gradient of"):
         compare(c, *run(c), serial(c))
 

@@ -102,6 +102,15 @@ def test_keys_come_back_by_one_reduce_scatter():
     assert set(found) == {"all_gather/context", "reduce_scatter/context", "all_reduce/context"}  # of parameters
 
 
+def test_a_plan_says_where_keys_do_not_go_around():
+    ring = {"context": 2, "context_kind": "ring"}
+    assert make_plan(configure(**ring)).warnings == ()
+    (line,) = make_plan(configure(**ring, dropout=0.1)).warnings
+    assert line == "keys of attention are gathered, not passed around a ring: model.dropout=0.1"
+    (line,) = make_plan(configure("layout", {"c": 2}, rules={"length": ["c"]}, **ring)).warnings
+    assert line.endswith("another axis splits length there")
+
+
 def test_heads_that_cannot_be_exchanged_are_not():
     c = configure(context=4, heads=2)
     assert dict(make_plan(c).scheme.context) == {"context": 4}

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from platform.launch import compose
 from platform.model import build_model
 from platform.plan.check.plan_check import unsound
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import saved_for_backward
 from platform.planning.make_plan import make_plan
+from tests.harness.card import alone, shrunk
 from tests.harness.oracle import MODELS, configure, prove
 from tests.harness.plan_mutants import with_operations
 from tests.harness.suite import suite
@@ -69,3 +71,14 @@ def test_a_rotation_that_is_missing_is_seen():
     plan = make_plan(configured("llama"))
     less = with_operations(plan, "ring_attention", "*", lambda o: replace(o, collectives=o.collectives[1:]))
     assert any("rotate" in line for line in unsound(less))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_on_a_card_a_step_reads_its_device_once(kernel):
+    """Messages in one operation of the group, and CUDA's kernels, which take what they are given."""
+    c = shrunk(compose(["+experiment=gpt_quick", "parallel.data=1", "tensor=serial", "precision=bf16"]))
+    c.parallel.context, c.parallel.context_kind, c.train.attention_kernel = 2, "ring", kernel
+    reads: list[int] = []
+    with alone(c, 1, reads) as trainer:
+        trainer.step(1)
+    assert reads == [2] and any(kind == "ring_attention" for kind, _ in trainer.plan.operations)

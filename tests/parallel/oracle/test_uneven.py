@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from random import Random
 
@@ -10,9 +11,13 @@ import pytest
 from platform.config.fields import Config
 from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.check.plan_check import unsound
+from platform.plan.core.step_collectives import communication
+from platform.plan.reports.tier_traffic import pair_traffic
 from platform.planning.make_plan import make_plan
+from platform.planning.replan import replan
 from tests.fuzz import plans
-from tests.harness.oracle import configure, prove
+from tests.harness.oracle import MODELS, configure, prove
+from tests.harness.plan_mutants import other, with_operations, with_steps
 
 SIZES = {"d_kv": 4, "d_ff": 25, "vocab": 61, "length": 8, "layers": 1}
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "tied": False}
@@ -31,6 +36,14 @@ CASES = {
         "tensor": "1d_sp", "axes": {"t": 2}, "heads": 7, "pipeline": "1f1b", "stages": 2, "recompute": "full",
         "microbatch": 2,
     },
+    "sequences of a microbatch": {
+        "tensor": "2d_gather", "axes": {"r": 2, "c": 2}, "heads": 7, "microbatch": 3, "global_batch": 6,
+        "pipeline": "1f1b", "stages": 2,
+    },
+    "experts": {
+        "tensor": "1d_sp", "axes": {"t": 2}, "heads": 8, "data": 3, "experts_of": 3, "microbatch": 1,
+        **MODELS["experts"], "experts": 5, "expert_d_ff": 11,
+    },
     "norms of all heads": {
         "tensor": "1d", "axes": {"t": 2}, "heads": 5, "query_key_norm": True, "query_key_norm_over": "heads",
     },
@@ -48,6 +61,8 @@ def test_equals_one_process(name):
     c = uneven(**CASES[name])
     plan, _ = prove(c)
     assert plan.uneven and not unsound(plan)
+    between = sum(moved for _, moved in pair_traffic(plan).values())
+    assert between == sum(communication(plan).values()), "pairs of ranks exchange what all of them move"
 
 
 def test_a_mean_that_takes_blocks_for_equal_differs(monkeypatch):
@@ -56,6 +71,18 @@ def test_a_mean_that_takes_blocks_for_equal_differs(monkeypatch):
     monkeypatch.setattr(ParallelOps, "widths", alike)
     with pytest.raises(AssertionError, match=r"gradient|loss"):
         prove(uneven(**CASES["norms of all heads"]))
+
+
+def test_the_static_check_knows_blocks_and_bytes():
+    """A step that takes blocks for equal, and a collective that counts them so."""
+    plan = make_plan(uneven(**CASES["sequences of a microbatch"]))
+    name = "layers.0.mlp.down"
+    forgets = with_operations(plan, "project", name, with_steps("0 0 operand", "forward", other("all_gather", cuts=())))
+    counts = with_operations(plan, "project", name, lambda o: replace(
+        o, collectives=tuple(replace(c, cuts=()) for c in o.collectives)
+    ))  # fmt: skip
+    assert "takes the 2 blocks of d_ff, of size 25, for equal ones" in unsound(forgets)[0]
+    assert "elements over" in unsound(counts)[0]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -68,6 +95,16 @@ def test_a_state_moves_to_other_blocks_and_back(seed):
             c.train.steps, c.model.kind = 3, "decoder"
             c.data.kind = "synthetic"
         plans.check(Random(seed), configs, [make_plan(c) for c in configs])
+
+
+@pytest.mark.parametrize(("data", "t"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize("workers", [5, 7])
+def test_all_survivors_work(data, t, workers):
+    """Of 8 workers, with heads that neither number divides; without the key some are idle."""
+    c = configure(tensor="1d", axes={"t": t}, data=data, heads=8, layers=1)
+    assert replan(c, workers).plan.mesh.size < workers
+    c.tensor.uneven = True
+    assert replan(c, workers).plan.mesh.size == workers
 
 
 @pytest.mark.parametrize(("given", "line"), [

@@ -85,14 +85,14 @@ def test_padding_of_an_encoder_does_not_influence_the_loss(dropout):
     c = configure(**MODELS["bert"], dropout=dropout)
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-    inputs = trainer.load("train", 0)
+    inputs = trainer.passes.load("train", 0)
     with torch.no_grad():
-        loss = trainer.model.forward(trainer.ops, inputs)
+        loss = trainer.passes.model.forward(trainer.ops, inputs)
         read = inputs["tokens"]["lookup", "embedding"]
         inputs["tokens"]["lookup", "embedding"] = torch.where(read < 0, 7, read)
-        assert trainer.model.forward(trainer.ops, inputs) == loss
+        assert trainer.passes.model.forward(trainer.ops, inputs) == loss
         inputs["tokens"]["lookup", "embedding"] = torch.where(read == read[0, 0], 7, read)
-        assert trainer.model.forward(trainer.ops, inputs) != loss
+        assert trainer.passes.model.forward(trainer.ops, inputs) != loss
 
 
 @pytest.mark.parametrize("layers", [2, 3])

@@ -32,9 +32,9 @@ from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import origin, traced
-from platform.config.batch_ramp import samples_before
 from platform.config.fields import Config, short_hash
 from platform.config.identity import completed, differences, identity
+from platform.config.ramps.batch_ramp import samples_before
 from platform.monitor import Journal
 from platform.monitor.patience import validation_losses
 from platform.monitor.records import events

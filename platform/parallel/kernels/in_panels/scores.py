@@ -61,8 +61,9 @@ def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
         deterministic=torch.are_deterministic_algorithms_enabled(),
         d_value=0 if q.shape[-1] == v.shape[-1] else v.shape[-1],
     )
-    name = chosen(name, q.device.type, traits)
-    return PRODUCTS if name == MATH else FUSED[q.device.type, name]
+    device = "cpu" if q.device.type == "cpu" else "cuda"
+    name = chosen(name, device, traits)
+    return PRODUCTS if name == MATH else FUSED[device, name]
 
 
 def _unseen_as_nothing(result: Result, scores: Scores) -> Result:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from math import prod
+from typing import Any
 
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.ops import Spec, scores_of
+from platform.plan.language.stretches import Stretch
 from platform.plan.operations.attention.hiding import hides, reads_of
 from platform.plan.operations.attention.kernel_memory import (
     KEEP_ORDER,
@@ -14,8 +16,10 @@ from platform.plan.operations.attention.kernel_memory import (
     by_math,
     hidden,
     in_one_kernel,
+    pair_by_pair,
     permuted,
 )
+from platform.plan.operations.attention.ring_attention import positions_of
 from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Value
 
@@ -23,6 +27,12 @@ from platform.plan.operations.storages import Value
 def length_of(kv: Spec) -> str:
     """Return the dim along which the positions of an attention's keys or values lie."""
     return "memory_length" if "memory_length" in kv.dims else "length"
+
+
+def _in_pairs(ops, kv: Spec, bias: Any) -> bool:
+    """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, and
+    nothing is added to its scores, or drawn by a kernel."""
+    return length_of(kv) == "memory_length" and bias is None and not ops.dropout_rate
 
 
 class FusedAttentionOp(BlockOp):
@@ -63,15 +73,23 @@ class FusedAttentionOp(BlockOp):
         self, ops, found, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
         bias=None,
     ):  # fmt: skip
-        """Compute attention by torch's fused kernel, whose mask is made only if causality is not all that hides."""
+        """Compute attention by torch's fused kernel, whose mask is made only if causality is not all that hides. Where
+        queries are some of all positions, pair by pair, so that what no query sees is not computed."""
         from torch.nn.functional import scaled_dot_product_attention
 
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
+        starts = None if begins is None else begins[self.kind, name]
+        if _in_pairs(ops, kv, bias):
+            panels, queries = ops.kernels.panels, positions_of(ops.plan, spec, ops.communicator.coordinates)
+            plan = panels.PanelAttention(
+                queries, [[Stretch(0, k.shape[2])]], (), found.operation["kernel"], scale, causal, window
+            )
+            hiding = panels.Hiding(starts, None if mask is None else (mask[self.kind, name] < 0).t())
+            return panels.attend_panels(ops.communicator, plan, (q, k, v), hiding).permute(back)
         positions = ops.kernels.positions
         padding = None if mask is None else positions.padding_mask(mask[self.kind, name])
-        starts = None if begins is None else begins[self.kind, name]
         whole = not causal or q.shape[2] == k.shape[2]  # else q's are some of all positions
         if bias is None and padding is None and starts is None and not window and whole:
             seen = None
@@ -94,6 +112,9 @@ class FusedAttentionOp(BlockOp):
         documents = begins is not None
         sizes = query["batch"], query["heads"], query["length"], key[length_of(kv)], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
+        if _in_pairs(ops, kv, bias):
+            masked = bool(window) or block.masked
+            return pair_by_pair(ops, block, ops.block(out), (q, k, v), masked, found.operation["kernel"] == MATH)
         if bias is None and mask is None and (window or documents or (causal and block.length < block.memory_length)):
             added: Value | None = ops.seen(block, window, documents)
         else:

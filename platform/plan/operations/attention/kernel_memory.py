@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from platform.plan.language.stretches import BLOCK
 from platform.plan.operations.storages import Gradients, Saved, Value
 
 KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory as Q, K and V do
@@ -109,3 +110,25 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     out = step(a.rows * a.d_value, [scores, v], (scores.storage, values))
     del ahead, probabilities
     return ops.plain(ops.tensor(out.elements), [out]) if narrow else out
+
+
+def pair_by_pair(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], masked: bool, math: bool) -> Value:
+    """Count the memory of an attention whose queries and keys are computed pair by pair, in pieces of at most BLOCK:
+    its result and one statistic a row are kept. `masked`: a mask is made for each pair; `math`: scores are."""
+    rows, piece = a.rows, min(BLOCK, a.length) * min(BLOCK, a.memory_length)
+    scratch = piece * a.batch * a.heads if math else piece * (a.batch if a.masked else 1) if masked else 0
+    held = [ops.new(out.elements), ops.new(scratch, ops.wide)]
+    lse = ops.new(rows, ops.wide)
+    del held
+    q, k, v = operands
+    sizes = [(x.elements, x.itemsize) for x in operands]
+
+    def backward(_: Gradients, __: Saved) -> Gradients:
+        """Allocate the gradients, summed over pairs in the type of statistics, while a pair's are there."""
+        held = [ops.new(n, ops.wide) for n in (q.elements, k.elements, v.elements, scratch)]
+        found = [ops.new(*n) for n in sizes] if ops.wide != ops.plan.itemsize["compute"] else held[:3]
+        del held
+        return found
+
+    ops.note([out], list(operands), (*(x.storage for x in operands), out.storage, lse), backward)
+    return out

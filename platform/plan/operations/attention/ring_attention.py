@@ -10,7 +10,7 @@ from typing import Any
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.planner import Planner
 from platform.plan.language.attention_kernels import MATH
-from platform.plan.language.layout import consecutive
+from platform.plan.language.layout import Cut, consecutive
 from platform.plan.language.ops import Operation, Spec, scores_of
 from platform.plan.language.stretches import BLOCK, Stretch
 from platform.plan.operations.attention.hiding import hides, reads_of
@@ -38,7 +38,17 @@ def rotations(planner: Planner, operation: Operation) -> list[Collective]:
     layout = planner.layout(operation.outputs[0])
     over, elements = layout["length"], ring_message(planner, operation)
     phases = ["forward", "backward", "backward"] * (planner.mesh.extent(over) - 1)
-    return [Collective("rotate", over, elements, "compute", phase, layout.only) for phase in phases]
+    cuts = ring_cuts(planner, operation)
+    return [Collective("rotate", over, elements, "compute", phase, layout.only, 0, cuts) for phase in phases]
+
+
+def ring_cuts(planner: Planner, operation: Operation) -> tuple[Cut, ...]:
+    """Return how batch and heads of what a ring attention sends are cut, if their blocks differ."""
+    sent = operation.inputs[1]
+    assert isinstance(sent, Spec)
+    if operation["shared"] and planner.units:
+        sent = replace(sent, dims=tuple("kv_heads" if d == "heads" else d for d in sent.dims))
+    return planner.cuts_of(sent, planner.layout(sent), ("batch", "heads", "kv_heads"))
 
 
 def positions_of(plan: Any, spec: Spec, at: Mapping[str, int]) -> list[Stretch]:

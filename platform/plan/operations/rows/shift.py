@@ -7,7 +7,8 @@ from platform.plan.operations.op import BlockOp, with_vectors
 
 class ShiftOp(BlockOp):
     """Activation plus a parameter (a bias, a position table), broadcast over the dims that the parameter lacks; the sum
-    is in the activation's type. Rows of experts have `counts`: each is added the vector of its expert."""
+    is in the activation's type. Of a table with the dim positions, a sequence takes as many rows as it has tokens. Rows
+    of experts have `counts`: each is added the vector of its expert."""
 
     wide = "inputs", "outputs"
 
@@ -24,6 +25,11 @@ class ShiftOp(BlockOp):
         if counts is not None:
             return x + ops.kernels.products.vectors_of_rows(counts, parameter)
         (dims,) = (p.dims for p in found.operation.parameters)
+        if dims[0] == "positions":
+            from torch import cat
+
+            rows = [parameter.narrow(0, first, n) for first, n in ops.stretches(spec, "length")]
+            parameter, dims = cat(rows) if len(rows) > 1 else rows[0], ("length", *dims[1:])
         assert tuple(d for d in spec.dims if d in dims) == dims
         for i, d in enumerate(spec.dims):
             if d not in dims:

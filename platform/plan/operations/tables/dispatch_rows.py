@@ -29,15 +29,16 @@ class Ends(NamedTuple):
     @classmethod
     def of(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
         """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
-        divide the batch."""
+        divide the batch or the experts."""
         d = out.dims[-1]
         goal = planner.scheme.activation(out.region, ("experts", "batch", "length", d))
         there = (*goal["experts"], *goal["batch"])
         # as few axes as can be leave the batch: a token is smaller than its rows
         kept = tuple(takewhile(lambda a: a in there, planner.layout(spec)["batch"]))
         batch = (*kept, *(a for a in goal["batch"] if a not in kept))
-        if planner.sizes["batch"] % planner.mesh.extent(batch):
-            raise ValueError(f"batch={planner.sizes['batch']} would be split over {'+'.join(batch)}")
+        for dim, axes in (("batch", batch), ("experts", goal["experts"])):
+            if planner.sizes[dim] % planner.mesh.extent(axes):
+                raise ValueError(f"{dim}={planner.sizes[dim]} would be split over {'+'.join(axes)}")
         exchanged = tuple(a for a in goal["experts"] if a in kept)
         held = tuple(a for a in goal["experts"] if a not in kept)
         return cls(Layout.of({"length": goal["length"], "batch": batch, d: goal[d]}, goal.only), held, exchanged)
