@@ -13,7 +13,7 @@ from tests.benchmarks.peers.contexts.turns import Job, build, difference, floor,
 from tests.benchmarks.peers.pairs import OURS, PEER
 from tests.harness.suite import suite
 
-# Times of what must be sent: keys go around in the backward pass again, and torch's gradients all the way to their rank.
+# Times of what must be sent: keys go around again in the backward pass, and torch's gradients one rank further.
 AROUND = {"ring": 3 / 2, "torch_allgather": 2, "torch_alltoall": 2}
 SMALL = Size(32, 4, 2, 24, length=16, precision="fp64")
 KINDS = ("gather", "heads", "ring")

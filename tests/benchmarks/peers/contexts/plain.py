@@ -116,7 +116,7 @@ class Model(nn.Module):
     def __init__(self, size: Size, w: Mapping[str, Tensor], positions: Tensor, attention: Attention):
         super().__init__()
         self.size, self.attention = size, attention
-        self.norm1, self.norm2 = nn.Parameter(w["attention.norm.gain"].clone()), nn.Parameter(w["mlp.norm.gain"].clone())
+        self.norm1, self.norm2 = (nn.Parameter(w[f"{layer}.norm.gain"].clone()) for layer in ("attention", "mlp"))
         self.qkv = nn.Parameter(torch.cat([w[f"attention.{name}"] for name in ("query", "key", "value")]))
         self.out, self.down = nn.Parameter(w["attention.output"].clone()), nn.Parameter(w["mlp.down"].clone())
         self.inner = nn.Parameter(torch.cat([w["mlp.gate"], w["mlp.up"]]))
