@@ -14,7 +14,7 @@ from platform.checkpoint.moves import read_tensor, restore
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Refused, check_against
-from platform.plan.language.layout import Layout, block
+from platform.plan.language.layout import Layout, block, padded
 from platform.plan.language.mesh import Mesh
 from tests.harness.storage_job import Counting, Job, values
 
@@ -92,10 +92,9 @@ def test_precision_may_change(tmp_path):
 def test_the_plan_s_blocks_with_a_padded_vocab(tmp_path):
     """Rows beyond the vocabulary are not stored, and come back as zeros under another padding."""
     table = {"embedding": torch.randn(61, 12)}
-    sizes = {"vocab": 61, "d_model": 12}
 
     def job(axes):
-        mesh = Mesh.of(axes)
+        mesh, sizes = Mesh.of(axes), {"vocab": padded(61, axes["t"]), "d_model": 12}
         layout = Layout.of({"vocab": ("t",), "d_model": ("c",)})
         found = [
             (r, Box.of(block(("vocab", "d_model"), sizes, layout, mesh, mesh.coordinates(r)))) for r in range(mesh.size)

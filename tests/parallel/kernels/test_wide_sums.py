@@ -82,10 +82,12 @@ def test_negative_control_a_product_that_overwrites(monkeypatch):
 
 
 def test_a_cpu_has_no_such_kernel():
-    """Else it could do as CUDA does."""
-    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    """Else it could do as CUDA does: its product is added after it."""
+    x, there = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)
     with pytest.raises(NotImplementedError):
-        products.add_product(torch.zeros(2, 2), x, x, True)
+        torch.mm(x, x, out_dtype=there.dtype, out=there)
+    products.add_product(there, x, x, False)
+    assert there.tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
 @pytest.mark.parametrize("zero", range(4))

@@ -16,7 +16,7 @@ from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.simulate import simulate
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
-from platform.train.step.trainer import Trainer
+from platform.train.step.stage_passes import StagePasses
 from tests.harness.oracle import MODELS, compare, configure, counted, prove, run, serial, trainer_of, validation_loss
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite, title
@@ -226,9 +226,9 @@ def test_a_partial_microbatch_weighs_what_it_has(more):
 def test_negative_control_partial_microbatch(monkeypatch):
     """Where the missing sequences were real ones, the oracle must fail."""
     c = configure(data=3, microbatch=2, global_batch=11)
-    load = Trainer.load
+    load = StagePasses.load
     monkeypatch.setattr(
-        Trainer, "load", lambda self, split, first, end=None, chunk=None: load(self, split, first, chunk=chunk)
+        StagePasses, "load", lambda self, split, first, end=None, chunk=None: load(self, split, first, chunk=chunk)
     )
     with pytest.raises(AssertionError):
         compare(c, *run(c), serial(c))
