@@ -20,7 +20,7 @@ from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes
 from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec
-from platform.plan.language.scheme import Scheme
+from platform.plan.language.scheme import REPLICAS, Scheme
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.schedule.table import Action, Kind
@@ -55,8 +55,9 @@ def of_rows(scheme: Scheme) -> Scheme:
 
 
 def rows_at_once(scheme: Scheme, mesh: Mesh) -> int:
-    """Return the number of which a generation pass's sequences must be a multiple, so that mesh axes divide them."""
-    return lcm(*(mesh.extent(layout["batch"]) for layout in of_rows(scheme).regions.values()))
+    """Return the number of which a generation pass's sequences must be a multiple, so that axes divide each replica's."""
+    inner = ([a for a in layout["batch"] if a not in REPLICAS] for layout in of_rows(scheme).regions.values())
+    return mesh.extent([a for a in REPLICAS if a in mesh.axes]) * lcm(*map(mesh.extent, inner))
 
 
 def memory_unit(scheme: Scheme, mesh: Mesh) -> int:
