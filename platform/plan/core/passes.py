@@ -55,7 +55,7 @@ def of_rows(scheme: Scheme) -> Scheme:
 
 
 def rows_at_once(scheme: Scheme, mesh: Mesh) -> int:
-    """Return the number of which a generation pass's sequences must be a multiple, so that axes divide each replica's."""
+    """Return the number that divides a generation pass's sequences, so that axes divide each replica's."""
     inner = ([a for a in layout["batch"] if a not in REPLICAS] for layout in of_rows(scheme).regions.values())
     return mesh.extent([a for a in REPLICAS if a in mesh.axes]) * lcm(*map(mesh.extent, inner))
 
