@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from fractions import Fraction
 from math import prod
 from typing import NamedTuple
@@ -103,6 +103,7 @@ def after(spread: Spread, step: Step) -> Spread:
     if step.op in LENDING:
         if spread.split.get("experts", ()) != step.axes:
             raise Unsound(f"{step.op} over {plus(step.axes)} takes experts that {plus(spread.axes)} splits")
+        _check_only(step, spread.only)
         return spread
     axes, (before, then) = step.axes, BECOMES[step.op]
     split, partial, only, dims = dict(spread.split), set(spread.partial), set(spread.only), list(spread.split)
@@ -121,8 +122,7 @@ def after(spread: Spread, step: Step) -> Spread:
         split[dim] = rest
     partial.difference_update(axes)
     only.difference_update(axes)
-    if set(step.only) != only:
-        raise Unsound(f"{step.op} over {plus(axes)} is taken at index 0 of {plus(step.only)}, not of {plus(only)}")
+    _check_only(step, only)
     if then == SPLIT:
         split[dims[step.dim]] = (*split[dims[step.dim]], *axes)
     elif then == PARTIAL:
@@ -130,6 +130,12 @@ def after(spread: Spread, step: Step) -> Spread:
     elif then == ALONE:
         only.update(axes)
     return Spread(split, frozenset(partial), frozenset(only))
+
+
+def _check_only(step: Step, only: Set[str]) -> None:
+    """Raise Unsound for a step that other ranks take than those at index 0 of the axes `only`, which have the tensor."""
+    if set(step.only) != only:
+        raise Unsound(f"{step.op} over {plus(step.axes)} is taken at index 0 of {plus(step.only)}, not of {plus(only)}")
 
 
 def difference(found: Spread, wanted: Spread) -> str:
@@ -143,6 +149,6 @@ def difference(found: Spread, wanted: Spread) -> str:
     return f"has {dim} split over {', '.join(found.split[dim])}, and has to over {', '.join(wanted.split[dim])}"
 
 
-def plus(axes: Sequence[str] | set[str] | frozenset[str]) -> str:
+def plus(axes: Sequence[str] | Set[str]) -> str:
     """Return the names of mesh axes as text, such as r+c."""
     return "+".join(axes if isinstance(axes, tuple) else sorted(axes)) or "no axis"

@@ -229,11 +229,12 @@ class Planner:
             backward.insert(at, Step("all_reduce", summed, only=only))
         found = replace(conversion, backward=tuple(backward))
         layer = dict(operation.attributes).get("layer", "")  # of rows of experts
-        return self._lending(layer, found) if layer and self.scheme.lent else found
+        return self._lending(layer, found, self.layout(p).only) if layer and self.scheme.lent else found
 
-    def _lending(self, layer: str, conversion: Conversion) -> Conversion:
+    def _lending(self, layer: str, conversion: Conversion, only: Sequence[str]) -> Conversion:
         """Extend the conversion of a parameter of experts, its first dim, by the exchange of lent experts, and of their
-        gradients: where a rank has all of its experts. `layer`: the layer of experts."""
+        gradients: where a rank has all of its experts. `layer`: the layer of experts; `only`: the axes at whose index 0
+        alone the parameter exists."""
 
         def wider(shape: tuple[int, ...]) -> tuple[int, ...]:
             """Return the shape of a block of experts, with lent ones."""
@@ -243,8 +244,9 @@ class Planner:
         moved = [[i for i, s in enumerate(way) if s.moves(0)] for way in (steps, back)]
         at, until = max(moved[0], default=-1) + 1, min(moved[1], default=len(back))
         (*_, own) = (conversion.before, *(after for *_, after in shapes(steps[:at], conversion.before, self.mesh)))
-        only = next((s.only for s in (*steps, *back)), ())
-        lend = Step("lend", ("expert",), only=only, shape=wider(own), layer=layer)
+        appeared = {a for s in steps[:at] if s.op in APPEAR for a in s.axes}
+        here = tuple(a for a in only if a not in appeared)
+        lend = Step("lend", ("expert",), only=here, shape=wider(own), layer=layer)
         home = replace(lend, op="give_back", shape=own)
         widened = [[replace(s, shape=wider(s.shape)) for s in way] for way in (steps[at:], back[:until])]
         forward, backward = (*steps[:at], lend, *widened[0]), (*widened[1], home, *back[until:])

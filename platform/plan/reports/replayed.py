@@ -104,7 +104,8 @@ def _elements(plan: Plan, c: Collective, one: _Layer) -> int:
 
 def _widths(plan: Plan, c: Collective, one: _Layer) -> int:
     """Return the elements of a row of the collective `c` on one rank of each of its groups in a pass, added up."""
-    return sum(_width(plan, c, rank) for rank in one.here) // plan.mesh.extent(c.axes)
+    there = (rank for rank in one.here if at_zero(c.only, plan.mesh.coordinates(rank)))
+    return sum(_width(plan, c, rank) for rank in there) // plan.mesh.extent(c.axes)
 
 
 def _width(plan: Plan, c: Collective, rank: int) -> int:

@@ -54,6 +54,17 @@ def test_equals_one_process(name, lent):
     assert not list(unsound(plan))
 
 
+@pytest.mark.parametrize("lent", [1, 3])
+def test_biases_on_sub_grid_zero_alone_are_lent_there(lent, monkeypatch):
+    c = configured(lent, biased=True, branch="dsp_csub", branch_axes={"g": 2}, data=2, experts_of=2)
+    plan, results = run(c)
+    compare(c, plan, results, serial(c))
+    assert not list(unsound(plan))
+    shifts = [o for (kind, _), o in plan.operations.items() if kind == "shift"]
+    steps = [s for o in shifts for each in o.conversions for s in (*each.forward, *each.backward)]
+    assert {s.only for s in steps if s.op in ("lend", "give_back")} == {(), ("g",)}
+
+
 @pytest.mark.parametrize("dim", ["experts", "d_ff"])
 def test_weights_that_another_axis_splits_are_joined_before_they_are_lent(dim):
     """Or split again: an all-to-all of experts and widths."""
