@@ -35,8 +35,9 @@ from platform.plan.core.ahead import Ahead
 from platform.plan.core.counted import counts_at
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import CROSS_ENTROPY
-from platform.plan.language.layout import consecutive, shape_at
+from platform.plan.language.layout import shape_at
 from platform.plan.language.ops import Parameter, Spec
+from platform.plan.language.stretches import Stretch
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
 
@@ -259,10 +260,9 @@ class ParallelOps(Ops):
         first, found = self.offset if dim == "length" else 0, self.stretches(spec, dim)
         return torch.cat([torch.arange(first + i, first + i + n, device=device) for i, n in found])
 
-    def stretches(self, spec: Spec, dim: str) -> Sequence[tuple[int, int]]:
-        """Return (first, size) of the consecutive positions along `dim` of this rank's block of `spec`, in order."""
-        i, ranks = spec.dims.index(dim), self.plan.planner.ranks_in_zigzag(dim, self.plan.layout(spec))
-        return consecutive(*self.blocks[spec][i], self.plan.global_shape(spec)[i], ranks)
+    def stretches(self, spec: Spec, dim: str) -> list[Stretch]:
+        """Return the consecutive positions along `dim` of this rank's block of `spec`, in order."""
+        return self.plan.stretches(spec, dim, self.communicator.coordinates)
 
     def without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
         """Return x, this rank's block of the activation `spec`, with its padding along `dims` overwritten by `value`:

@@ -85,18 +85,10 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
 
     Raises ConfigError with one line per violation.
     """
-    tensor, branch = asdict(config.tensor), asdict(config.branch)
-    inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
-    inner *= config.parallel.context
+    inner = prod(n for _, n in compose_scheme(asdict(config.tensor), asdict(config.branch), 1).axes)
+    inner *= config.pipeline.stages * config.parallel.context
     data = _replicas(config, inner, workers or inner)
-    experts = expert_group(config, data)
-    lent = config.parallel.lent_experts
-    groups = zero_group(config, data // experts, experts)
-    context, balanced = settled_context(config, data), config.parallel.context_balance
-    lengths = [config.model.source_length, *(phase.length for phase in phases_of(config))]
-    balanced &= all(n % (2 * config.parallel.context) == 0 for n in lengths)
-    scheme = compose_scheme(tensor, branch, data, groups, experts, lent, context, balanced)
-    scheme = replace(scheme, ring=config.parallel.context_kind == RING)
+    scheme = _scheme_of(config, data, settled_context(config, data))
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
@@ -121,6 +113,23 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
     return _with_shorter(config, plan, data)
+
+
+def _scheme_of(config: Config, data: int, context: Mapping[str, int]) -> Scheme:
+    """Compose the scheme of a configuration for `data` replicas. `context`: sizes of the axes of contexts."""
+    parallel, experts = config.parallel, expert_group(config, data)
+    lengths = [config.model.source_length, *(phase.length for phase in phases_of(config))]
+    return compose_scheme(
+        asdict(config.tensor),
+        asdict(config.branch),
+        data,
+        zero=zero_group(config, data // experts, experts),
+        experts=experts,
+        lent=parallel.lent_experts,
+        context=context,
+        balanced=parallel.context_balance and all(n % (2 * parallel.context) == 0 for n in lengths),
+        ring=parallel.context_kind == RING,
+    )
 
 
 def _plan_of(
@@ -213,7 +222,11 @@ def _without_ring(config: Config, plan: Plan) -> Iterator[str]:
         return
     gathers = [name for (kind, name) in plan.operations if kind == "relayout" and name.endswith("attention.key")]
     if names := dict.fromkeys(name.split(".", 2)[-1].removesuffix(".key") for name in gathers):
-        why = f"model.dropout={config.model.dropout}" if config.model.dropout else "another axis splits length there"
+        reasons = {
+            "tensor.uneven=true": plan.scheme.uneven,
+            f"model.dropout={config.model.dropout}": config.model.dropout,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), "another axis splits length there")
         yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
 
@@ -289,11 +302,10 @@ def _plans_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -
 def _plan_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> Plan | None:
     """Return the plan of one layer of the configured model over `data` replicas, None if it is illegal. `context`:
     sizes of the axes of contexts."""
-    tensor, branch = asdict(config.tensor), asdict(config.branch)
-    scheme = compose_scheme(tensor, branch, data, experts=expert_group(config, data), context=context)
-    scheme = replace(scheme, ring=config.parallel.context_kind == RING)
     model, train = build_model(replace(config.model, layers=1)), config.train
     try:
-        return build_plan(model, scheme, data=data, microbatch=train.microbatch, microbatches=1)
+        return build_plan(
+            model, _scheme_of(config, data, context), data=data, microbatch=train.microbatch, microbatches=1
+        )
     except IllegalPlan:
         return None

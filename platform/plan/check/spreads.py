@@ -133,7 +133,7 @@ def after(spread: Spread, step: Step) -> Spread:
 
 
 def _check_only(step: Step, only: Set[str]) -> None:
-    """Raise Unsound for a step that other ranks take than those at index 0 of the axes `only`, which have the tensor."""
+    """Raise Unsound for a step that ranks take elsewhere than at index 0 of the axes `only`, where the tensor is."""
     if set(step.only) != only:
         raise Unsound(f"{step.op} over {plus(step.axes)} is taken at index 0 of {plus(step.only)}, not of {plus(only)}")
 

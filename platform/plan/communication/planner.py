@@ -21,10 +21,11 @@ from platform.plan.communication.rule import (
     enter,
     leave,
 )
-from platform.plan.language.layout import LENGTHS, UNEVEN, Cut, Cuts, Layout, local_shape
+from platform.plan.language.layout import LENGTHS, UNEVEN, Cut, Cuts, Layout, block, consecutive, local_shape
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Spec, dtype_of
 from platform.plan.language.scheme import REPLICAS, Scheme
+from platform.plan.language.stretches import Stretch
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,12 @@ class Planner:
             return step
         moved = [i for i, d in enumerate(dims) if d in LENGTHS and step.moves(i)]
         return replace(step, zigzag=moved[0]) if moved else step
+
+    def stretches(self, dim: str, size: int, layout: Layout, coordinates: Mapping[str, int]) -> list[Stretch]:
+        """Return the consecutive positions along a dim of global `size`, in `layout`, that the rank at `coordinates`
+        holds, in its order."""
+        ((offset, extent),) = block((dim,), {dim: size}, layout, self.mesh, coordinates, self.units)
+        return [Stretch(*found) for found in consecutive(offset, extent, size, self.ranks_in_zigzag(dim, layout))]
 
     def ranks_in_zigzag(self, dim: str, layout: Layout) -> int:
         """Return how many ranks hold the pieces of a dim in zigzag, in `layout`; 1 if none do."""

@@ -201,7 +201,7 @@ def _summable(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[Step]]
         pairs += [(inputs[0], group.x.backward)]
         pairs += [(inputs[e.index + 1], e.operand.backward) for e in group.einsums]
         pairs += [(outputs[e.index], e.output.forward) for e in group.einsums]
-    if planned.operation.kind in ("expand_kv", "fused_attention"):
+    if not planned.groups and word_of(planned.operation).open.get("inputs") == "gradient":
         pairs += [(t, c.backward) for t, c in zip(inputs, planned.conversions, strict=False)]
     yield from ((t, steps) for t, steps in pairs if isinstance(t, Spec) and t.open)
 

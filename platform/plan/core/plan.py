@@ -18,6 +18,7 @@ from platform.plan.language.layout import Layout, at_zero, block, padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import LOSSES, NO_RECOMPUTATION, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
+from platform.plan.language.stretches import Stretch
 from platform.plan.operations.words import flops
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -170,6 +171,11 @@ class Plan:
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """Return the shape of the longest block of a tensor, vocab padded: of every block but for uneven ones."""
         return self.planner.shape(tensor)
+
+    def stretches(self, tensor: Spec | Parameter, dim: str, coordinates: Mapping[str, int]) -> list[Stretch]:
+        """Return the consecutive positions along `dim` of a tensor that the rank at `coordinates` holds, in order."""
+        sizes, layout = self.planner.sizes_of(tensor), self.layout(tensor)
+        return self.planner.stretches(dim, sizes[dim], layout, coordinates)
 
     def shape_at(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the block of a tensor that the rank at `coordinates` holds, vocab padded."""

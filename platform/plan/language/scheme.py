@@ -144,11 +144,6 @@ def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, li
     return {**rules, **own} if contexts else dict(rules)
 
 
-def _of_axes(contexts: Mapping[str, int], branch: Mapping[str, Any], name: str, rules: Rules) -> dict[str, list[str]]:
-    """Add the axes of a branch splitting, then of contexts, to a region's map from dims to mesh axes."""
-    return _with_context(contexts, name, _with_branches(branch, name, rules))
-
-
 NO_CONTEXT: Mapping[str, int] = MappingProxyType({})
 
 
@@ -161,6 +156,7 @@ def compose_scheme(
     lent: int = 0,
     context: Mapping[str, int] = NO_CONTEXT,
     balanced: bool = False,
+    ring: bool = False,
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
@@ -186,7 +182,7 @@ def compose_scheme(
         rules = {dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}
         return Layout.of(rules, _at_zero_of(branch, name))
 
-    maps = {r: _of_axes(contexts, branch, r, _of_region(tensor["regions"], r)) for r in REGIONS}
+    maps = {r: _with_context(contexts, r, _with_branches(branch, r, _of_region(tensor["regions"], r))) for r in REGIONS}
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
@@ -206,7 +202,7 @@ def compose_scheme(
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         uneven=tensor["uneven"],
-        **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0),
+        **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0, ring=ring),
         context=tuple(contexts.items()),
         zigzag="context" if balanced and "context" in contexts else "",
     )

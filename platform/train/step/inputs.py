@@ -15,7 +15,7 @@ from platform.data.objectives import cut
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
-from platform.plan.language.layout import Layout, block, consecutive
+from platform.plan.language.layout import Layout, block
 
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
 Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the first one, and that behind the last one
@@ -49,9 +49,7 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
         whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
-        sizes = {"length": whole.shape[1]}
-        ((offset, extent),) = block(("length",), sizes, layout, plan.mesh, communicator.coordinates)
-        found = consecutive(offset, extent, sizes["length"], plan.planner.ranks_in_zigzag("length", layout))
+        found = plan.planner.stretches("length", whole.shape[1], layout, communicator.coordinates)
         mine = torch.cat([whole[:, first : first + n] for first, n in found], 1).t().contiguous()
         if communicator.device.type == "cuda":
             mine = mine.pin_memory()  # from pageable memory the copy would hold the host

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.parallel import parallel_ops
 from platform.parallel.sharding import convert
 from platform.plan.check.plan_check import unsound
 from platform.plan.communication.planner import Planner
+from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.layout import consecutive, zigzag
+from platform.plan.language.stretches import Stretch
 from platform.planning.make_plan import make_plan
-from platform.train.step import inputs
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
@@ -118,16 +118,22 @@ def test_heads_that_cannot_be_exchanged_are_not():
         make_plan(configure(context=4, context_kind="heads", heads=2))
 
 
+def places(plan, tensor, dim):
+    return plan.planner.sizes_of(tensor)[dim], plan.layout(tensor)
+
+
 @pytest.mark.parametrize("mutant", ["offset", "straight", "labels", "unfolded"])
 def test_negative_controls(mutant, monkeypatch):
     c = configure(context=2, context_kind="gather", positions="rope", tied=False)
     expected = serial(c)
+    half, of_tensor, lying = Stretch(0, c.model.length // 2), Plan.stretches, Planner.stretches
     if mutant == "offset":  # each rank's queries are at the first positions
-        monkeypatch.setattr(parallel_ops, "consecutive", lambda offset, extent, size, ranks: [(0, extent)])
+        monkeypatch.setattr(Plan, "stretches", lambda *given: [half] if given[2] == "length" else of_tensor(*given))
     elif mutant == "straight":  # pieces in zigzag are taken for consecutive ones
         monkeypatch.setattr(Planner, "ranks_in_zigzag", lambda *_: 1)
-    elif mutant == "labels":
-        monkeypatch.setattr(inputs, "consecutive", lambda offset, extent, size, ranks: [(offset, extent)])
+    elif mutant == "labels":  # each rank reads the first tokens and labels
+        monkeypatch.setattr(Planner, "stretches", lambda *_: [half])
+        monkeypatch.setattr(Plan, "stretches", lambda p, t, d, at: lying(p.planner, d, *places(p, t, d), at))
     else:
         monkeypatch.setattr(convert, "in_order", lambda x, dim, ranks: x)
     with pytest.raises(AssertionError):

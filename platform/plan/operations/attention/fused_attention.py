@@ -19,7 +19,6 @@ from platform.plan.operations.attention.kernel_memory import (
     pair_by_pair,
     permuted,
 )
-from platform.plan.operations.attention.ring_attention import positions_of
 from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Value
 
@@ -82,7 +81,7 @@ class FusedAttentionOp(BlockOp):
         q, k, v = (t.permute(order) for t in (q, k, v))
         starts = None if begins is None else begins[self.kind, name]
         if _in_pairs(ops, kv, bias):
-            panels, queries = ops.kernels.panels, positions_of(ops.plan, spec, ops.communicator.coordinates)
+            panels, queries = ops.kernels.panels, ops.stretches(spec, "length")
             plan = panels.PanelAttention(
                 queries, [[Stretch(0, k.shape[2])]], (), found.operation["kernel"], scale, causal, window
             )

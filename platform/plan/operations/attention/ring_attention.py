@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.planner import Planner
 from platform.plan.language.attention_kernels import MATH
-from platform.plan.language.layout import Cut, consecutive
+from platform.plan.language.layout import Cut
 from platform.plan.language.ops import Operation, Spec, scores_of
-from platform.plan.language.stretches import BLOCK, Stretch
+from platform.plan.language.stretches import BLOCK
 from platform.plan.operations.attention.hiding import hides, reads_of
 from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Gradients, Saved
@@ -49,13 +47,6 @@ def ring_cuts(planner: Planner, operation: Operation) -> tuple[Cut, ...]:
     if operation["shared"] and planner.units:
         sent = replace(sent, dims=tuple("kv_heads" if d == "heads" else d for d in sent.dims))
     return planner.cuts_of(sent, planner.layout(sent), ("batch", "heads", "kv_heads"))
-
-
-def positions_of(plan: Any, spec: Spec, at: Mapping[str, int]) -> list[Stretch]:
-    """Return the stretches of positions in the block of an activation that the rank at coordinates `at` holds."""
-    place, ranks = spec.dims.index("length"), plan.planner.ranks_in_zigzag("length", plan.layout(spec))
-    first, n = plan.block(spec, at)[place]
-    return [Stretch(*s) for s in consecutive(first, n, plan.global_shape(spec)[place], ranks)]
 
 
 class RingAttentionOp(BlockOp):
@@ -100,8 +91,8 @@ class RingAttentionOp(BlockOp):
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         over, at = found.collectives[-1].axes, ops.communicator.coordinates
         (axis,) = over
-        keys = [positions_of(ops.plan, kv, {**at, axis: i}) for i in range(ops.plan.mesh.extent(over))]
-        queries, kernel = positions_of(ops.plan, spec, at), found.operation["kernel"]
+        keys = [ops.plan.stretches(kv, "length", {**at, axis: i}) for i in range(ops.plan.mesh.extent(over))]
+        queries, kernel = ops.stretches(spec, "length"), found.operation["kernel"]
         plan = panels.PanelAttention(queries, keys, over, kernel, scale, causal, window)
         padding = None if mask is None else (mask[self.kind, name] < 0).t()
         hiding = panels.Hiding(None if begins is None else begins[self.kind, name], padding)
