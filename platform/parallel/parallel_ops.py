@@ -257,8 +257,11 @@ class ParallelOps(Ops):
 
     def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of `spec`, int64 [local extent]."""
-        first, found = self.offset if dim == "length" else 0, self.stretches(spec, dim)
-        return torch.cat([torch.arange(first + i, first + i + n, device=device) for i, n in found])
+        return self._places(spec, dim, device) + (self.offset if dim == "length" else 0)
+
+    def _places(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
+        """Return the positions along `dim` of this rank's block of `spec` in its pass alone, int64 [local extent]."""
+        return torch.cat([torch.arange(i, i + n, device=device) for i, n in self.stretches(spec, dim)])
 
     def stretches(self, spec: Spec, dim: str) -> list[Stretch]:
         """Return the consecutive positions along `dim` of this rank's block of `spec`, in order."""
@@ -290,7 +293,7 @@ class ParallelOps(Ops):
         dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
         strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
         if spec not in self._counters:
-            where = [self.positions(spec, d, device) - self.offset * (d == "length") for d in spec.dims]
+            where = [self._places(spec, d, device) for d in spec.dims]
             self._counters[spec] = random.counters(where, [strides[d] for d in spec.dims])
         key = random.key(p.seed, kind, p.step, name)
         start = random.start(key, p.first_sequence * strides["batch"], device)

@@ -17,6 +17,7 @@ from platform.parallel.parallel_ops import ParallelOps
 from platform.parallel.sharding.flat import FlatBucket
 from platform.plan.core import counted
 from platform.plan.core.plan import Plan
+from platform.plan.language.stretches import Stretch
 from platform.plan.operations.rows.shift import ShiftOp
 from platform.train.step import trainer
 from platform.train.step.stage_passes import StagePasses
@@ -146,12 +147,12 @@ def last_microbatch_alone(sum_of, self, *names):
 
 @mutant(ParallelOps, "drawing")
 def masks_of_the_first_block(drawing, self, name, spec, device):
-    blocks = self.blocks
-    self.blocks, self._counters = {spec: [(0, n) for _, n in blocks[spec]]}, {}
+    extents = dict(zip(spec.dims, (n for _, n in self.blocks[spec]), strict=True))
+    self.stretches, self._counters = lambda _, dim: [Stretch(0, extents[dim])], {}
     try:
         return drawing(self, name, spec, device)
     finally:
-        self.blocks = blocks
+        del self.stretches
 
 
 def another_mask_in_the_backward_pass(patch: MonkeyPatch) -> None:
