@@ -18,6 +18,8 @@ from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import process_groups
+from platform.plan.language.layout import at_zero
+from platform.train.step.trainer import Trainer
 from tests.doubles.strict_nccl import CONNECTIONS, run_strictly
 from tests.fuzz import plans
 from tests.fuzz.draw_data import open_data
@@ -52,6 +54,13 @@ def check(r: Random, configs: Sequence[Config], planned: Sequence[Plan]) -> None
         step_on_card(on_card, r.randrange(plan.mesh.size))
 
 
+def passes_of_rows(trainer: Trainer) -> int:
+    """How often a rank sends rows to experts in a step."""
+    here, at = trainer.stage, trainer.communicator.coordinates
+    sends = [o for (kind, _), o in here.operations.items() if kind == "dispatch_rows" and at_zero(o.only, at)]
+    return here.microbatches * sum(1 + o.operation.recomputed for o in sends)
+
+
 def step_on_card(c: Config, rank: int) -> None:
     """Take a whole step of one rank on a card that is not there. Raises AssertionError where it waits for the card more
     than once, or works elsewhere; any error where its tensors are on two devices."""
@@ -59,7 +68,9 @@ def step_on_card(c: Config, rank: int) -> None:
     with alone(c, rank, reads, corpus=open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
         report = trainer.step(1)
     loads = len(trainer.plan.balanced) * c.model.experts if trainer.plan.scheme.lent else 0
-    once = reads in ([2 + loads], [2 + 2 * c.model.experts + loads])  # some ranks count what experts are chosen
+    *rows, end = reads  # numbers of rows, where experts have as many as choose them
+    once = end in (2 + loads, 2 + 2 * c.model.experts + loads)  # some ranks count what experts are chosen
+    once &= len(rows) == passes_of_rows(trainer)
     assert once and not report.skipped, f"rank {rank} on the card reads {reads}"
     threads, here = counter.sections["backward"].threads, current_thread().name
     assert threads - {here} or not trainer.weights.trained, f"rank {rank} on the card: backward in {threads}"

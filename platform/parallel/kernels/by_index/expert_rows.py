@@ -123,10 +123,19 @@ def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int
 @lru_cache(maxsize=1024)
 def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the seats [experts, most] in which each expert has rows, and how many seats each has [experts]."""
-    places = seats.places(experts)  # once: a copy to the device waits for it
-    most, last = max(map(len, places)), len(seats.first) * (seats.each + seats.more)
-    filled = [[*found, *[last] * (max(most, 1) - len(found))] for found in places]
-    return torch.tensor(filled, device=device), torch.tensor([max(1, len(found)) for found in places], device=device)
+    # made on the device, of few kernels: a table of the host's would make it wait
+    places, width = seats.places(experts), seats.each + seats.more
+    most = max(1, *map(len, places))
+    at = torch.full((experts, most), len(seats.first) * width, device=device)
+    count = torch.ones(experts, dtype=torch.int64, device=device)
+    for rank, first in enumerate(seats.first):
+        at[first : first + seats.each, 0] = torch.arange(rank * width, rank * width + seats.each, device=device)
+        for expert in range(first, first + seats.each):
+            if (found := places[expert]) != [rank * width + expert - first]:  # which is lent
+                count[expert] = len(found)
+                for number, seat in enumerate(found):
+                    at[expert, number] = seat
+    return at, count
 
 
 def _reordered(got: Tensor, rows: int) -> Tensor:
