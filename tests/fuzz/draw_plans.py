@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import lcm, prod
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
+from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
 from platform.config.rules.mesh_rules import slices_heads
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.planning.choose_schedule import count_microbatches
 from platform.planning.make_plan import context_axes
 from tests.fuzz.draw_data import draw_data
+from tests.fuzz.draw_model import draw_model, draw_uneven
 from tests.fuzz.draw_training import draw_optimizer, draw_training
 from tests.fuzz.tables import draw_table, spoil
 from tests.harness.oracle import read
@@ -184,111 +185,6 @@ def needed(configs: Sequence[Config]) -> dict[str, int]:
                 inside = [a for a in axes if a in sizes and (a, dim) != ("expert", "batch")]
                 out[dim] = lcm(out.get(dim, 1), prod(sizes[a] for a in inside))
     return out
-
-
-def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool, experts: float) -> Model:
-    """Draw a model whose sizes are small odd multiples of what the layouts need. `chunks`: of the whole pipeline;
-    `experts`: the share of models that have some."""
-
-    def size(dim: str, *factors: int) -> int:
-        return need.get(dim, 1) * r.choice(factors)
-
-    kinds = ("decoder", "decoder", "decoder", "encoder", "encoder_decoder") + ("two_layer",) * (chunks == 1)
-    has_experts = r.random() < experts
-    m = Model(kind=r.choice(kinds[:5] if has_experts else kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
-    if m.kind == "encoder_decoder":
-        m.layers = max(1, -(-(chunks - 3) // 2))
-    length = lcm(need.get("length", 1), need.get("memory_length", 1))
-    m.length = length * (1 if one_token else r.choice((1, 1, 2, 3, 5)))
-    if m.kind == "encoder_decoder" and r.random() < 0.5:
-        m.source_length = length * r.choice((1, 2, 3))
-    m.heads = size("heads", 1, 2, 3)
-    m.kv_heads = r.choice((0, 0, *(k for k in range(1, m.heads + 1) if m.heads % k == 0)))
-    m.positions = r.choice(("learned", "learned", "rope", "sinusoidal", "relative"))
-    m.d_kv = size("d_kv", 2, 4) if m.positions == "rope" else size("d_kv", 1, 2, 3)
-    m.d_kv *= 2 if m.positions == "rope" and m.d_kv % 2 else 1
-    m.d_model, m.d_ff = size("d_model", 2, 3, 5, 6), size("d_ff", 1, 2, 3, 5)
-    m.io, m.hidden, m.vocab = size("io", 1, 3), size("hidden", 1, 2, 3), r.randint(5, 23)
-    m.buckets, m.distance = r.choice(((4, 3), (8, 12)))
-    m.norm, m.post_norm = r.choice(("layernorm", "rmsnorm")), r.random() < 0.25
-    m.activation = r.choice(("gelu", "relu", "swiglu", "swiglu_clamped", "geglu"))
-    m.bias, m.tied = r.random() < 0.75, r.random() < 0.6
-    m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
-    if m.kind != "two_layer" and r.random() < 0.4:
-        draw_parts(r, m)
-    if m.kind in ("decoder", "encoder") and r.random() < 0.2:
-        draw_latents(r, m, size)
-    if m.positions == "rope":
-        m.rope_pairs = r.choice(("halves", "neighbours"))
-    if has_experts:
-        m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
-        m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
-        draw_experts(r, m)
-    return m
-
-
-def draw_uneven(r: Random, m: Model, need: Mapping[str, int]) -> None:
-    """Draw sizes that the layouts cut into blocks which differ."""
-
-    def size(dim: str) -> int:
-        least = max(2, need.get(dim, 1))
-        return r.randint(least, 2 * least + 1)
-
-    m.heads, m.d_ff, m.hidden = size("heads"), size("d_ff"), size("hidden")
-    if not m.kv_latent:
-        m.kv_heads = r.choice((0, *(k for k in range(1, m.heads + 1) if m.heads % k == 0)))
-        if r.random() < 0.3:
-            m.kv_heads, m.heads = m.heads, 2 * m.heads
-    if m.expert_d_ff:
-        m.expert_d_ff = size("d_ff")
-    if m.experts and m.capacity_factor:
-        m.experts = size("experts")
-        m.experts_per_token = min(m.experts_per_token, m.experts)
-        m.router_groups, m.router_groups_kept, m.router_group_best = 1, 1, 1
-
-
-def draw_latents(r: Random, m: Model, size: Callable[..., int]) -> None:
-    """Draw latents of which keys and values, and perhaps queries, are made; `size`: draws a multiple of what layouts
-    need of a dim."""
-    m.positions = "rope"
-    m.kv_latent, m.q_latent = size("kv_latent", 2, 3), r.choice((0, size("q_latent", 2, 3)))
-    m.d_rope = size("d_kv", 2)
-    m.d_kv, m.d_value = m.d_rope + size("d_kv", 1, 2), r.choice((0, size("d_kv", 1, 3)))
-    m.kv_heads, m.query_key_norm, m.query_key_norm_over, m.attention_bias = 0, False, "head", "none"
-
-
-def draw_experts(r: Random, m: Model) -> None:
-    """Draw how a model's experts are chosen, and what they add to the loss."""
-    m.shared_experts = r.choice((0, 0, 1, 2))
-    m.experts_per_token, m.experts_every = r.randint(1, min(3, m.experts)), min(m.layers, r.choice((1, 1, 2)))
-    m.capacity_factor = r.choice((0.0, 0.5, 1.0, 1.25))
-    if m.layers > 1 and m.experts_every == 1 and r.random() < 0.6:
-        m.dense_layers = [r.randrange(m.layers)]
-    m.router, m.router_normalised = r.choice(("softmax", "sigmoid")), r.random() < 0.7
-    m.router_groups = r.choice(divisors(m.experts))
-    each = m.experts // m.router_groups
-    m.router_groups_kept = r.randint(-(-m.experts_per_token // each), m.router_groups)
-    m.router_group_best = r.randint(1, each)
-    m.expert_bias = r.random() < 0.5
-    m.router_bias, m.balance_rate = r.random() < 0.3, r.choice((0.0, 0.05, 0.3))
-    m.balance_over = r.choice(("sequence", "batch"))
-    m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
-
-
-def draw_parts(r: Random, m: Model) -> None:
-    """Draw the parts of a model that most do without."""
-    m.query_key_norm, m.head_bias, m.embedding_norm = (r.random() < 0.4 for _ in range(3))
-    m.head_transform = m.activation in ("gelu", "relu") and r.random() < 0.4
-    m.attention_bias = r.choice(("", "all", "qkv", "none"))
-    m.attention_scale, m.logit_scale = r.choice((0.0, 0.0, 1.0)), r.choice((1.0, 1.0, 0.25))
-    if m.kind == "encoder":
-        m.segments = r.choice((0, 2, 3))
-    if m.kind == "decoder":
-        m.window = r.choice((0, 1, 2, 3))
-        m.window_layers = [] if not m.window else r.choice(([], [0], [m.layers - 1]))
-    m.attention_sinks = Random(repr(m)).random() < 0.5
-    if m.query_key_norm:
-        m.query_key_norm_over = Random(repr(m)).choice(("head", "heads"))
 
 
 def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:
