@@ -30,6 +30,7 @@ from platform.config.fields import Config
 from platform.config.groups.execution_group import ON_RAY, RESUME
 from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
+from platform.config.left_open import leave_open
 from platform.config.rules.execution_rules import absent_ranks
 from platform.config.rules.mesh_rules import slices_heads, too_many_workers
 from platform.config.surroundings import expanded, violations_of_surroundings
@@ -134,6 +135,7 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     lines = load_extensions(config.extend)
     lines += _complete_paths(config)
     complete_settings(config, typed)
+    leave_open(config, typed)
     if config.model.source or config.model.kind == FROM_HF:
         from platform.weights.importing import complete_model  # takes seconds, as it imports torch
 
@@ -269,8 +271,8 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
-    mistakes, one line each. Settles parallel.data=-1 and elastic.snapshot_every=auto in `config`, so that workers make
-    the same plan and take the same snapshots."""
+    mistakes, one line each. Settles parallel.data=-1, elastic.snapshot_every=auto and what is left to the planner in
+    `config`, so that workers make the same plan and take the same snapshots."""
     from platform.cluster.run.resources import spans_machines
     from platform.data.data_checks import violations_of_sources
     from platform.planning.make_plan import make_plan
@@ -282,7 +284,10 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
     ]
     if any(key.startswith(PLANNED) for key in violations_of_values(config)) or [*too_many_workers(config)]:
         return None, lines
+    if lines and config.plan.search:
+        return None, lines
     try:
+        settle_here(config)
         plan = make_plan(config, _workers(config))
     except ConfigError as error:
         return None, [*lines, *error.violations]
@@ -294,6 +299,22 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
     if not lines:
         settle_interval(config, plan, NODE if spans_machines(config.cluster) else plan.mesh.size)
     return plan, [*lines, *absent_ranks(config, plan.mesh.size)]
+
+
+def settle_here(config: Config) -> None:
+    """Choose what a job's configuration leaves to the planner, in place, for the workers and the memory that are there;
+    print the choice and, if plan.top says so, the best plans."""
+    if not config.plan.search:
+        return
+    from platform.cluster.run.devices import device_of
+    from platform.cluster.run.resources import available_workers, device_there
+    from platform.planning.search.settle import chosen, settle, table
+
+    workers, kind = available_workers(config.cluster), device_there(config.cluster)
+    device = device_of(config, kind, max(workers, 1))
+    found = settle(config, workers, *((device.memory, device.name) if device else ()))
+    for line in table(found, config.plan.top) if config.plan.top else [chosen(found)]:
+        print_line(line)
 
 
 def _workers(config: Config) -> int | None:
@@ -330,7 +351,7 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
         """Count the workers that a run with the arguments `others` would have; return 0 if it is refused."""
         try:
             config = compose(others, config_dir)
-            return make_plan(config, _workers(config)).mesh.size
+            return 0 if config.plan.search else make_plan(config, _workers(config)).mesh.size
         except ConfigError:
             return 0
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_type_hints
 from platform.boundary.refusals import closest, in_words, refuse_all, violation
 from platform.boundary.schema import By, fits
 from platform.config.groups.data_group import Data
-from platform.config.groups.execution_group import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
+from platform.config.groups.execution_group import Checkpoint, Cluster, Elastic, Monitor, Planning, Resume, Run
 from platform.config.groups.mesh_group import Branch, Parallel, Pipeline, Tensor
 from platform.config.groups.model_group import Model
 from platform.config.groups.optimizer_group import Optimizer
@@ -58,6 +58,7 @@ class Config:
     tensor: Tensor = field(default_factory=Tensor)
     branch: Branch = field(default_factory=Branch)
     pipeline: Pipeline = field(default_factory=Pipeline)
+    plan: Planning = field(default_factory=Planning)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
     eval: Eval = field(default_factory=Eval)

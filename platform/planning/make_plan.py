@@ -88,7 +88,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     inner = prod(n for _, n in compose_scheme(asdict(config.tensor), asdict(config.branch), 1).axes)
     inner *= config.pipeline.stages * config.parallel.context
     data = _replicas(config, inner, workers or inner)
-    scheme = _scheme_of(config, data, settled_context(config, data))
+    scheme = scheme_of(config, data, settled_context(config, data))
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
@@ -115,7 +115,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     return _with_shorter(config, plan, data)
 
 
-def _scheme_of(config: Config, data: int, context: Mapping[str, int]) -> Scheme:
+def scheme_of(config: Config, data: int, context: Mapping[str, int]) -> Scheme:
     """Compose the scheme of a configuration for `data` replicas. `context`: sizes of the axes of contexts."""
     parallel, experts = config.parallel, expert_group(config, data)
     lengths = [config.model.source_length, *(phase.length for phase in phases_of(config))]
@@ -305,7 +305,7 @@ def _plan_of_one_layer(config: Config, data: int, context: Mapping[str, int]) ->
     model, train = build_model(replace(config.model, layers=1)), config.train
     try:
         return build_plan(
-            model, _scheme_of(config, data, context), data=data, microbatch=train.microbatch, microbatches=1
+            model, scheme_of(config, data, context), data=data, microbatch=train.microbatch, microbatches=1
         )
     except IllegalPlan:
         return None

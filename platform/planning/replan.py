@@ -19,6 +19,8 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import is_legal, plan_quickly
 from platform.planning.memory_budget import MemoryBudget
+from platform.planning.search.best import search
+from platform.planning.search.settle import resources
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
 
@@ -43,6 +45,8 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     own count; of these, the nearest to the configured sizes. All axes may become 1, so there is a plan for any number
     of workers that have the memory.
 
+    Where the configuration left keys to the planner (`plan.search`), these are chosen anew, as at the start.
+
     `config`: the run's configuration at its start, with parallel.data settled, not -1. Everything in the run's identity
     (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
     more, unless the configured one does.
@@ -50,10 +54,18 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     assert config.parallel.data >= 1, "-1 is settled before a run starts"
     workers = min(workers, most_workers(config))
     budget = MemoryBudget(config, memory)
+    if config.plan.search and (best := _searched(config, workers, budget)):
+        return best
     found = _with_fewer_replicas(config, workers, budget)
     if not found or (config.tensor.uneven and found[1].mesh.size < workers):
         found = _Search(config, workers, budget).best() or found
     return found and Replanned(*found, _reason(config, *found, workers))
+
+
+def _searched(config: Config, workers: int, budget: MemoryBudget) -> Replanned | None:
+    """Choose anew, for at most `workers`, what a run's configuration left to the planner; None if no plan fits."""
+    found = search(config, workers, budget.memory, resources(config)[1]).fitting
+    return Replanned(found[0].config, found[0].plan, _reason(config, found[0].config, found[0].plan, workers)) if found else None
 
 
 def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:
@@ -239,12 +251,17 @@ def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
     """Return the line that explains a re-planned run: the sizes that differ between the configurations `before` and
     `after`, and how many of its `workers` stay idle."""
     pairs = [
+        ("tensor", before.tensor.scheme, after.tensor.scheme),
         ("data", before.parallel.data, after.parallel.data),
         ("stages", before.pipeline.stages, after.pipeline.stages),
         ("context", before.parallel.context, after.parallel.context),
         *((a, before.tensor.axes.get(a, 1), n) for a, n in after.tensor.axes.items()),
         *((a, before.branch.axes[a], n) for a, n in after.branch.axes.items()),
         ("pipeline", before.pipeline.kind, after.pipeline.kind),
+        ("experts", before.parallel.experts, after.parallel.experts),
+        ("zero", before.parallel.zero, after.parallel.zero),
+        ("microbatch", before.train.microbatch, after.train.microbatch),
+        ("recompute", before.recompute, after.recompute),
     ]
     parts = [f"{name} {a} -> {b}" for name, a, b in pairs if a != b] or ["as configured"]
     if idle := workers - plan.mesh.size:

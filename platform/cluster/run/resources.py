@@ -65,8 +65,17 @@ def available_workers(cluster: Cluster) -> int:
     if kind == "torchrun":
         return int(os.environ["WORLD_SIZE"])
     supply = _supply(kind, cluster)
-    use_gpus = cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
-    return supply.gpus if use_gpus else supply.cpus
+    return supply.gpus if _uses_gpus(cluster, supply) else supply.cpus
+
+
+def device_there(cluster: Cluster) -> str:
+    """Return the kind of device, cpu | cuda, that `available_workers` counts."""
+    return "cuda" if _uses_gpus(cluster, _supply(crew_kind(cluster), cluster)) else "cpu"
+
+
+def _uses_gpus(cluster: Cluster, supply: Supply) -> bool:
+    """Return True if workers get a GPU each where as many start as there is room for."""
+    return cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
 
 
 def reserve_workers(

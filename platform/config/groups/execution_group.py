@@ -126,6 +126,16 @@ class Cluster:
 
 
 @dataclass
+class Planning:
+    """What is left to the planner, and what it shows of its choice."""
+
+    search: list[str] = key(
+        [], "keys that the planner chooses, as `auto` and -1 leave them to it; all = every one of them"
+    )
+    top: int = key(0, "print so many of the best plans, and why each lost; 0 = none", ">= 0", most=1000)
+
+
+@dataclass
 class Monitor:
     """Display and records of a run."""
 

@@ -1,0 +1,278 @@
+"""The search itself: every legal candidate estimated, the best planned, measured and priced, one chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from platform.config.checks import violations_of_configuration
+from platform.config.fields import Config
+from platform.costs.hardware import Hardware
+from platform.costs.price import StepPrice
+from platform.optimizer.optimizers import kept_numbers
+from platform.plan.core.plan import Plan
+from platform.plan.language.numbers import factorizations
+from platform.plan.schedule.generators import MOST_PASSES
+from platform.planning.make_plan import context_axes, plan_quickly, scheme_of
+from platform.planning.memory_budget import device_kind, needed_bytes
+from platform.planning.search.choice import Choice, Space, shipped_schemes
+from platform.planning.search.estimate import Estimator, Mode, Setting
+from platform.planning.search.sketch import FEW, Columns, Sketch, sketched
+from platform.planning.step_price import step_price
+
+MOST, LEAST, LAYERS = 100, 8, 1000  # finalists of a search: of at most so many layers together
+ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits,
+BEYOND = 1.25  # and comes after others: it is planned to tell why it lost, LACKING of them at most
+LACKING = 6
+TRUST = 2.0  # of two estimates, one may be so many times too high beside the other
+
+
+class Rated(NamedTuple):
+    """Candidate by its estimate: `seconds` of a step, by which they are compared, then by `rank`, and `memory` of a
+    worker."""
+
+    seconds: float
+    rank: tuple
+    choice: Choice
+    memory: float
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """Candidate that was planned: its configuration, its `plan`, the bytes that its neediest worker takes, and its
+    `price`."""
+
+    choice: Choice
+    config: Config
+    plan: Plan
+    memory: int
+    price: StepPrice
+
+    @property
+    def order(self) -> tuple:
+        """Return what finalists are compared by: seconds, to four digits, then the rank of their choice."""
+        return float(f"{self.price.seconds:.4g}"), self.choice.rank
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Outcome of a search: its `space`, the finalists that fit, the best first, those that lack memory, how many
+    candidates were judged, and the `budget` of memory."""
+
+    space: Space
+    workers: int
+    fitting: Sequence[Finalist]
+    lacking: Sequence[Finalist]
+    judged: int
+    budget: float
+
+
+def search(config: Config, workers: int, memory: float, hardware: Hardware) -> Ranking:
+    """Search the plans that a configuration leaves open for at most `workers` workers of `memory` bytes each: as many as
+    any plan that fits takes, and of those plans the quickest on a `hardware`."""
+    space = Space(config)
+    found = Ranking(space, workers, [], [], 0, memory)
+    for ranks in _worlds(space, workers):
+        rated, judged = Field(space, ranks, memory, hardware).rated()
+        tried = _finals(space, rated, memory, hardware)
+        lacking = found.lacking or tried.lacking
+        found = replace(tried, workers=ranks, lacking=lacking, judged=found.judged + judged)
+        if found.fitting:
+            break
+    return found
+
+
+def _worlds(space: Space, workers: int) -> Iterator[int]:
+    """Yield the numbers of workers for which candidates are looked for, from the largest down."""
+    if not space.fixed:
+        yield from range(workers, 0, -1)
+        return
+    c = space.config
+    yield prod((*space.axes(c.tensor.scheme).values(), space.branches, c.pipeline.stages, c.parallel.context)) * space.data
+
+
+def _finals(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Ranking:
+    """Plan, measure and price candidates, the best by estimate first, as many as can still be the quickest."""
+    most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
+    fitting: list[Finalist] = []
+    lacking: list[Finalist] = []
+    least = inf
+    for one in rated:
+        if len(fitting) + len(lacking) >= most or one.seconds > TRUST * least:
+            break  # one that is estimated so much above the estimate of the best so far
+        if one.memory > ROUGH * memory and (fitting or one.memory > 2 * memory) and len(lacking) >= LACKING:
+            continue
+        if finalist := _planned(space, one.choice, hardware):
+            fits = finalist.memory <= memory
+            (fitting if fits else lacking).append(finalist)
+            least = one.seconds if fits and min(fitting, key=lambda f: f.order) is finalist else least
+    by_price = sorted(fitting, key=lambda f: f.order), sorted(lacking, key=lambda f: f.order)
+    return Ranking(space, 0, *by_price, 0, memory)
+
+
+def _planned(space: Space, choice: Choice, hardware: Hardware) -> Finalist | None:
+    """Plan, measure and price one candidate; None if it is refused."""
+    config = space.configured(choice)
+    if violations_of_configuration(config) or (plan := plan_quickly(config)) is None:
+        return None
+    return Finalist(choice, config, plan, needed_bytes(config, plan), step_price(config, plan, hardware))
+
+
+@dataclass(frozen=True)
+class Field:
+    """All candidates of a space for one number of `workers`."""
+
+    space: Space
+    workers: int
+    memory: float
+    hardware: Hardware
+
+    @cached_property
+    def setting(self) -> Setting:
+        """Return what all candidates share."""
+        c = self.space.config
+        few, libraries = min(FEW, c.model.layers), device_kind(c) == "cuda"
+        return Setting(
+            self.hardware, c.precision, c.model.layers, few, c.train.global_batch, kept_numbers(c), c.parallel.overlap,
+            libraries,
+        )  # fmt: skip
+
+    def rated(self) -> tuple[list[Rated], int]:
+        """Return the candidates, the best by estimate first and without those that many of the same scheme and mode
+        beat, and how many were judged."""
+        found, judged = list[Rated](), 0
+        for scheme in self.space.schemes:
+            names = [*self.space.axes(scheme), "context", "stage", "data", "experts"]
+            grid = self._grid(scheme)
+            shape = np.delete(grid, [len(names) - 3, len(names) - 2], axis=1) > 1  # axes, context, and experts
+            for pattern in np.unique(shape, axis=0):
+                rows = grid[(shape == pattern).all(axis=1)]
+                best, count = self._of_pattern(scheme, dict(zip(names, rows.T, strict=True)))
+                found, judged = found + best, judged + count
+        return sorted(found), judged
+
+    def _grid(self, scheme: str) -> np.ndarray:
+        """Return the candidates of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
+        replicas that share experts."""
+        space = self.space
+        given = [*space.axes(scheme).values(), space.context, space.stages, space.data]
+        free, fixed = [i for i, n in enumerate(given) if not n], prod(n for n in given if n) * space.branches
+        if self.workers % fixed or (not free and self.workers != fixed):
+            return np.zeros((0, len(given) + 1), dtype=int)
+        sizes = list(factorizations(self.workers // fixed, len(free))) if free else [()]
+        grid = np.tile(np.array(given, dtype=int), (len(sizes), 1))
+        grid[:, free] = np.array(sizes, dtype=int).reshape(len(sizes), len(free))
+        grid = grid[grid[:, -2] <= space.config.model.layers]
+        if len(space.schemes) > 1:
+            grid = grid[~_elsewhere(scheme, grid)]
+        shared = [(row, n) for row, data in enumerate(grid[:, -1]) for n in space.experts(int(data))]
+        rows, experts = (np.array(column, dtype=int) for column in zip(*shared, strict=True)) if shared else ([], [])
+        return np.column_stack([grid[rows], experts]) if shared else np.zeros((0, len(given) + 1), dtype=int)
+
+    def _of_pattern(self, scheme: str, columns: Columns) -> tuple[list[Rated], int]:
+        """Return the best candidates of a scheme among those of `columns`, which agree in the axes of several ranks,
+        and how many were judged."""
+        axes, sketch = self._sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
+        columns = self._legal(sketch, self._meshed(axes, columns)) if sketch else {}
+        if not sketch or not len(columns["stage"]):
+            return [], 0
+        estimator, modes = Estimator(sketch, self.setting, axes, columns), list(self._modes())
+        parts = []  # by mode: its number, and the rows, seconds and bytes of its best candidates
+        judged = 0
+        for number, mode in enumerate(modes):
+            rows = np.flatnonzero(self._takes(mode, columns))
+            if not len(rows):
+                continue
+            judged += len(rows)
+            seconds, memory = estimator.estimate(mode, rows)
+            seconds = np.where(memory <= ROUGH * self.memory, seconds, seconds * BEYOND)
+            best = np.argpartition(seconds, MOST)[:MOST] if len(rows) > MOST else np.arange(len(rows))
+            parts.append((np.full(len(best), number), rows[best], seconds[best], memory[best]))
+        if not parts:
+            return [], 0
+        number, rows, seconds, memory = (np.concatenate(column) for column in zip(*parts, strict=True))
+        best = np.argpartition(seconds, 4 * MOST)[: 4 * MOST] if len(seconds) > 4 * MOST else np.arange(len(seconds))
+        chosen = [(i, self._choice(scheme, modes[number[i]], columns, int(rows[i]))) for i in best]
+        return [Rated(float(seconds[i]), c.rank, c, float(memory[i])) for i, c in chosen], judged
+
+    def _legal(self, sketch: Sketch, columns: Columns) -> Columns:
+        """Return the candidates of `columns` whose axes divide what they split, with each size of a microbatch."""
+        columns = {name: column[sketch.legal(columns)] for name, column in columns.items()}
+        sizes = np.array(self.space.microbatches)
+        columns = {name: np.repeat(column, len(sizes)) for name, column in columns.items()}
+        columns["microbatch"] = np.tile(sizes, len(columns["stage"]) // len(sizes))
+        room = np.maximum(sizes[0], self.setting.batch // columns["replicas"])
+        there = (columns["microbatch"] <= room) & sketch.takes(columns)
+        return {name: column[there] for name, column in columns.items()}
+
+    def _modes(self) -> Iterator[Mode]:
+        """Yield the modes of candidates: schedules with chunks, what is recomputed, and ZeRO."""
+        space = self.space
+        for kind, chunks in dict.fromkeys((*space.without_stages, *space.schedules)):
+            for recompute in space.recompute:
+                for zero in space.zero:
+                    yield Mode(kind, chunks, recompute, zero)
+
+    def _takes(self, mode: Mode, columns: Columns) -> np.ndarray:
+        """Return which candidates a mode is for."""
+        stages, batch = columns["stage"], self.setting.batch
+        alone = (mode.kind, mode.chunks) in self.space.without_stages
+        several = (mode.kind, mode.chunks) in self.space.schedules
+        layers = self.setting.layers
+        even = (layers % (stages * mode.chunks) == 0) | (mode.chunks == self.space.schedules[0][1])
+        found = np.where(stages == 1, alone, several & even & (stages * mode.chunks <= layers))
+        microbatches = np.ceil(batch / (columns["microbatch"] * columns["replicas"]))
+        found &= stages * mode.chunks * microbatches <= MOST_PASSES
+        return found & ((columns["replicas"] * columns["contexts"] > 1) | (mode.zero in self.space.zero[:1]))
+
+    def _choice(self, scheme: str, mode: Mode, columns: Columns, i: int) -> Choice:
+        """Return candidate number `i` of `columns` in a mode."""
+        sizes = {name: int(column[i]) for name, column in columns.items()}
+        axes = tuple(sizes.get(axis, 1) for axis in self.space.axes(scheme))
+        return Choice(
+            scheme, axes, mode.kind, sizes["stage"], mode.chunks, sizes["replicas"], sizes["contexts"],
+            sizes.get("expert", 1), sizes["microbatch"], mode.recompute, mode.zero,
+        )  # fmt: skip
+
+    def _sketch(self, scheme: str, several: dict[str, int]) -> tuple[tuple[str, ...], Sketch | None]:
+        """Sketch the model under a scheme where axes with a 1 in `several` have more than one rank; return the mesh
+        axes too."""
+        space, c = self.space, self.space.config
+        names = list(space.axes(scheme))
+        choice = Choice(
+            scheme, tuple(2 if several[a] else 1 for a in names), "none", 1, 1, 4, 2 if several["context"] else 1,
+            2 if several["experts"] else 1, 1, "none", 0,
+        )  # fmt: skip
+        config = space.configured(choice)
+        kind = "gather" if config.parallel.context_kind == "auto" else config.parallel.context_kind
+        made = scheme_of(config, 4, context_axes(config, kind))
+        axes = tuple(a for a, n in made.mesh_axes(4).items() if n > 1)
+        return axes, sketched(c.model, made, axes)
+
+    def _meshed(self, axes: Sequence[str], columns: Columns) -> Columns:
+        """Return the columns of candidates by mesh axis; beside them all `replicas` and ranks of `contexts`."""
+        c, data, shared = self.space.config, columns["data"], columns["experts"]
+        inside = c.parallel.context_heads if c.parallel.context_kind == "nested" else 1
+        exchange = columns["context"] if c.parallel.context_kind == "heads" else np.minimum(inside, columns["context"])
+        own = {
+            "data": data // shared, "expert": shared, "exchange": exchange,
+            "context": columns["context"] // exchange,
+        }  # fmt: skip
+        ones = np.ones_like(data)
+        branches = {axis: n * ones for axis, n in c.branch.axes.items()}
+        found = {a: own[a] if a in own else branches[a] if a in branches else columns[a] for a in axes}
+        return {**found, "stage": columns["stage"], "replicas": data, "contexts": columns["context"]}
+
+
+def _elsewhere(scheme: str, grid: np.ndarray) -> np.ndarray:
+    """Return which sizes of a scheme's axes, the first columns of `grid`, are a candidate of a simpler scheme too."""
+    if scheme == "serial":
+        return np.zeros(len(grid), dtype=bool)
+    axes = len(shipped_schemes()[scheme].order)
+    alone = scheme in ("3d", "3d_literal") and (grid[:, 0] == 1) & (grid[:, 2] == 1)  # 1d_sp
+    return (grid[:, :axes] == 1).all(axis=1) | alone | ((scheme == "2p5d") & (grid[:, 0] == 1))

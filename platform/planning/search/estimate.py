@@ -1,0 +1,225 @@
+"""Estimate of many candidates at once: seconds of a step and bytes of a worker, in closed form, from a model's sketch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.costs.hardware import Hardware
+from platform.plan.core.plan import ITEMSIZE
+from platform.plan.language.scheme import CONTEXT, REPLICAS
+from platform.plan.memory.hardware import CONTEXT as LIBRARIES
+from platform.plan.memory.hardware import GROUP, ROUNDING
+from platform.planning.search.sketch import Columns, Sketch
+
+Column = NDArray[np.float64]
+FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
+GROUPS = 4  # process groups of a rank, about
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of a search share: the `hardware`, the `precision`, the model's `layers` and how many of them
+    its sketch has (`few`), sequences of a step (`batch`), numbers of optimizer state (`moments`), whether collectives
+    of parameters go on beside computation (`overlap`), and whether devices have libraries that reserve memory."""
+
+    hardware: Hardware
+    precision: str
+    layers: int
+    few: int
+    batch: int
+    moments: int
+    overlap: bool
+    libraries: bool
+
+
+class Mode(NamedTuple):
+    """Part of a candidate that all candidates of one estimate share."""
+
+    kind: str
+    chunks: int
+    recompute: str
+    zero: int
+
+
+class Estimate(NamedTuple):
+    """Estimated `seconds` of a step and `memory` in bytes of the worker that needs most, of many candidates."""
+
+    seconds: Column
+    memory: Column
+
+
+class Estimator:
+    """Estimates candidates of one scheme, whose axes of more than one rank are the same: `columns` gives, by variable,
+    the values of each candidate, `axes` the mesh axes, outer to inner."""
+
+    def __init__(self, sketch: Sketch, setting: Setting, axes: tuple[str, ...], columns: Columns):
+        """Evaluate all numbers of a sketch for all candidates."""
+        self.setting, self.axes, self.columns = setting, axes, columns
+        self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.at(columns)
+        self.layer = sketch.numbers.layer
+        self.whole = sketch.numbers.once + (setting.layers - setting.few) * sketch.numbers.layer
+        self.ends = np.maximum(0.0, sketch.numbers.once - setting.few * sketch.numbers.layer)
+        self.size = ITEMSIZE[setting.precision]
+        self.stages = columns["stage"]
+
+    @cached_property
+    def _ranks(self) -> dict[str, tuple[Column, Column]]:
+        """Return by axis the number of ranks along it, and how many of these share a node, for each candidate."""
+        found, stride = {}, np.ones_like(self.stages, dtype=float)
+        for axis in reversed(("stage", *self.axes)):
+            n = self.columns[axis].astype(float)
+            found[axis] = n, np.clip(np.floor(self.setting.hardware.ranks / stride), 1.0, n)
+            stride = stride * n
+        return found
+
+    def _extent(self, axes: tuple[str, ...]) -> Column:
+        """Return the number of ranks along some axes, for each candidate."""
+        return prod((self._ranks[a][0] for a in axes), start=np.ones_like(self.stages, dtype=float))
+
+    def moved(self, op: str, axes: tuple[str, ...], size: Column) -> Column:
+        """Return the seconds of a collective on an input of `size` bytes; 0 along axes of one rank."""
+        h = self.setting.hardware
+        n, here = self._extent(axes), prod((self._ranks[a][1] for a in axes), start=np.ones_like(size))
+        inside, outside = h.node.bandwidth * h.reached.node, h.network.bandwidth * h.reached.network
+        across = here < n
+        ring = np.where(across, np.minimum(inside, here * outside), inside)
+        share = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1}.get(op, (n - 1) / n)
+        hops = np.where(across, here - 1 + (n / here - 1) * h.network.hop / h.node.hop, n - 1)
+        steps = np.minimum(hops, 4 * np.log2(np.maximum(n, 2))) * h.node.hop * (2 if op == "all_reduce" else 1)
+        base = np.where(across, h.network.latency, h.node.latency)
+        return np.where(n > 1, base + steps + share * size / ring, 0.0)
+
+    @cached_property
+    def _passes(self) -> tuple[NDArray, NDArray, NDArray]:
+        """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: [forward and
+        backward, numbers, candidates]."""
+        h, size = self.setting.hardware, self.size["compute"]
+        speed = h.peak(self.setting.precision) * h.reached.products
+        computing = np.zeros((2, *self.numbers.shape))
+        waiting, beside = np.zeros_like(computing), np.zeros_like(computing)
+        for i, kind in enumerate(self.kinds):
+            number = self.numbers[i]
+            if kind.what == "flops":
+                width = self.numbers[i + 1]
+                one = number / (speed * width / (width + h.fill))
+                computing[0, i], computing[1, i] = one, 2 * one
+            elif kind.what == "fused":
+                computing[0, i], computing[1, i] = number / (speed * FUSED), 2.5 * number / (speed * FUSED)
+            elif kind.what == "touched":
+                one = number * size / (h.bandwidth * h.reached.memory)
+                computing[0, i], computing[1, i] = kind.times[0] * one, kind.times[1] * one
+            elif kind.what == "collective":
+                waiting[int(kind.phase == "backward"), i] = self.moved(kind.op, kind.axes, number * size)
+            elif kind.what == "ahead":
+                into = beside if self.setting.overlap else waiting
+                into[int(kind.phase == "backward"), i] = self.moved(kind.op, kind.axes, number * size)
+        return computing, waiting, beside
+
+    def _both(self, weights: NDArray) -> tuple[Column, Column]:
+        """Return the seconds of the forward and of the backward pass of the numbers, each so often as `weights` says,
+        at least what launching their kernels takes."""
+        computing, waiting, beside = (np.tensordot(part, weights, (1, 0)) for part in self._passes)
+        found = np.maximum(computing, beside) + waiting
+        kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
+        host = kernels * self.setting.hardware.launch
+        return np.maximum(found[0], host), np.maximum(found[1], 2 * host)
+
+    @cached_property
+    def _times(self) -> tuple[Column, Column, Column, Column]:
+        """Return the seconds of the passes, forward and backward, of a layer and of what is around layers."""
+        return (*self._both(self.layer), *self._both(self.ends))
+
+    @cached_property
+    def _again(self) -> Column:
+        """Return the seconds of what recompute=selective does again in the backward pass of a layer."""
+        return self._both(self.layer * [kind.inside for kind in self.kinds])[0]
+
+    @cached_property
+    def _kept(self) -> tuple[Column, Column, Column]:
+        """Return the bytes that a microbatch keeps until its backward pass: of a layer, with and without what
+        recompute=selective does again, and of what is around layers."""
+        kept = np.array([kind.what == "kept" for kind in self.kinds]) * self.size["compute"]
+        outside = kept * [not kind.inside for kind in self.kinds]
+        return tuple(w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))  # type: ignore
+
+    @cache  # noqa: B019
+    def _parameters(self, zero: int) -> tuple[Column, Column, Column]:
+        """Return, of all parameters as if they were on one stage, the bytes of a worker's state, the seconds in which
+        gradients are summed and updated parameters gathered, and the elements that it updates."""
+        master, compute = self.size["master"], self.size["compute"]
+        memory, seconds, updated = (np.zeros_like(self.stages, dtype=float) for _ in range(3))
+        copies = compute if compute != master or zero in (1, 2) else 0
+        for i in (i for i, kind in enumerate(self.kinds) if kind.what == "parameter"):
+            elements, axes = self.whole[i] * self.numbers[i], self.kinds[i].axes
+            shards = self._extent(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
+            state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
+            held = master * (1 + self.setting.moments) / state + master / summed + copies / used
+            memory += elements * held
+            updated += elements / state
+            if zero:
+                seconds += self.moved("reduce_scatter", axes, elements * master)
+                seconds += self.moved("all_gather", axes, elements * compute / shards)
+            else:
+                seconds += self.moved("all_reduce", axes, elements * master)
+        return memory, seconds, updated
+
+    @cached_property
+    def _stream(self) -> Column:
+        """Return the elements of the activation between two layers, of which each rank keeps or sends its part."""
+        found = [i for i, kind in enumerate(self.kinds) if kind.what == "stream"]
+        found = found or [i for i, kind in enumerate(self.kinds) if kind.what == "kept"]
+        return self.numbers[max(found, key=lambda i: self.numbers[i].max(initial=0.0))]
+
+    @cached_property
+    def _sent(self) -> Column:
+        """Return the seconds in which a stage sends an activation to the next."""
+        h, inside = self.setting.hardware, self._ranks["stage"][1] > 1
+        rate = np.where(inside, h.node.bandwidth * h.reached.node, h.network.bandwidth * h.reached.network)
+        return np.where(inside, h.node.latency, h.network.latency) + self._stream * self.size["compute"] / rate
+
+    @cached_property
+    def _microbatches(self) -> Column:
+        """Return the microbatches of a step."""
+        replicas = self._extent(tuple(a for a in self.axes if a in REPLICAS))
+        return np.ceil(self.setting.batch / (self.columns["microbatch"] * replicas))
+
+    def estimate(self, mode: Mode, rows: NDArray[np.intp]) -> Estimate:
+        """Estimate the candidates `rows` in one mode."""
+        s, stages, sent = self.setting, self.stages[rows], self._sent[rows]
+        m = np.maximum(self._microbatches[rows], stages if mode.chunks > 1 else 1)
+        there, back, ends_there, ends_back = (part[rows] for part in self._times)
+        again = {"full": self._times[0], "selective": self._again}.get(mode.recompute)
+        back = back if again is None else back + again[rows]
+        layer, ends = there + back, ends_there + ends_back
+        per = np.ceil(s.layers / (stages * mode.chunks))
+        slack = (stages * mode.chunks * per - s.layers) * layer
+        slowest = mode.chunks * per * layer + np.maximum(0.0, ends - slack)
+        average = (s.layers * layer + ends) / stages
+        lost = average * (there / layer if mode.kind == "zb_h1" else 1.0)
+        bubble = (stages - 1) * (lost / mode.chunks + 2 * sent)
+        handed = np.where(stages > 1, 4 * mode.chunks * sent, 0.0)
+        state, moved, updated = (part[rows] / stages for part in self._parameters(mode.zero))
+        hidden = (s.layers * back + ends_back) / stages / mode.chunks if s.overlap else 0.0
+        exposed = (m if mode.zero > 1 else 1.0) * np.maximum(0.1 * moved, moved - hidden)
+        update = updated * self.size["master"] * 9 / (s.hardware.bandwidth * s.hardware.reached.memory)
+        held = self._held(mode, rows, m, mode.chunks * per)
+        return Estimate(m * (slowest + handed) + bubble + exposed + update, self._reserved(state + held))
+
+    def _held(self, mode: Mode, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
+        """Return the bytes of activations in flight on a stage of so many `layers`, and of the layer at work."""
+        stages, (layer, outside, ends) = self.stages[rows], (part[rows] for part in self._kept)
+        more = (stages - 1) / mode.chunks if mode.chunks > 1 else 0.0
+        passes = m if mode.kind == "gpipe" else np.minimum(m, stages + more)
+        stream = self._stream[rows] * self.size["compute"]
+        kept = {"full": stream, "selective": outside}.get(mode.recompute, layer)
+        return passes * layers * kept + layer + ends / np.maximum(1, stages / 2)
+
+    def _reserved(self, memory: Column) -> Column:
+        """Return the bytes of a worker with what its device's libraries reserve."""
+        return memory * (1 + ROUNDING) + LIBRARIES + GROUPS * GROUP if self.setting.libraries else memory

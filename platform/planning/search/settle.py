@@ -1,0 +1,111 @@
+"""Settling of what a configuration leaves to the planner, and the table that tells people why the plan is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
+from platform.costs.hardware import Hardware
+from platform.costs.price import StepPrice
+from platform.plan.language.numbers import count_of
+from platform.plan.memory.hardware import memory_of
+from platform.planning.search.best import Finalist, Ranking, search
+from platform.planning.step_price import hardware_named, read_hardware
+
+NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
+
+
+def settle(config: Config, workers: int, memory: float = 0.0, gpu: str = "") -> Ranking | None:
+    """Choose what a configuration leaves to the planner, in place, for at most `workers` workers; return the ranking,
+    None if it leaves nothing open. `memory`: bytes of a worker, `gpu`: its type, if they are known better than the
+    configuration says. Raises ConfigError if no plan is legal and fits."""
+    if not config.plan.search:
+        return None
+    if workers < 1:
+        raise ConfigError(f"plan.search={','.join(config.plan.search)}: there is no worker to plan for")
+    found = search(config, workers, *resources(config, memory, gpu))
+    if not found.fitting:
+        raise ConfigError(_refusal(found))
+    best = found.fitting[0].config
+    for field in fields(Config):
+        setattr(config, field.name, getattr(best, field.name))
+    return found
+
+
+def resources(config: Config, memory: float = 0.0, gpu: str = "") -> tuple[float, Hardware]:
+    """Return the bytes of memory of a worker and the hardware that plans of a configuration are chosen for."""
+    c = config.cluster
+    hardware = hardware_named(gpu or c.gpu) if gpu or c.gpu else None
+    if hardware is None:
+        hardware = read_hardware("h100" if c.device == "cuda" else "cpu")
+    found = c.device_memory * 1e9 or memory or memory_of(c.gpu) or hardware.memory
+    return found, hardware
+
+
+def _refusal(found: Ranking) -> str:
+    """Return the line that refuses a search without a plan: the nearest to fitting, or that none is legal."""
+    keys = ", ".join(found.space.config.plan.search)
+    there = count_of(found.workers, "worker")
+    if not found.lacking:
+        return f"plan.search={keys}: no plan for {there} or fewer is legal; nearest legal: another of the keys left open"
+    least = min(found.lacking, key=lambda f: f.memory)
+    return (
+        f"plan.search={keys}: no plan for {there} fits {found.budget / 1e9:.4g} GB; the one that needs least,"
+        f" {' '.join(found.space.typed(least.choice))}, needs {least.memory / 1e9:.4g} GB;"
+        f" nearest legal: cluster.device_memory={least.memory / 1e9:.4g}, or more workers"
+    )
+
+
+def chosen(found: Ranking) -> str:
+    """Return the line that tells what a search has chosen."""
+    best = found.fitting[0]
+    typed = " ".join(found.space.typed(best.choice))
+    seconds = shown_seconds(best.price.seconds)
+    return f"chosen of {found.judged:,} plans for {count_of(found.workers, 'worker')}: {typed} ({seconds} a step)"
+
+
+def table(found: Ranking, top: int) -> Iterator[str]:
+    """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
+    yield f"{found.judged:,} candidates for {count_of(found.workers, 'worker')}; the best, and why others lost:"
+    best = found.fitting[0]
+    quicker = [f for f in found.lacking if f.price.seconds < best.price.seconds]
+    shown = sorted([*found.fitting[:top], *quicker[:top]], key=lambda f: f.order)[:top]
+    if best not in shown:
+        shown[-1] = best
+    yield f"{'':>4}  {'step':>9}  {'memory':>8}  plan, and why it lost"
+    number = 0
+    for one in shown:
+        fits = one.memory <= found.budget
+        number += fits
+        reason = "" if one is best else f": {reason_against(one, best, found.budget)}"
+        typed = " ".join(found.space.typed(one.choice))
+        place = f"{number:>3}." if fits else "   -"
+        yield f"{place}  {shown_seconds(one.price.seconds):>9}  {one.memory / 1e9:>5.3g} GB  {typed}{reason}"
+
+
+def reason_against(one: Finalist, best: Finalist, budget: float) -> str:
+    """Return why a finalist lost to the best: the memory that it lacks, or the part of a step that is longest beyond
+    the best's."""
+    if one.memory > budget:
+        return f"lacks {(one.memory - budget) / 1e9:.3g} GB"
+    behind = one.price.seconds - best.price.seconds
+    if behind <= NEAR * best.price.seconds:
+        return "as quick" + (", splits more axes" if one.choice.split > best.choice.split else "")
+    ours, theirs = parts(one.price), parts(best.price)
+    more = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in dict.fromkeys((*ours, *theirs))}
+    name = max(more, key=lambda name: more[name])
+    return f"{shown_seconds(more[name])} more {name}, {behind / best.price.seconds:.1%} slower"
+
+
+def parts(price: StepPrice) -> dict[str, float]:
+    """Return the seconds of the parts of a step, by what is said of them."""
+    waiting = {f"waiting for {axes}": seconds for axes, seconds in price.waiting.items()}
+    rest = {"computing": price.computing, "bubble": price.bubble, "launching": price.host, "update": price.optimizer}
+    return {**rest, **waiting}
+
+
+def shown_seconds(seconds: float) -> str:
+    """Return a duration for people: "1.23 s", "45.6 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
