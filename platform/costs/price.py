@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from platform.costs.hardware import Hardware
+from platform.costs.machine import Hardware
 from platform.costs.seconds import bytes_seconds, collective_seconds, computing_seconds, sent_seconds
 from platform.costs.step_work import EVEN, Execution, Launches, PassWork, StepWork, step_work
 from platform.costs.work import Part
@@ -20,7 +20,7 @@ DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Span:
+class PassTime:
     """Seconds of a pass: `computing`, waiting for collectives by the names of their axes (`waiting`), and `host`, the
     time by which launching kernels is longer than both. `seconds`: all of it."""
 
@@ -33,18 +33,19 @@ class Span:
         """Return the seconds of the pass altogether."""
         return self.computing + sum(self.waiting.values()) + self.host
 
-    def __add__(self, other: Span) -> Span:
+    def __add__(self, other: PassTime) -> PassTime:
         """Return the span of two passes, one after the other."""
         waiting = Counter(self.waiting)
         waiting.update(other.waiting)
-        return Span(self.computing + other.computing, waiting, self.host + other.host)
+        return PassTime(self.computing + other.computing, waiting, self.host + other.host)
 
 
 @dataclass(frozen=True)
 class StepPrice:
     """Predicted seconds of a training step, and of its parts on the stage that paces it: `computing`, `waiting` for
-    collectives by the names of their axes, `bubble`, `host` and `optimizer`; they add up to `seconds`. `model_flops`: of
-    the whole step, without recomputation; `tokens`: of a step; `devices`: their number; `peak`: FLOP/s of one."""
+    collectives by the names of their axes, `bubble`, `host` and `optimizer`; they add up to `seconds`. `model_flops`:
+    FLOPs of the step without recomputation; `tokens`: tokens of the step; `devices`: number of devices; `peak`: FLOP/s
+    of one."""
 
     seconds: float
     computing: float
@@ -81,7 +82,7 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step from its `work` on a hardware."""
     plan, clock = work.plan, _Clock(work.plan, hardware, work.execution.overlap)
     forward, backward = ([clock.span(p) for p in passes] for passes in (work.forward, work.backward))
-    busy = [Span() for _ in work.once]
+    busy = [PassTime() for _ in work.once]
     for stage, there, back in zip(work.stages, forward, backward, strict=True):
         busy[stage] += there + back
     slowest = max(range(len(busy)), key=lambda stage: busy[stage].seconds)
@@ -130,8 +131,8 @@ class _Clock:
         return out
 
     def _parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int]:
-        """Return the seconds of computing of a pass's parts, those of collectives that it waits for and of those that
-        go ahead, by axes, and the number of its kernels."""
+        """Return the seconds of computing of a pass's parts; by axes the seconds of collectives in its way, and of
+        collectives that go ahead; and the number of its kernels."""
         if id(p.parts) not in self._spans:
             waits, ahead = Counter[Collective](), Counter[Collective]()
             computing, kernels = 0.0, 0
@@ -152,7 +153,7 @@ class _Clock:
             self._computed[id(part)] = computing_seconds(part, self.hardware, precision, size)
         return self._computed[id(part)]
 
-    def span(self, p: PassWork) -> Span:
+    def span(self, p: PassWork) -> PassTime:
         """Return the span of a pass. Its computation hides collectives of parameters as far as it can, and is slowed by
         them."""
         computing, waiting, hidden, kernels = self._parts(p)
@@ -162,30 +163,35 @@ class _Clock:
         left, slowed = self.hide(hidden, computing)
         waiting.update(left)
         device = computing + slowed + sum(waiting.values())
-        return Span(computing + slowed, waiting, max(0.0, kernels * self.hardware.launch - device))
+        return PassTime(computing + slowed, waiting, max(0.0, kernels * self.hardware.launch - device))
 
     def hide(self, hidden: Counter[str], room: float) -> tuple[dict[str, float], float]:
-        """Return what is left to wait for of collectives that go on beside `room` seconds of computation, by axes, and
-        by how much they slow it."""
+        """Return the waits left by collectives beside `room` seconds of computation, and by how much they slow it."""
         total, room = sum(hidden.values()), room if self.overlap else 0.0
         left = max(0.0, total - room) / total if total else 0.0
         return {name: left * s for name, s in hidden.items()}, self.hardware.interference * min(total, room)
 
     def update(self, masters: int, moments: int) -> float:
-        """Return the seconds of an update: gradients are read for their norm, then read and cleared, masters and
-        moments read and written, and compute copies written."""
+        """Return the seconds of an update of so many masters."""
+        # gradients are read for their norm, then read and cleared; masters and moments read and written; copies written
         wide, narrow = self.plan.itemsize["master"], self.plan.itemsize["compute"]
         per = wide * (3 + 2 * (1 + moments)) + (narrow if narrow != wide else 0)
         return bytes_seconds(masters * per, self.hardware)
 
 
-def _makespan(work: StepWork, forward: list[Span], backward: list[Span], busy: list[Span], slowest: int) -> float:
-    """Return the seconds from the first forward to the last backward pass: of a schedule among EVEN those of the
-    `slowest` stage for all microbatches, and of one microbatch through a chunk of each other stage, on the way to it
-    and back."""
+def _makespan(
+    work: StepWork, forward: list[PassTime], backward: list[PassTime], busy: list[PassTime], slowest: int
+) -> float:
+    """Return the seconds from the first forward to the last backward pass. Under a schedule among EVEN the `slowest`
+    stage computes all microbatches without a pause, and waits for one microbatch on its way through a chunk of each
+    other stage and back; other schedules are simulated."""
+    n, share = work.plan.microbatches, len(busy) / len(forward)
+    if work.execution.schedule == "gpipe":  # all forward passes come first
+        ways = [span.seconds for span in forward], [span.seconds for span in backward]
+        return sum((n - 1) * max(way) + sum(way) for way in ways)
     if work.execution.schedule in EVEN:
         others = sum(span.seconds for stage, span in enumerate(busy) if stage != slowest)
-        return work.plan.microbatches * busy[slowest].seconds + others * len(busy) / len(forward)
+        return n * busy[slowest].seconds + others * share
     assert work.execution.table is not None, "a schedule that is not even comes with its table"
 
     def seconds(stage: int, action: Action) -> float:
@@ -197,10 +203,11 @@ def _makespan(work: StepWork, forward: list[Span], backward: list[Span], busy: l
     return simulate(work.execution.table, seconds).makespan
 
 
-def _after(work: StepWork, clock: _Clock, backward: list[Span]) -> tuple[dict[str, float], float]:
-    """Return the waits by axes after the passes of a step, on the stage that is done last, and by how much they make
-    the step longer: for the sums of gradients, as far as the last backward pass does not hide them, and for the gathers
-    of updated parameters. A later stage is done with its passes earlier, by those of the stages before it."""
+def _after(work: StepWork, clock: _Clock, backward: list[PassTime]) -> tuple[dict[str, float], float]:
+    """Return the waits by axes after the passes of a step, on the stage that ends last, and by how much they make the
+    step longer: for the sums of gradients, as far as the last backward pass does not hide them, and for the gathers of
+    updated parameters. A stage ends its passes earlier than the first one by the last backward passes of all stages
+    before it."""
     found: list[tuple[dict[str, float], float]] = []
     early = 0.0
     for stage, once in enumerate(work.once):
@@ -217,5 +224,3 @@ def _after(work: StepWork, clock: _Clock, backward: list[Span]) -> tuple[dict[st
         found.append(({name: scale * s for name, s in waiting.items()}, scale * total))
         early += first.seconds
     return max(found, key=lambda pair: pair[1])
-
-

@@ -1,5 +1,5 @@
-"""Seconds of single operations on a hardware: a matrix product by its shape, kernels by their bytes, a collective by the
-tier that its group spans."""
+"""Seconds of single operations on a hardware: a matrix product by its shape, kernels by their bytes, a collective by
+the tier that its group spans."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil, log2
 
-from platform.costs.hardware import Hardware, Link
+from platform.costs.machine import Hardware, Link
 from platform.costs.work import Part, Product
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import EVER
 from platform.plan.language.mesh import Mesh
 
-# Tiles in which libraries compute products, rows by columns, and the share of the speed of the largest that each reaches,
-# as a smaller one reads more of its operands per product. A product takes the best of them, either way around.
+# Tiles in which libraries compute products, rows by columns, and the share that each reaches of the speed of the
+# largest: a smaller one reads more of its operands per product. A product takes the best of them, either way around.
 TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
 FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
 
@@ -33,8 +33,7 @@ def tiling(rows: int, columns: int, batch: int, processors: int) -> float:
 
 
 def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: int) -> float:
-    """Return the seconds of a matrix product: by its tiles and the depth of its sums or, if that takes longer, by the
-    bytes of its operands and result."""
+    """Return the seconds of a matrix product: of its tiles and the depth of its sums, or of its bytes if longer."""
     if not p.flops:
         return 0.0
     share = tiling(p.rows, p.columns, p.batch, hardware.processors) * p.inner / (p.inner + hardware.fill)
@@ -54,33 +53,28 @@ def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: 
     return products + fused + bytes_seconds(part.bytes, hardware)
 
 
-def spread(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
-    """Return how many ranks of a group along `axes` sit in the node of its first rank, and the number of its ranks;
-    consecutive `ranks` are a node.
-
-    >>> spread(Mesh.of({"data": 4, "t": 4}), ["data"], 8)
-    (2, 4)
-    """
+def seated_together(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
+    """Return how many ranks of a group along `axes` share its first one's node, of so many `ranks`, and its size."""
     group = mesh.group(0, tuple(axes))
     return sum(rank < ranks for rank in group), len(group)
 
 
 def collective_seconds(c: Collective, mesh: Mesh, hardware: Hardware, itemsize: Mapping[str, int]) -> float:
-    """Return the seconds of one launch of a collective, alone on its links. Ranks of a node share what joins it to
-    others: all of its groups along the same axes are under way at once."""
+    """Return the seconds of one launch of a collective. Ranks of a node share the links that join it to others, as all
+    of its groups along the same axes are under way at once."""
     axes = mesh.ordered(c.axes)
     if not axes:
         return 0.0
     size = c.elements * {**EVER, **itemsize}[c.dtype]
     if c.op == "send":
         return sent_seconds(size, mesh, hardware)
-    here, n = spread(mesh, axes, hardware.ranks)
+    here, n = seated_together(mesh, axes, hardware.ranks)
     return _in_group(c.op, size, n, min(here, n), hardware)
 
 
 def sent_seconds(size: float, mesh: Mesh, hardware: Hardware) -> float:
     """Return the seconds in which a stage sends so many bytes to the next."""
-    here, _ = spread(mesh, ("stage",), hardware.ranks)
+    here, _ = seated_together(mesh, ("stage",), hardware.ranks)
     link, share = _link(here > 1, hardware)
     return link.latency + size / (link.bandwidth * share)
 

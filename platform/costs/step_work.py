@@ -1,4 +1,4 @@
-"""Work of a whole training step of a plan, whatever the hardware: of each chunk's passes, and of each stage's update."""
+"""Work of a training step of a plan, for any hardware: of each chunk's passes, and of each stage's update."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ EVEN = ("none", "1f1b", "interleaved", "gpipe")  # schedules whose makespan is k
 
 @dataclass(frozen=True)
 class Execution:
-    """What beside its plan decides how long a step takes: the kind of `schedule` and, for one that is not among EVEN,
-    its `table`; `overlap`: collectives of parameters go on beside computation; `moments`: numbers of optimizer state per
-    parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its masks."""
+    """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
+    EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
+    optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
+    masks."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -36,7 +37,7 @@ Launches = Mapping[Collective, float]  # collective -> how often it is launched
 @dataclass(frozen=True)
 class PassWork:
     """Work of one pass of a chunk over a microbatch: its `parts`, each with how often it occurs; the collectives of
-    parameters that it `hides`; and those that bring what it `receives` from another stage."""
+    parameters that it `hides`; and the collectives by which it `receives` activations of another stage."""
 
     parts: tuple[tuple[Part, int], ...]
     hides: Launches
@@ -45,8 +46,8 @@ class PassWork:
 
 @dataclass(frozen=True)
 class StageWork:
-    """Work of a stage once a step: collectives that `reduce` gradients, in how many buckets, and those that gather what
-    is `updated`; bytes that a `tied` parameter's stages send each other; elements of its `masters`."""
+    """Work of a stage once a step: the collectives that sum (`reduces`) the gradients of its `buckets`, and gather
+    `updated` parameters; bytes that a `tied` parameter's stages send each other; elements of its `masters`."""
 
     reduces: Launches
     buckets: int
@@ -86,8 +87,8 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
             stage = stages[number]
             yield PassWork(
                 alike[key],
-                _hidden(plan, buckets[stage], phase, stages.count(stage)),
-                tuple(_received(plan, number, phase)),
+                _hides(plan, buckets[stage], phase, stages.count(stage)),
+                tuple(_receives(plan, number, phase)),
             )
 
     return StepWork(
@@ -96,13 +97,12 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
         stages,
         tuple(passes("forward")),
         tuple(passes("backward")),
-        tuple(_once(plan, stage, buckets[stage]) for stage in sorted(buckets)),
+        tuple(_of_stage(plan, stage, buckets[stage]) for stage in sorted(buckets)),
     )
 
 
-def _hidden(plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int) -> Launches:
-    """Return the collectives of parameters in a pass of one of a stage's `chunks`: gathers of ZeRO-3, and reductions of
-    every microbatch's gradients under ZeRO-2 and 3."""
+def _hides(plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int) -> Launches:
+    """Return the collectives of parameters (ZeRO-2 and 3) in a pass of one of a stage's `chunks`."""
     out: Counter[Collective] = Counter()
     for found in buckets:
         if found.collective.phase == phase:
@@ -110,7 +110,7 @@ def _hidden(plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int
     return out
 
 
-def _received(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
+def _receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
     """Yield the collectives that bring chunk `number` what another stage sends it in a pass."""
     chunks = plan.chunks
     first, second = (number - 1, number) if phase == "forward" else (number, number + 1)
@@ -121,7 +121,7 @@ def _received(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
                     yield c
 
 
-def _once(plan: Plan, stage: int, buckets: list[BucketCollective]) -> StageWork:
+def _of_stage(plan: Plan, stage: int, buckets: list[BucketCollective]) -> StageWork:
     """Return what a stage does once a step, after its passes."""
     here, at = plan.at(stage), {**plan.mesh.coordinates(0), "stage": stage}
     moved: dict[str, Counter[Collective]] = {"reduce": Counter(), "update": Counter()}
@@ -132,5 +132,3 @@ def _once(plan: Plan, stage: int, buckets: list[BucketCollective]) -> StageWork:
     size = plan.itemsize["accumulate"]
     tied = sum(2 * (len(stages) - 1) * here.bucket_of[name].shard_elements * size for name, stages in shared)
     return StageWork(moved["reduce"], len(here.buckets), moved["update"], tied, here.masters_at(at))
-
-

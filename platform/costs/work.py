@@ -1,4 +1,4 @@
-"""Work of a plan's chunks on one rank, whatever the hardware: products by shape, bytes of memory, kernels, collectives.
+"""Work of a plan's chunks on one rank, for any hardware: products by shape, bytes of memory, kernels, collectives.
 
 The model's forward pass is recorded once more, as the plan's was; each operation adds its part, as planned, and so do
 the functions element by element of which nothing is planned. Equal parts are counted, as all layers are alike.
@@ -34,16 +34,16 @@ class Product(NamedTuple):
         return 2.0 * self.rows * self.columns * self.inner * self.batch
 
     @property
-    def elements(self) -> int:
+    def block_elements(self) -> int:
         """Return the elements of both operands and of the result."""
         return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention, `bytes` that other
-    kernels read and write, the number of all `kernels`; `collectives` that the pass waits for, and those that it starts
-    a product `ahead`."""
+    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention, `bytes` that
+    other kernels read and write, the number of all `kernels`; `collectives` for which the pass waits, and others that
+    start a product `ahead`."""
 
     products: tuple[Product, ...] = ()
     fused: float = 0.0
@@ -116,7 +116,7 @@ class WorkRecorder(Recorder):
 
     def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
-        count = elements(self.plan, spec) * self.size
+        count = block_elements(self.plan, spec) * self.size
         self._note(*(Part(bytes=count * n, kernels=1) for n in accesses))
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
@@ -131,7 +131,9 @@ class WorkRecorder(Recorder):
         return x
 
 
-def chunk_work(plan: Plan, model: RecordableModel, dropout: float = 0.0, fused_dropout: bool = False) -> list[ChunkWork]:
+def chunk_work(
+    plan: Plan, model: RecordableModel, dropout: float = 0.0, fused_dropout: bool = False
+) -> list[ChunkWork]:
     """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor."""
     flow: dict[str, Symbol] = {}
     found = []
@@ -148,7 +150,7 @@ def chunk_work(plan: Plan, model: RecordableModel, dropout: float = 0.0, fused_d
     return found
 
 
-def elements(plan: Plan, spec: Spec) -> float:
+def block_elements(plan: Plan, spec: Spec) -> float:
     """Return the elements of a rank's block of an activation; of experts' rows as many as an even routing sends."""
     return prod(plan.local_shape(spec)) * _even(plan, spec)
 
@@ -175,7 +177,7 @@ def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     forward, backward = ACCESSES.get(operation.kind, USUAL)
     if operation.kind == "shift" and _added(plan, operation):
         forward = 0
-    count = elements(plan, spec) * size
+    count = block_elements(plan, spec) * size
     return tuple(
         Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase])
         for phase, n in (("forward", forward), ("backward", backward))
@@ -205,8 +207,8 @@ def _attention_of(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Co
 
 
 def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
-    """Return the work of an operation's matrix products: of the backward pass the gradients of both operands, and the
-    sum of each weight's gradient with those of the microbatches before."""
+    """Return the work of an operation's matrix products: in the backward pass the gradients of both operands, and the
+    sum of each weight's gradient over the microbatches."""
     operation = planned.operation
     forward, backward, ahead, summed = [], [], [], 0.0
     for group in planned.groups:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from platform.boundary.refusals import ConfigError, closest
+from platform.boundary.refusals import ConfigError
 from platform.composition.composer import CONF
 from platform.config.fields import Config
-from platform.costs.hardware import Hardware, HardwareMistake, hardware_of
+from platform.costs.machine import Hardware, HardwareMistake, hardware_of
 from platform.costs.price import StepPrice, price_of
 from platform.costs.step_work import EVEN, Execution, StepWork, step_work
 from platform.model import build_model
@@ -29,12 +29,12 @@ def names_of_hardware() -> list[str]:
 
 @lru_cache(maxsize=32)
 def read_hardware(name: str) -> Hardware:
-    """Return the hardware `name` of `conf/hardware/`, or that of a file of one's own, by its path. Raises ConfigError
-    with every mistake."""
+    """Return the hardware `name` of `conf/hardware/`, or of the user's own file at that path. Raises ConfigError with
+    every mistake."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if not path.is_file():
-        legal = " or ".join(closest(name, names_of_hardware()))
-        raise ConfigError(f"hardware {name}: there is no such file; nearest legal: {legal}, or a path to FILE.yaml")
+        legal = ", ".join(names_of_hardware())
+        raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
     try:
         data = yaml.safe_load(path.read_text())
         return hardware_of(path.stem, data if isinstance(data, dict) else {})

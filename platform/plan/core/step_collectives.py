@@ -9,6 +9,7 @@ from typing import NamedTuple
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import label
 from platform.plan.core.buckets import Bucket, moves
+from platform.plan.core.chunks import Chunk
 from platform.plan.core.factored import factor_collectives
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
@@ -62,8 +63,7 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
 
 
 def kept_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collective]]:
-    """Yield the collectives that gather in the backward pass what ranks have kept in parts of the inputs of a chunk's
-    recomputed functions, each with the type of that input."""
+    """Yield the gathers of inputs that a chunk's ranks have kept in parts, for recomputation, each with its type."""
     for spec in chunk.kept:
         if axes := plan.kept_axes(spec):
             n = plan.shared_elements(spec, axes)

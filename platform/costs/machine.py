@@ -21,9 +21,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Reached:
-    """Shares of a device's peaks that large operations reach: of the speed of matrix `products`, of the bandwidth of its
-    `memory`, of links inside a `node` and of the `network` between nodes. These few are what measurements settle
-    (`platform.costs.fit`); all else is read from data sheets."""
+    """Shares of a device's peaks that large operations reach: the speed of matrix `products`, and the bandwidth of
+    `memory`, of links inside a `node` and of the `network` between nodes. Measurements settle these few numbers; data
+    sheets give all others."""
 
     products: float
     memory: float
@@ -75,8 +75,8 @@ class HardwareMistake(ValueError):
 
 
 @dataclass
-class _Reader:
-    """Reader of a description of hardware that collects its mistakes. `data`: a part of it; `path`: where that is."""
+class _Described:
+    """Reader of a description of hardware that collects its mistakes. `data`: a part of it; `path`: its place."""
 
     data: Mapping[str, Any]
     path: str = ""
@@ -88,22 +88,24 @@ class _Reader:
         self.known.add(key)
         value = self.data.get(key, default)
         try:
-            found = float(value)  # type: ignore[arg-type]
+            found = float(value)
             if 0 < found <= most:
                 return found
         except (TypeError, ValueError):
             pass
-        self.mistakes.append(f"{self.path}{key}={value}: must be a number > 0" + (f" and <= {most:g}" if most < 1e9 else ""))
+        self.mistakes.append(
+            f"{self.path}{key}={value}: must be a number > 0" + (f" and <= {most:g}" if most < 1e9 else "")
+        )
         return 1.0
 
-    def part(self, key: str) -> _Reader:
+    def part(self, key: str) -> _Described:
         """Return the reader of the mapping that a key has."""
         self.known.add(key)
         value = self.data.get(key)
         if not isinstance(value, Mapping):
             self.mistakes.append(f"{self.path}{key}: must have keys and values")
             value = {}
-        return _Reader(value, f"{self.path}{key}.", self.mistakes)
+        return _Described(value, f"{self.path}{key}.", self.mistakes)
 
     def close(self) -> None:
         """Note a mistake for each key that nothing has read."""
@@ -114,7 +116,7 @@ class _Reader:
 def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
     """Return the hardware that a file of `conf/hardware/` describes; what it does not say of an `accelerator`, its
     memory and its peak in bf16, the table of accelerators does. Raises HardwareMistake with every mistake."""
-    reader = _Reader(data)
+    reader = _Described(data)
     reader.known.add("accelerator")
     device = accelerator(str(data.get("accelerator") or "").replace("-", " "))
     peaks = reader.part("peaks")
