@@ -34,7 +34,7 @@ class Product(NamedTuple):
         return 2.0 * self.rows * self.columns * self.inner * self.batch
 
     @property
-    def block_elements(self) -> int:
+    def elements(self) -> int:
         """Return the elements of both operands and of the result."""
         return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
