@@ -200,9 +200,9 @@ def _attended(
     """Attend to the panels of all ranks, of which k and v are this rank's."""
     q, k, v = given
     read, whole = _Reader(plan, given, bias, hiding), _Whole(q, v.shape[-1])
-    for owner, *panel in _in_turn(communicator, plan, k, v, KEYS):
+    for owner, keys, values in _in_turn(communicator, plan, k, v, KEYS):
         for pair in read.pairs(owner):
-            whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, *panel)), read.scores(pair)))
+            whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, keys, values)), read.scores(pair)))
     return whole
 
 
