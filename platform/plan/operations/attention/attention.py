@@ -14,8 +14,7 @@ class AttentionOp(Op):
     hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
     (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
     Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
-    are repeated. Where ranks keep a part each of the keys of earlier passes, each attends to its own, and their results
-    merge."""
+    are repeated. Ranks that keep a part each of the keys of earlier passes attend to it, and their results merge."""
 
     def compose(
         self,
@@ -36,22 +35,20 @@ class AttentionOp(Op):
         begins=None,
         bias=None,
     ):
-        """Compose attention from one fused kernel's operation, or from two einsums and a softmax, perhaps
-        recomputed."""
+        """Compose attention from one fused kernel's operation, or two einsums and a softmax, perhaps recomputed."""
         values, out = (resized(t, "d_kv", width) if width else t for t in (kv, spec))
         if causal:
             k, v = ops.remember(name, k, v, kv, values)
             kv, values = ops.remembered(kv), ops.remembered(values)
         rings = ops.rings(name, spec, kv)
-        plain = all(t is None for t in (sink, bias, mask)) and not ops.splits(spec, "d_kv")
-        parted = plain and "memory_length" in kv.dims
+        apart = "memory_length" in kv.dims and not ops.splits(spec, "d_kv")
+        parted = apart and all(t is None for t in (sink, bias, mask))
         fused = parted or (sink is None and ops.fuses_attention(name, spec))
         # the gradient of all positions' keys is left partial: it is summed as it is split over them again
         gathered = not rings and not parted and (not fused or ops.splits(spec, "length"))
         memory, read = (replace(t.renamed("length", "memory_length"), open="gradient") for t in (kv, values))
         memory, read = (memory, read) if gathered else (kv, values)
-        length = "memory_length" if "memory_length" in memory.dims else "length"
-        dims = tuple(length if d == "length" else d for d in spec.dims)
+        dims = (spec.renamed("length", "memory_length") if "memory_length" in memory.dims else spec).dims
         heads, of_values = (replace(t, dims=dims) for t in (memory, read))
         sinks = () if sink is None else (sink,)
         masks = bool(window) or not all(t is None for t in (mask, begins, bias))
