@@ -48,7 +48,6 @@ from platform.optimizer.optimizers import register_optimizer
 from platform.plan.core.plan import Plan
 from platform.planning.choose_schedule import register_pipeline
 from platform.planning.make_plan import make_plan
-from platform.planning.search.settle import settle
 
 __all__ = [
     "FILES",
@@ -115,6 +114,8 @@ def plan(config: Config, workers: int | None = None) -> Plan:
         lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
     refuse_all(lines)
     if config.plan.search:
+        from platform.planning.search.settle import settle
+
         settle(config := deepcopy(config), workers or 1)
     return make_plan(config, workers)
 

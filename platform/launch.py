@@ -308,11 +308,13 @@ def settle_here(config: Config) -> None:
         return
     from platform.cluster.run.devices import device_of
     from platform.cluster.run.resources import available_workers, device_there
-    from platform.planning.search.settle import chosen, settle, table
+    from platform.planning.search.settle import chosen, settle, table, usual_hardware
 
     workers, kind = available_workers(config.cluster), device_there(config.cluster)
     device = device_of(config, kind, max(workers, 1))
-    found = settle(config, workers, *((device.memory, device.name) if device else ()))
+    gpu = device.name if device and kind == "cuda" else ""
+    found = settle(config, workers, device.memory if device else 0.0, usual_hardware(config, gpu))
+    assert found, "something is left open"
     for line in table(found, config.plan.top) if config.plan.top else [chosen(found)]:
         print_line(line)
 

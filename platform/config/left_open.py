@@ -28,7 +28,7 @@ OPEN = {
 
 
 def is_open(config: Config, key: str) -> bool:
-    """Return True if a configuration leaves a key of OPEN, or the size `tensor.axes.NAME` of an axis, to the planner."""
+    """Return True if the planner chooses a configuration's key of OPEN, or the size `tensor.axes.NAME` of an axis."""
     named = config.plan.search
     group = key.rpartition(".")[0]
     return ALL in named or key in named or group == "tensor.axes" and bool({"tensor", group} & {*named})
@@ -54,7 +54,8 @@ def leave_open(config: Config, typed: Collection[str] = ()) -> None:
             setattr(pipeline, name, -1)
     found = {
         "pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks, "parallel.context": parallel.context,
-        "parallel.experts": parallel.experts, "parallel.zero": parallel.zero, "train.microbatch": config.train.microbatch,
+        "parallel.experts": parallel.experts, "parallel.zero": parallel.zero,
+        "train.microbatch": config.train.microbatch,
     }  # fmt: skip
     for key in (key for key, value in found.items() if value == -1):
         named[key] = None

@@ -19,8 +19,6 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import is_legal, plan_quickly
 from platform.planning.memory_budget import MemoryBudget
-from platform.planning.search.best import search
-from platform.planning.search.settle import resources
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
 
@@ -64,8 +62,16 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
 
 def _searched(config: Config, workers: int, budget: MemoryBudget) -> Replanned | None:
     """Choose anew, for at most `workers`, what a run's configuration left to the planner; None if no plan fits."""
-    found = search(config, workers, budget.memory, resources(config)[1]).fitting
-    return Replanned(found[0].config, found[0].plan, _reason(config, found[0].config, found[0].plan, workers)) if found else None
+    from platform.planning.search.best import search  # with numpy, which only this needs
+    from platform.planning.search.settle import memory_of_worker, usual_hardware
+
+    hardware = usual_hardware(config)
+    memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
+    found = search(config, workers, memory, hardware).fitting
+    if not found:
+        return None
+    best = found[0]
+    return Replanned(best.config, best.plan, _reason(config, best.config, best.plan, workers))
 
 
 def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:

@@ -1,1 +1,1 @@
-"""Search for the plan of a run: what is left open is enumerated, judged by a closed form, and the best planned and priced"""
+"""Search for a plan: all that a configuration leaves open is judged by a closed form, the best is planned and priced"""

@@ -12,7 +12,7 @@ import numpy as np
 
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.costs.hardware import Hardware
+from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
@@ -93,7 +93,10 @@ def _worlds(space: Space, workers: int) -> Iterator[int]:
         yield from range(workers, 0, -1)
         return
     c = space.config
-    yield prod((*space.axes(c.tensor.scheme).values(), space.branches, c.pipeline.stages, c.parallel.context)) * space.data
+    yield (
+        prod((*space.axes(c.tensor.scheme).values(), space.branches, c.pipeline.stages, c.parallel.context))
+        * space.data
+    )
 
 
 def _finals(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Ranking:
@@ -103,8 +106,8 @@ def _finals(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardw
     lacking: list[Finalist] = []
     least = inf
     for one in rated:
-        if len(fitting) + len(lacking) >= most or one.seconds > TRUST * least:
-            break  # one that is estimated so much above the estimate of the best so far
+        if len(fitting) + len(lacking) >= most or (len(rated) > most and one.seconds > TRUST * least):
+            break  # the estimate is so much above that of the best so far
         if one.memory > ROUGH * memory and (fitting or one.memory > 2 * memory) and len(lacking) >= LACKING:
             continue
         if finalist := _planned(space, one.choice, hardware):

@@ -1,4 +1,4 @@
-"""Choices of a search for a plan: one value for each key that a configuration may leave open, and those that it allows."""
+"""Choices of a search for a plan: one value for each key that a configuration may leave open, and which it allows."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ class Choice(NamedTuple):
     def rank(self) -> tuple:
         """Return what decides between candidates of equal price: the fewer axes are split, the simpler the scheme and
         the schedule, the better."""
-        places = [names.index(own) if own in names else len(names)
-                  for own, names in ((self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE))]  # fmt: skip
-        return self.split, *places, self
+        words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
+        return self.split, *(names.index(own) if own in names else len(names) for own, names in words), self
 
     @property
     def split(self) -> int:
@@ -82,7 +81,8 @@ class Space:
         own = self.config.tensor
         if not is_open(self.config, "tensor"):
             return {own.scheme: own}
-        return {name: replace(t, uneven=own.uneven) for name, t in shipped_schemes().items()}
+        redundant = () if self.data else ("2p5d",)  # its depth is a number of replicas
+        return {n: replace(t, uneven=own.uneven) for n, t in shipped_schemes().items() if n not in redundant}
 
     def axes(self, scheme: str) -> dict[str, int]:
         """Return the axes of a tensor scheme, in order, with their sizes; 0 for a size that is left open."""

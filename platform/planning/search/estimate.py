@@ -1,4 +1,4 @@
-"""Estimate of many candidates at once: seconds of a step and bytes of a worker, in closed form, from a model's sketch."""
+"""Estimate of many candidates at once, in closed form from a sketch: seconds of a step and bytes of a worker."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.costs.hardware import Hardware
+from platform.costs.machine import Hardware
+from platform.plan.core.buckets import BUCKET_BYTES
 from platform.plan.core.plan import ITEMSIZE
 from platform.plan.language.scheme import CONTEXT, REPLICAS
 from platform.plan.memory.hardware import CONTEXT as LIBRARIES
 from platform.plan.memory.hardware import GROUP, ROUNDING
-from platform.planning.search.sketch import Columns, Sketch
+from platform.planning.search.sketch import Columns, Kind, Sketch
 
 Column = NDArray[np.float64]
 FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
@@ -97,8 +98,8 @@ class Estimator:
 
     @cached_property
     def _passes(self) -> tuple[NDArray, NDArray, NDArray]:
-        """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: [forward and
-        backward, numbers, candidates]."""
+        """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: arrays of
+        [forward and backward, numbers, candidates]."""
         h, size = self.setting.hardware, self.size["compute"]
         speed = h.peak(self.setting.precision) * h.reached.products
         computing = np.zeros((2, *self.numbers.shape))
@@ -155,18 +156,21 @@ class Estimator:
         master, compute = self.size["master"], self.size["compute"]
         memory, seconds, updated = (np.zeros_like(self.stages, dtype=float) for _ in range(3))
         copies = compute if compute != master or zero in (1, 2) else 0
-        for i in (i for i, kind in enumerate(self.kinds) if kind.what == "parameter"):
-            elements, axes = self.whole[i] * self.numbers[i], self.kinds[i].axes
+        for axes in dict.fromkeys(kind.axes for kind in self.kinds if kind.what == "parameter"):
+            rows = [i for i, kind in enumerate(self.kinds) if kind == Kind("parameter", axes, inside=kind.inside)]
+            elements = self.whole[rows] @ self.numbers[rows]
             shards = self._extent(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
             memory += elements * held
             updated += elements / state
+            buckets = np.ceil(elements * master / BUCKET_BYTES)
+            one = elements * master / buckets
             if zero:
-                seconds += self.moved("reduce_scatter", axes, elements * master)
-                seconds += self.moved("all_gather", axes, elements * compute / shards)
+                seconds += buckets * self.moved("reduce_scatter", axes, one)
+                seconds += buckets * self.moved("all_gather", axes, one * compute / master / shards)
             else:
-                seconds += self.moved("all_reduce", axes, elements * master)
+                seconds += buckets * self.moved("all_reduce", axes, one)
         return memory, seconds, updated
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.costs.hardware import Hardware
+from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
@@ -17,15 +17,16 @@ from platform.planning.step_price import hardware_named, read_hardware
 NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
 
 
-def settle(config: Config, workers: int, memory: float = 0.0, gpu: str = "") -> Ranking | None:
+def settle(config: Config, workers: int, memory: float = 0.0, hardware: Hardware | None = None) -> Ranking | None:
     """Choose what a configuration leaves to the planner, in place, for at most `workers` workers; return the ranking,
-    None if it leaves nothing open. `memory`: bytes of a worker, `gpu`: its type, if they are known better than the
-    configuration says. Raises ConfigError if no plan is legal and fits."""
+    None if it leaves nothing open. `memory`: bytes of a worker, if they are known better than the configuration says;
+    `hardware`: what to price plans on, by default as `usual_hardware` says. Raises ConfigError if no plan fits."""
     if not config.plan.search:
         return None
     if workers < 1:
         raise ConfigError(f"plan.search={','.join(config.plan.search)}: there is no worker to plan for")
-    found = search(config, workers, *resources(config, memory, gpu))
+    hardware = hardware or usual_hardware(config)
+    found = search(config, workers, memory_of_worker(config, memory, hardware), hardware)
     if not found.fitting:
         raise ConfigError(_refusal(found))
     best = found.fitting[0].config
@@ -34,14 +35,19 @@ def settle(config: Config, workers: int, memory: float = 0.0, gpu: str = "") -> 
     return found
 
 
-def resources(config: Config, memory: float = 0.0, gpu: str = "") -> tuple[float, Hardware]:
-    """Return the bytes of memory of a worker and the hardware that plans of a configuration are chosen for."""
+def usual_hardware(config: Config, gpu: str = "") -> Hardware:
+    """Return the hardware on which plans of a configuration are priced: that of workers on this type of `gpu`, or as
+    the configuration says, or what knows its precision."""
     c = config.cluster
-    hardware = hardware_named(gpu or c.gpu) if gpu or c.gpu else None
-    if hardware is None:
-        hardware = read_hardware("h100" if c.device == "cuda" else "cpu")
-    found = c.device_memory * 1e9 or memory or memory_of(c.gpu) or hardware.memory
-    return found, hardware
+    kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
+    found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
+    known = [hardware for hardware in found if hardware and config.precision in hardware.peaks]
+    return known[0]
+
+
+def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float:
+    """Return the bytes of a worker's device: as the configuration states, as seen (`memory`), or as its type has."""
+    return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
 
 
 def _refusal(found: Ranking) -> str:
@@ -49,7 +55,9 @@ def _refusal(found: Ranking) -> str:
     keys = ", ".join(found.space.config.plan.search)
     there = count_of(found.workers, "worker")
     if not found.lacking:
-        return f"plan.search={keys}: no plan for {there} or fewer is legal; nearest legal: another of the keys left open"
+        return (
+            f"plan.search={keys}: no plan for {there} or fewer is legal; nearest legal: another of the keys left open"
+        )
     least = min(found.lacking, key=lambda f: f.memory)
     return (
         f"plan.search={keys}: no plan for {there} fits {found.budget / 1e9:.4g} GB; the one that needs least,"

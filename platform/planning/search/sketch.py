@@ -96,7 +96,7 @@ class Sketch:
 
 
 class _Reader(Recorder):
-    """Recorder that takes note of functions element by element too, as operations, though nothing is planned of them."""
+    """Recorder that takes note of functions element by element too, of which nothing is planned, as operations."""
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Take note of a pointwise function of activations."""
@@ -183,7 +183,10 @@ def _numbers(planner: Planner, o: Operation) -> Iterator[tuple[Kind, float]]:
     if any(p.role == "in" for p in o.parameters) or not planned.groups and o.kind not in PASSING:
         yield Kind("kept"), sum(prod(planner.shape(t)) * _even(planner, t) for t in o.outputs)
     for p in o.parameters:
-        yield Kind("parameter", mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))), prod(planner.shape(p))
+        yield (
+            Kind("parameter", mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))),
+            prod(planner.shape(p)),
+        )
     ahead = Counter(_ahead(planner, planned))
     for c in planned.collectives:
         ahead[c] -= (goes := ahead[c] > 0)

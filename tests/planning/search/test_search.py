@@ -1,0 +1,137 @@
+"""The search for a plan: it finds what brute force finds, nothing illegal and nothing that does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+
+from platform.boundary.refusals import ConfigError
+from platform.config.checks import violations_of_configuration
+from platform.launch import compose
+from platform.planning.make_plan import make_plan, plan_quickly
+from platform.planning.memory_budget import needed_bytes
+from platform.planning.replan import replan
+from platform.planning.search.best import Field, search
+from platform.planning.search.choice import Choice, Space
+from platform.planning.search.settle import settle, table, usual_hardware
+from platform.planning.step_price import read_hardware, step_price
+
+TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
+LARGE = 1e12  # bytes
+
+
+def composed(*arguments: str, experiment: str = "gpt_quick"):
+    return compose([f"+experiment={experiment}", *arguments])
+
+
+def every_choice(space: Space, workers: int):
+    """All choices of all values for so many workers, legal or not."""
+    c = space.config
+    for scheme in space.schemes:
+        sizes = [range(1, workers + 1) if not n else [n] for n in space.axes(scheme).values()]
+        rest = range(1, workers + 1)
+        stages, data = ([n] if n else rest for n in (space.stages, space.data))
+        for *axes, s, d in product(*sizes, stages, data):
+            if prod(axes) * s * d != workers:
+                continue
+            schedules = space.without_stages if s == 1 else space.schedules
+            for (kind, chunks), b, r, z in product(schedules, space.microbatches, space.recompute, space.zero):
+                room = b * d <= c.train.global_batch or b == space.microbatches[0]
+                if room and s * chunks <= c.model.layers:
+                    yield Choice(scheme, tuple(axes), kind, s, chunks, d, 1, 1, b, r, z)
+
+
+def brute_force(config, workers: int, memory: float, hardware) -> float:
+    """Seconds of the quickest plan of so many workers that fits."""
+    space, found = Space(config), []
+    for choice in every_choice(space, workers):
+        made = space.configured(choice)
+        if violations_of_configuration(made) or not (plan := plan_quickly(made)):
+            continue
+        if needed_bytes(made, plan) <= memory:
+            found.append(step_price(made, plan, hardware).seconds)
+    return min(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "memory", "hardware"),
+    [
+        (("tensor=auto", "parallel.data=-1"), LARGE, "cpu"),
+        (("tensor=3d", "tensor.axes.y=-1", "tensor.axes.z=-1", "tensor.axes.x=-1", "parallel.data=-1"), LARGE, "h100"),
+        (("tensor.axes.t=-1", "pipeline=auto", "parallel.data=-1", "train.microbatch=-1"), LARGE, "cpu"),
+        (("tensor.axes.t=-1", "parallel.data=-1", "parallel.zero=-1", "recompute=auto"), 5.5e6, "cpu"),
+    ],
+)
+def test_the_search_finds_what_brute_force_finds(arguments, memory, hardware):
+    config, hardware = composed(*TINY, *arguments), read_hardware(hardware)
+    found = search(config, 8, memory, hardware)
+    best = found.fitting[0]
+    assert best.price.seconds == pytest.approx(brute_force(config, 8, memory, hardware), rel=1e-3)
+    assert best.plan.mesh.size == found.workers == 8 and best.memory <= memory
+    assert not violations_of_configuration(best.config) and make_plan(best.config) == best.plan
+
+
+def test_the_estimate_is_near_the_price_of_the_plan():
+    config, hardware = composed("tensor=auto", "parallel.data=-1"), read_hardware("cpu")
+    rated, judged = Field(Space(config), 4, LARGE, hardware).rated()
+    assert judged == len(rated) > 15
+    for one in rated[::3]:
+        made = Space(config).configured(one.choice)
+        plan = make_plan(made)
+        assert one.seconds == pytest.approx(step_price(made, plan, hardware).seconds, rel=0.3), one
+        assert one.memory == pytest.approx(needed_bytes(made, plan), rel=0.6), one
+
+
+def test_the_same_search_has_the_same_outcome():
+    config = composed(*TINY, "tensor=auto", "pipeline=auto", "parallel.data=-1", "train.microbatch=-1")
+    first, second = (search(config, 6, LARGE, usual_hardware(config)) for _ in range(2))
+    assert [f.choice for f in first.fitting] == [f.choice for f in second.fitting]
+    assert list(table(first, 5)) == list(table(second, 5))
+
+
+def test_what_does_not_fit_is_not_chosen_and_the_table_says_what_it_lacks():
+    arguments = *TINY, "tensor.axes.t=-1", "parallel.data=-1", "parallel.zero=-1", "recompute=auto"
+    roomy = search(composed(*arguments), 4, LARGE, read_hardware("cpu"))
+    tight = roomy.fitting[0].memory - 1
+    found = search(composed(*arguments), 4, tight, read_hardware("cpu"))
+    assert found.fitting[0].memory <= tight and found.fitting[0].price.seconds >= roomy.fitting[0].price.seconds
+    assert any("lacks" in line for line in table(found, 10))
+
+
+def test_without_a_plan_that_fits_the_refusal_names_the_one_that_needs_least():
+    with pytest.raises(ConfigError) as refused:
+        settle(composed(*TINY, "tensor.axes.t=-1", "parallel.data=-1"), 2, memory=1e5)
+    (line,) = refused.value.violations
+    assert "fits 0.0001 GB; the one that needs least, tensor.axes.t=" in line and "nearest legal" in line
+
+
+def test_a_set_key_keeps_its_value_and_an_open_one_is_chosen():
+    config = composed(*TINY, "tensor=1d", "tensor.axes.t=-1", "pipeline=auto", "pipeline.stages=2", "parallel.data=2")
+    assert config.plan.search == ["tensor.axes.t", "pipeline", "pipeline.chunks"]
+    settle(config, 8)
+    assert (config.pipeline.stages, config.parallel.data, config.tensor.axes) == (2, 2, {"t": 2})
+    assert not violations_of_configuration(config)
+
+
+def test_a_run_with_fewer_workers_is_planned_by_the_same_search():
+    arguments = *TINY, "tensor=auto", "pipeline=auto", "parallel.data=-1"
+    config = composed(*arguments)
+    settle(config, 8, memory=LARGE)
+    for workers in (6, 3):
+        fresh = composed(*arguments)
+        settle(fresh, workers, memory=LARGE)
+        found = replan(config, workers, memory=LARGE)
+        assert found.config == fresh and make_plan(fresh) == found.plan
+
+
+def test_megatrons_heuristics_are_found_again():
+    """175B on A100s: tensor parallelism inside a node, pipeline beyond, replicas outermost."""
+    arguments = "parallel.data=-1", "pipeline=auto", "tensor=1d_sp", "tensor.axes.t=-1", "recompute=auto"
+    config = composed(*arguments, "train.microbatch=1", experiment="gpt175b")
+    rated, _ = Field(Space(config), 1536, 80e9, read_hardware("a100_80g")).rated()
+    best = next(one for one in rated if one.memory <= 80e9).choice
+    assert 1 < best.axes[0] <= 8 and best.stages > 1 and best.data > 1
+    assert [*make_plan(replace(Space(config).configured(best))).mesh.axes] == ["stage", "data", "t"]
