@@ -114,9 +114,9 @@ def plan(config: Config, workers: int | None = None) -> Plan:
         lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
     refuse_all(lines)
     if config.plan.search:
-        from platform.planning.search.settle import settle
+        from platform.planning.search.chosen import choose_plan
 
-        settle(config := deepcopy(config), workers or 1)
+        choose_plan(config := deepcopy(config), workers or 1)
     return make_plan(config, workers)
 
 

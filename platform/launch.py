@@ -30,8 +30,8 @@ from platform.config.fields import Config
 from platform.config.groups.execution_group import ON_RAY, RESUME
 from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
-from platform.config.left_open import leave_open
 from platform.config.rules.execution_rules import absent_ranks
+from platform.config.rules.left_open import leave_open
 from platform.config.rules.mesh_rules import slices_heads, too_many_workers
 from platform.config.surroundings import expanded, violations_of_surroundings
 from platform.plan.schedule.generators import ONE_CHUNK
@@ -271,8 +271,9 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
-    mistakes, one line each. Settles parallel.data=-1, elastic.snapshot_every=auto and what is left to the planner in
-    `config`, so that workers make the same plan and take the same snapshots."""
+    mistakes, one line each. Settles open keys, parallel.data=-1 and elastic.snapshot_every=auto in `config`, so that
+    workers make the same plan and take the same snapshots."""
+    from platform.cluster.run.devices import settle_here
     from platform.cluster.run.resources import spans_machines
     from platform.data.data_checks import violations_of_sources
     from platform.planning.make_plan import make_plan
@@ -287,7 +288,7 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
     if lines and config.plan.search:
         return None, lines
     try:
-        settle_here(config)
+        settle_here(config, print_line)
         plan = make_plan(config, _workers(config))
     except ConfigError as error:
         return None, [*lines, *error.violations]
@@ -299,24 +300,6 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
     if not lines:
         settle_interval(config, plan, NODE if spans_machines(config.cluster) else plan.mesh.size)
     return plan, [*lines, *absent_ranks(config, plan.mesh.size)]
-
-
-def settle_here(config: Config) -> None:
-    """Choose what a job's configuration leaves to the planner, in place, for the workers and the memory that are there;
-    print the choice and, if plan.top says so, the best plans."""
-    if not config.plan.search:
-        return
-    from platform.cluster.run.devices import device_of
-    from platform.cluster.run.resources import available_workers, device_there
-    from platform.planning.search.settle import chosen, settle, table, usual_hardware
-
-    workers, kind = available_workers(config.cluster), device_there(config.cluster)
-    device = device_of(config, kind, max(workers, 1))
-    gpu = device.name if device and kind == "cuda" else ""
-    found = settle(config, workers, device.memory if device else 0.0, usual_hardware(config, gpu))
-    assert found, "something is left open"
-    for line in table(found, config.plan.top) if config.plan.top else [chosen(found)]:
-        print_line(line)
 
 
 def _workers(config: Config) -> int | None:

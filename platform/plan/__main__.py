@@ -75,7 +75,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     fewer workers, or with `--check` its mistakes; return the exit status of `python -m platform.plan`."""
     config = compose(arguments.overrides, arguments.config_dir)
     if config.plan.search:
-        _settle(config, arguments)
+        _choose_for(config, arguments)
     plan = make_plan(config, arguments.workers)
     config.parallel.data = plan.replicas
     if arguments.check:
@@ -99,16 +99,16 @@ def _answer(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settle(config: Config, arguments: argparse.Namespace) -> None:
-    """Choose what the configuration leaves to the planner, in place, for --workers; print the best plans, as many as
-    plan.top says, or else the choice."""
-    from platform.planning.search.settle import chosen, settle, table
+def _choose_for(config: Config, arguments: argparse.Namespace) -> None:
+    """Choose the open keys of a configuration, in place, for --workers; print the choice or, as plan.top says, the best
+    plans."""
+    from platform.planning.search.chosen import choice_line, choose_plan, ranked_table
 
     if not arguments.workers:
         raise ConfigError(violation("--workers", "", "must be given, for the planner to choose for", ["--workers=8"]))
     hardware = read_hardware(arguments.hardware) if arguments.hardware else None
-    found = settle(config, arguments.workers, hardware=hardware)
-    for line in (table(found, config.plan.top) if config.plan.top else [chosen(found)]) if found else []:
+    found = choose_plan(config, arguments.workers, hardware=hardware)
+    for line in (ranked_table(found, config.plan.top) if config.plan.top else [choice_line(found)]) if found else []:
         print(visible(line), file=sys.stderr if arguments.json else sys.stdout)
 
 

@@ -231,7 +231,7 @@ pipeline=file | pipeline.file=:
 pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file | pipeline=file, ''
 branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | 1, branch=NAME
 branch=dsp branch.axes.t=2 | branch.axes.t=2: tensor=1d has an axis t
-branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero, expert are reserved
+branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero, expert, context, exchange are reserved
 tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | tensor.axes.t=2, 1
 tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | 1
 tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | tensor.axes.x=2, 

@@ -1,14 +1,15 @@
-"""Memory of a worker's device, as far as the driver can know it before any worker starts."""
+"""Memory of a worker's device, as far as the driver can know it before any worker starts, and a plan for it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from platform.cluster.crew.base.job import gpu_count
-from platform.cluster.run.resources import crew_kind
+from platform.cluster.run.resources import available_workers, crew_kind, device_there
 from platform.config.fields import Config
 from platform.plan.memory.hardware import memory_of
 from platform.planning.remedies import Device
@@ -72,3 +73,19 @@ def machine_memory() -> int:
     with suppress(OSError, ValueError):
         limit = min(limit, int(_LIMIT.read_text()))
     return limit
+
+
+def settle_here(config: Config, say: Callable[[str], None]) -> None:
+    """Choose the open keys of a run's configuration, in place, for the workers and the memory that are there; tell the
+    user the choice or, with plan.top, the best plans."""
+    if not config.plan.search:
+        return
+    from platform.planning.search.chosen import choice_line, choose_plan, ranked_table, usual_hardware
+
+    workers, kind = available_workers(config.cluster), device_there(config.cluster)
+    device = device_of(config, kind, max(workers, 1))
+    gpu = device.name if device and kind == "cuda" else ""
+    found = choose_plan(config, workers, device.memory if device else 0.0, usual_hardware(config, gpu))
+    assert found, "a key is open"
+    for line in ranked_table(found, config.plan.top) if config.plan.top else [choice_line(found)]:
+        say(line)

@@ -127,7 +127,7 @@ class Cluster:
 
 @dataclass
 class Planning:
-    """What is left to the planner, and what it shows of its choice."""
+    """Keys that the planner chooses, and how much of its search it shows."""
 
     search: list[str] = key(
         [], "keys that the planner chooses, as `auto` and -1 leave them to it; all = every one of them"

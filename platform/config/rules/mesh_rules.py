@@ -10,7 +10,7 @@ from platform.config.bounds import KEYS
 from platform.config.fields import Branch, Config
 from platform.config.key import WORKERS, refused
 from platform.config.layout_map import axes_of, violations_of_tables
-from platform.config.left_open import violations_of_search
+from platform.config.rules.left_open import violations_of_search
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK

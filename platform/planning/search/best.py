@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
@@ -20,8 +21,8 @@ from platform.plan.language.numbers import factorizations
 from platform.plan.schedule.generators import MOST_PASSES
 from platform.planning.make_plan import context_axes, plan_quickly, scheme_of
 from platform.planning.memory_budget import device_kind, needed_bytes
-from platform.planning.search.choice import Choice, Space, shipped_schemes
-from platform.planning.search.estimate import Estimator, Mode, Setting
+from platform.planning.search.choice import Contender, Space, shipped_schemes
+from platform.planning.search.estimate import Circumstances, Estimator, Mode
 from platform.planning.search.sketch import FEW, Columns, Sketch, sketched
 from platform.planning.step_price import step_price
 
@@ -33,21 +34,21 @@ TRUST = 2.0  # of two estimates, one may be so many times too high beside the ot
 
 
 class Rated(NamedTuple):
-    """Candidate by its estimate: `seconds` of a step, by which they are compared, then by `rank`, and `memory` of a
+    """Contender by its estimate: `seconds` of a step, by which they are compared, then by `rank`, and `memory` of a
     worker."""
 
     seconds: float
     rank: tuple
-    choice: Choice
+    choice: Contender
     memory: float
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """Candidate that was planned: its configuration, its `plan`, the bytes that its neediest worker takes, and its
+    """Contender that was planned: its configuration, its `plan`, the bytes that its neediest worker takes, and its
     `price`."""
 
-    choice: Choice
+    choice: Contender
     config: Config
     plan: Plan
     memory: int
@@ -61,8 +62,8 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Outcome of a search: its `space`, the finalists that fit, the best first, those that lack memory, how many
-    candidates were judged, and the `budget` of memory."""
+    """Outcome of a search: its `space`, the finalists that fit, the best first, those that lack memory, the
+    number of candidates that were `judged`, and the `budget` of memory."""
 
     space: Space
     workers: int
@@ -73,13 +74,13 @@ class Ranking:
 
 
 def search(config: Config, workers: int, memory: float, hardware: Hardware) -> Ranking:
-    """Search the plans that a configuration leaves open for at most `workers` workers of `memory` bytes each: as many as
-    any plan that fits takes, and of those plans the quickest on a `hardware`."""
+    """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
+    many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
     space = Space(config)
     found = Ranking(space, workers, [], [], 0, memory)
-    for ranks in _worlds(space, workers):
+    for ranks in _numbers_of_workers(space, workers):
         rated, judged = Field(space, ranks, memory, hardware).rated()
-        tried = _finals(space, rated, memory, hardware)
+        tried = _finalists(space, rated, memory, hardware)
         lacking = found.lacking or tried.lacking
         found = replace(tried, workers=ranks, lacking=lacking, judged=found.judged + judged)
         if found.fitting:
@@ -87,7 +88,7 @@ def search(config: Config, workers: int, memory: float, hardware: Hardware) -> R
     return found
 
 
-def _worlds(space: Space, workers: int) -> Iterator[int]:
+def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
     """Yield the numbers of workers for which candidates are looked for, from the largest down."""
     if not space.fixed:
         yield from range(workers, 0, -1)
@@ -99,7 +100,7 @@ def _worlds(space: Space, workers: int) -> Iterator[int]:
     )
 
 
-def _finals(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Ranking:
+def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Ranking:
     """Plan, measure and price candidates, the best by estimate first, as many as can still be the quickest."""
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
     fitting: list[Finalist] = []
@@ -110,7 +111,7 @@ def _finals(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardw
             break  # the estimate is so much above that of the best so far
         if one.memory > ROUGH * memory and (fitting or one.memory > 2 * memory) and len(lacking) >= LACKING:
             continue
-        if finalist := _planned(space, one.choice, hardware):
+        if finalist := _finalist(space, one.choice, hardware):
             fits = finalist.memory <= memory
             (fitting if fits else lacking).append(finalist)
             least = one.seconds if fits and min(fitting, key=lambda f: f.order) is finalist else least
@@ -118,7 +119,7 @@ def _finals(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardw
     return Ranking(space, 0, *by_price, 0, memory)
 
 
-def _planned(space: Space, choice: Choice, hardware: Hardware) -> Finalist | None:
+def _finalist(space: Space, choice: Contender, hardware: Hardware) -> Finalist | None:
     """Plan, measure and price one candidate; None if it is refused."""
     config = space.configured(choice)
     if violations_of_configuration(config) or (plan := plan_quickly(config)) is None:
@@ -136,30 +137,29 @@ class Field:
     hardware: Hardware
 
     @cached_property
-    def setting(self) -> Setting:
+    def setting(self) -> Circumstances:
         """Return what all candidates share."""
         c = self.space.config
         few, libraries = min(FEW, c.model.layers), device_kind(c) == "cuda"
-        return Setting(
+        return Circumstances(
             self.hardware, c.precision, c.model.layers, few, c.train.global_batch, kept_numbers(c), c.parallel.overlap,
             libraries,
         )  # fmt: skip
 
     def rated(self) -> tuple[list[Rated], int]:
-        """Return the candidates, the best by estimate first and without those that many of the same scheme and mode
-        beat, and how many were judged."""
+        """Return the best candidates of every scheme and mode, the best by estimate first, and the number of all."""
         found, judged = list[Rated](), 0
         for scheme in self.space.schemes:
             names = [*self.space.axes(scheme), "context", "stage", "data", "experts"]
             grid = self._grid(scheme)
-            shape = np.delete(grid, [len(names) - 3, len(names) - 2], axis=1) > 1  # axes, context, and experts
-            for pattern in np.unique(shape, axis=0):
-                rows = grid[(shape == pattern).all(axis=1)]
+            several = np.delete(grid, [len(names) - 3, len(names) - 2], axis=1) > 1  # axes, context, and experts
+            for pattern in np.unique(several, axis=0):
+                rows = grid[(several == pattern).all(axis=1)]
                 best, count = self._of_pattern(scheme, dict(zip(names, rows.T, strict=True)))
                 found, judged = found + best, judged + count
         return sorted(found), judged
 
-    def _grid(self, scheme: str) -> np.ndarray:
+    def _grid(self, scheme: str) -> NDArray[Any]:
         """Return the candidates of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
         replicas that share experts."""
         space = self.space
@@ -167,19 +167,19 @@ class Field:
         free, fixed = [i for i, n in enumerate(given) if not n], prod(n for n in given if n) * space.branches
         if self.workers % fixed or (not free and self.workers != fixed):
             return np.zeros((0, len(given) + 1), dtype=int)
-        sizes = list(factorizations(self.workers // fixed, len(free))) if free else [()]
-        grid = np.tile(np.array(given, dtype=int), (len(sizes), 1))
-        grid[:, free] = np.array(sizes, dtype=int).reshape(len(sizes), len(free))
+        sizes = np.array([*factorizations(self.workers // fixed, len(free))] if free else [()], dtype=int)
+        grid: NDArray[Any] = np.tile(np.array(given, dtype=int), (len(sizes), 1))
+        grid[:, free] = sizes
         grid = grid[grid[:, -2] <= space.config.model.layers]
         if len(space.schemes) > 1:
-            grid = grid[~_elsewhere(scheme, grid)]
+            grid = grid[~_simpler_elsewhere(scheme, grid)]
         shared = [(row, n) for row, data in enumerate(grid[:, -1]) for n in space.experts(int(data))]
-        rows, experts = (np.array(column, dtype=int) for column in zip(*shared, strict=True)) if shared else ([], [])
-        return np.column_stack([grid[rows], experts]) if shared else np.zeros((0, len(given) + 1), dtype=int)
+        rows, experts = np.array(shared, dtype=int).reshape(-1, 2).T
+        return np.column_stack([grid[rows], experts])
 
     def _of_pattern(self, scheme: str, columns: Columns) -> tuple[list[Rated], int]:
         """Return the best candidates of a scheme among those of `columns`, which agree in the axes of several ranks,
-        and how many were judged."""
+        and the number of all."""
         axes, sketch = self._sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
         columns = self._legal(sketch, self._meshed(axes, columns)) if sketch else {}
         if not sketch or not len(columns["stage"]):
@@ -198,14 +198,15 @@ class Field:
             parts.append((np.full(len(best), number), rows[best], seconds[best], memory[best]))
         if not parts:
             return [], 0
-        number, rows, seconds, memory = (np.concatenate(column) for column in zip(*parts, strict=True))
+        mode_of, rows, seconds, memory = (np.concatenate(column) for column in zip(*parts, strict=True))
         best = np.argpartition(seconds, 4 * MOST)[: 4 * MOST] if len(seconds) > 4 * MOST else np.arange(len(seconds))
-        chosen = [(i, self._choice(scheme, modes[number[i]], columns, int(rows[i]))) for i in best]
+        chosen = [(i, self._choice(scheme, modes[mode_of[i]], columns, int(rows[i]))) for i in best]
         return [Rated(float(seconds[i]), c.rank, c, float(memory[i])) for i, c in chosen], judged
 
     def _legal(self, sketch: Sketch, columns: Columns) -> Columns:
         """Return the candidates of `columns` whose axes divide what they split, with each size of a microbatch."""
-        columns = {name: column[sketch.legal(columns)] for name, column in columns.items()}
+        legal = sketch.legal(columns)
+        columns = {name: column[legal] for name, column in columns.items()}
         sizes = np.array(self.space.microbatches)
         columns = {name: np.repeat(column, len(sizes)) for name, column in columns.items()}
         columns["microbatch"] = np.tile(sizes, len(columns["stage"]) // len(sizes))
@@ -214,14 +215,14 @@ class Field:
         return {name: column[there] for name, column in columns.items()}
 
     def _modes(self) -> Iterator[Mode]:
-        """Yield the modes of candidates: schedules with chunks, what is recomputed, and ZeRO."""
+        """Yield the modes of candidates: schedules with chunks, recomputation, and ZeRO."""
         space = self.space
         for kind, chunks in dict.fromkeys((*space.without_stages, *space.schedules)):
             for recompute in space.recompute:
                 for zero in space.zero:
                     yield Mode(kind, chunks, recompute, zero)
 
-    def _takes(self, mode: Mode, columns: Columns) -> np.ndarray:
+    def _takes(self, mode: Mode, columns: Columns) -> NDArray[Any]:
         """Return which candidates a mode is for."""
         stages, batch = columns["stage"], self.setting.batch
         alone = (mode.kind, mode.chunks) in self.space.without_stages
@@ -233,21 +234,21 @@ class Field:
         found &= stages * mode.chunks * microbatches <= MOST_PASSES
         return found & ((columns["replicas"] * columns["contexts"] > 1) | (mode.zero in self.space.zero[:1]))
 
-    def _choice(self, scheme: str, mode: Mode, columns: Columns, i: int) -> Choice:
+    def _choice(self, scheme: str, mode: Mode, columns: Columns, i: int) -> Contender:
         """Return candidate number `i` of `columns` in a mode."""
         sizes = {name: int(column[i]) for name, column in columns.items()}
         axes = tuple(sizes.get(axis, 1) for axis in self.space.axes(scheme))
-        return Choice(
+        return Contender(
             scheme, axes, mode.kind, sizes["stage"], mode.chunks, sizes["replicas"], sizes["contexts"],
             sizes.get("expert", 1), sizes["microbatch"], mode.recompute, mode.zero,
         )  # fmt: skip
 
     def _sketch(self, scheme: str, several: dict[str, int]) -> tuple[tuple[str, ...], Sketch | None]:
-        """Sketch the model under a scheme where axes with a 1 in `several` have more than one rank; return the mesh
-        axes too."""
+        """Return the mesh axes and the sketch of the model under a scheme where axes with a 1 in `several` have more
+        than one rank."""
         space, c = self.space, self.space.config
         names = list(space.axes(scheme))
-        choice = Choice(
+        choice = Contender(
             scheme, tuple(2 if several[a] else 1 for a in names), "none", 1, 1, 4, 2 if several["context"] else 1,
             2 if several["experts"] else 1, 1, "none", 0,
         )  # fmt: skip
@@ -272,7 +273,7 @@ class Field:
         return {**found, "stage": columns["stage"], "replicas": data, "contexts": columns["context"]}
 
 
-def _elsewhere(scheme: str, grid: np.ndarray) -> np.ndarray:
+def _simpler_elsewhere(scheme: str, grid: NDArray[Any]) -> NDArray[Any]:
     """Return which sizes of a scheme's axes, the first columns of `grid`, are a candidate of a simpler scheme too."""
     if scheme == "serial":
         return np.zeros(len(grid), dtype=bool)

@@ -13,7 +13,7 @@ import yaml
 from platform.composition.composer import CONF
 from platform.config.fields import Config, Tensor
 from platform.config.layout_map import axes_of
-from platform.config.left_open import is_open
+from platform.config.rules.left_open import is_open
 from platform.plan.language.numbers import divisors
 from platform.plan.schedule.generators import ONE_CHUNK
 
@@ -27,8 +27,8 @@ RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
 
 
-class Choice(NamedTuple):
-    """One candidate of a search: a tensor `scheme` with the sizes of its axes in order, a pipeline schedule `kind`, and
+class Contender(NamedTuple):
+    """Contender of a search: a tensor `scheme` with the sizes of its axes in order, a pipeline schedule `kind`, and
     the values of other keys."""
 
     scheme: str
@@ -50,8 +50,7 @@ class Choice(NamedTuple):
 
     @property
     def rank(self) -> tuple:
-        """Return what decides between candidates of equal price: the fewer axes are split, the simpler the scheme and
-        the schedule, the better."""
+        """Return the order of candidates of equal price: fewer axes, then simpler schemes and schedules first."""
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
         return self.split, *(names.index(own) if own in names else len(names) for own, names in words), self
 
@@ -71,7 +70,7 @@ def shipped_schemes() -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class Space:
-    """Values that a configuration allows for each part of a Choice: one of a key that is set, all of one left open."""
+    """Values that a configuration allows for each part of a Contender: one of a set key, all of an open one."""
 
     config: Config
 
@@ -160,7 +159,7 @@ class Space:
             return [self.config.parallel.zero]
         return ZERO[:1] if self.config.branch.only else ZERO
 
-    def configured(self, choice: Choice) -> Config:
+    def configured(self, choice: Contender) -> Config:
         """Return the configuration of a candidate."""
         c, tensor = self.config, self.schemes[choice.scheme]
         kind, inner = c.parallel.context_kind, c.parallel.context_heads
@@ -180,7 +179,7 @@ class Space:
             train=replace(c.train, microbatch=choice.microbatch),
         )
 
-    def typed(self, choice: Choice) -> list[str]:
+    def typed(self, choice: Contender) -> list[str]:
         """Return the arguments by which a user types the parts of a candidate that the configuration leaves open."""
         names = axes_of(self.schemes[choice.scheme])
         sizes = {f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)}

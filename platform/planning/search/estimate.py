@@ -16,7 +16,7 @@ from platform.plan.core.plan import ITEMSIZE
 from platform.plan.language.scheme import CONTEXT, REPLICAS
 from platform.plan.memory.hardware import CONTEXT as LIBRARIES
 from platform.plan.memory.hardware import GROUP, ROUNDING
-from platform.planning.search.sketch import Columns, Kind, Sketch
+from platform.planning.search.sketch import Columns, Quantity, Sketch
 
 Column = NDArray[np.float64]
 FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
@@ -24,9 +24,9 @@ GROUPS = 4  # process groups of a rank, about
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all candidates of a search share: the `hardware`, the `precision`, the model's `layers` and how many of them
-    its sketch has (`few`), sequences of a step (`batch`), numbers of optimizer state (`moments`), whether collectives
+class Circumstances:
+    """Circumstances of all candidates of a search: the `hardware`, the `precision`, the model's `layers`, how many its
+    sketch has (`few`), sequences of a step (`batch`), numbers of optimizer state (`moments`), whether collectives
     of parameters go on beside computation (`overlap`), and whether devices have libraries that reserve memory."""
 
     hardware: Hardware
@@ -59,7 +59,7 @@ class Estimator:
     """Estimates candidates of one scheme, whose axes of more than one rank are the same: `columns` gives, by variable,
     the values of each candidate, `axes` the mesh axes, outer to inner."""
 
-    def __init__(self, sketch: Sketch, setting: Setting, axes: tuple[str, ...], columns: Columns):
+    def __init__(self, sketch: Sketch, setting: Circumstances, axes: tuple[str, ...], columns: Columns):
         """Evaluate all numbers of a sketch for all candidates."""
         self.setting, self.axes, self.columns = setting, axes, columns
         self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.at(columns)
@@ -123,8 +123,7 @@ class Estimator:
         return computing, waiting, beside
 
     def _both(self, weights: NDArray) -> tuple[Column, Column]:
-        """Return the seconds of the forward and of the backward pass of the numbers, each so often as `weights` says,
-        at least what launching their kernels takes."""
+        """Return the seconds of both passes of the numbers, each so often as `weights` says."""
         computing, waiting, beside = (np.tensordot(part, weights, (1, 0)) for part in self._passes)
         found = np.maximum(computing, beside) + waiting
         kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
@@ -133,21 +132,20 @@ class Estimator:
 
     @cached_property
     def _times(self) -> tuple[Column, Column, Column, Column]:
-        """Return the seconds of the passes, forward and backward, of a layer and of what is around layers."""
+        """Return the seconds of the passes, forward and backward, of a layer and of all around the layers."""
         return (*self._both(self.layer), *self._both(self.ends))
 
     @cached_property
     def _again(self) -> Column:
-        """Return the seconds of what recompute=selective does again in the backward pass of a layer."""
+        """Return the seconds in which recompute=selective does the inside of attention again, of a layer."""
         return self._both(self.layer * [kind.inside for kind in self.kinds])[0]
 
     @cached_property
     def _kept(self) -> tuple[Column, Column, Column]:
-        """Return the bytes that a microbatch keeps until its backward pass: of a layer, with and without what
-        recompute=selective does again, and of what is around layers."""
+        """Return the bytes kept for the backward pass: of a layer, of it without attention, and of all else."""
         kept = np.array([kind.what == "kept" for kind in self.kinds]) * self.size["compute"]
         outside = kept * [not kind.inside for kind in self.kinds]
-        return tuple(w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))  # type: ignore
+        return tuple(w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))
 
     @cache  # noqa: B019
     def _parameters(self, zero: int) -> tuple[Column, Column, Column]:
@@ -157,7 +155,7 @@ class Estimator:
         memory, seconds, updated = (np.zeros_like(self.stages, dtype=float) for _ in range(3))
         copies = compute if compute != master or zero in (1, 2) else 0
         for axes in dict.fromkeys(kind.axes for kind in self.kinds if kind.what == "parameter"):
-            rows = [i for i, kind in enumerate(self.kinds) if kind == Kind("parameter", axes, inside=kind.inside)]
+            rows = [i for i, kind in enumerate(self.kinds) if kind == Quantity("parameter", axes, inside=kind.inside)]
             elements = self.whole[rows] @ self.numbers[rows]
             shards = self._extent(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))

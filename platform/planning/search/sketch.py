@@ -36,9 +36,9 @@ SEQUENCES = "microbatch"  # variable beside the sizes of axes
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
 
 
-class Kind(NamedTuple):
-    """What a number of an operation is: `flops` of products or `fused` ones of attention, the `width` of a product (its
-    shortest dim), elements that are `touched` so often in the forward and backward pass (`times`), `kept` until the
+class Quantity(NamedTuple):
+    """Meaning of a number of an operation: `flops` of products or `fused` ones of attention, the `width` of a product
+    (its shortest dim), elements that are `touched` so often in the forward and backward pass (`times`), `kept` for the
     latter, of the `stream` between blocks, of a `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`,
     which goes `ahead` if it is a weight's. `inside`: recompute=selective does it again in the backward pass."""
 
@@ -55,7 +55,7 @@ class Monomials:
     """Numbers of a model under a scheme: `kinds`, the values at two ranks along each axis, their `exponents` by
     variable, and how often each is in the model without its deepest layers (`once`), and in each of those (`layer`)."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[Quantity, ...]
     variables: tuple[str, ...]
     values: NDArray[np.float64]
     exponents: NDArray[np.float64]
@@ -95,7 +95,7 @@ class Sketch:
         return found
 
 
-class _Reader(Recorder):
+class _SketchRecorder(Recorder):
     """Recorder that takes note of functions element by element too, of which nothing is planned, as operations."""
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
@@ -114,25 +114,25 @@ class _Reader(Recorder):
 def counted(config: Any, layers: int, scheme: Scheme) -> Counter[Operation]:
     """Return the operations of a model with so many layers, equal ones counted together under one of them."""
     model = build_model(replace(config, layers=layers))
-    recorder = _Reader(scheme, config.dropout, Recompute("selective"), config.fused_dropout)
+    recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout)
     model.forward(recorder, {name: name for name in model.inputs})
     first: dict[tuple, Operation] = {}
     return Counter(first.setdefault(o.anonymous, o) for o in recorder.operations)
 
 
 def sketched(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | None:
-    """Sketch a configured model under a scheme whose `axes` all have two ranks, those of replicas and contexts among
-    them; None if no plan of it is legal. `config`: the group model of a configuration."""
+    """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
+    ranks; None if no plan of it is legal. `config`: the group model of a configuration."""
     few = min(FEW, config.layers)
     whole = counted(config, few, scheme)
     less = counted(config, few - 1, scheme) if few > 1 else Counter[Operation]()
     anonymous = {o.anonymous: n for o, n in less.items()}
     variables = (*axes, SEQUENCES)
-    planners = [_planner(config, scheme, axes, grown) for grown in (None, *variables)]
+    planners = [_grown_planner(config, scheme, axes, grown) for grown in (None, *variables)]
     kinds, values, exponents, once, layer = [], [], [], [], []
     try:
         for o, n in whole.items():
-            found = [list(_numbers(planner, o)) for planner in planners]
+            found = [list(_quantities(planner, o)) for planner in planners]
             for i, (kind, value) in enumerate(found[0]):
                 grown = [more[i][1] if len(more) == len(found[0]) else value for more in found[1:]]
                 kinds.append(kind._replace(inside=o.recomputed))
@@ -142,14 +142,14 @@ def sketched(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | None:
                 layer.append(n - anonymous.get(o.anonymous, 0))
     except ValueError:
         return None
-    splits, batch = _splits(planners[0], whole)
+    splits, batch = _divided_sizes(planners[0], whole)
     if any(planners[0].layout(t).conflict() for o in whole for t in (*o.inputs, *o.outputs)):
         return None
     arrays = [np.array(given, dtype=float) for given in (values, exponents, once, layer)]
     return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch)
 
 
-def _planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
+def _grown_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
     """Return the planner of a model on a mesh of two ranks along each axis, four along the axis `grown`, or with twice
     the sequences if `grown` is these."""
     mesh = Mesh.of({"stage": 1, **{a: 4 if a == grown else 2 for a in axes}})
@@ -162,56 +162,59 @@ def _planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None
     return Planner(mesh, scheme, sizes, {})
 
 
-def _numbers(planner: Planner, o: Operation) -> Iterator[tuple[Kind, float]]:
+def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, float]]:
     """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh."""
     out = o.outputs[0] if o.outputs else None
-    size = prod(planner.shape(out)) * _even(planner, out) if out else 0.0
+    size = prod(planner.shape(out)) * _share_in_use(planner, out) if out else 0.0
     if o.kind in ("pointwise", "residual"):
-        yield Kind("touched", times=RESIDUAL if o.kind == "residual" else FUNCTION[len(o.inputs)]), size
-        yield Kind("kept"), size
+        yield Quantity("touched", times=RESIDUAL if o.kind == "residual" else FUNCTION[len(o.inputs)]), size
+        yield Quantity("kept"), size
         if o.kind == "residual":
-            yield Kind("stream"), size
+            yield Quantity("stream"), size
         return
     planned, mesh = word_of(o).plan(planner, o), planner.mesh
     if work := flops(o, planner.sizes):
         causal = 0.5 if dict(o.attributes).get("causal") else 1.0
-        yield Kind("flops" if planned.groups else "fused"), causal * work / mesh.extent(planned.compute_axes)
+        yield Quantity("flops" if planned.groups else "fused"), causal * work / mesh.extent(planned.compute_axes)
     if planned.groups:
-        yield Kind("width"), min(_width(e.dims, e.out_dims, e.operand.after) for g in planned.groups for e in g.einsums)
+        yield (
+            Quantity("width"),
+            min(_shorter_side(e.dims, e.out_dims, e.operand.after) for g in planned.groups for e in g.einsums),
+        )
     else:
-        yield Kind("touched", times=ACCESSES.get(o.kind, USUAL)), size
+        yield Quantity("touched", times=ACCESSES.get(o.kind, USUAL)), size
     if any(p.role == "in" for p in o.parameters) or not planned.groups and o.kind not in PASSING:
-        yield Kind("kept"), sum(prod(planner.shape(t)) * _even(planner, t) for t in o.outputs)
+        yield Quantity("kept"), sum(prod(planner.shape(t)) * _share_in_use(planner, t) for t in o.outputs)
     for p in o.parameters:
         yield (
-            Kind("parameter", mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))),
+            Quantity("parameter", mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))),
             prod(planner.shape(p)),
         )
-    ahead = Counter(_ahead(planner, planned))
+    ahead = Counter(_of_weights(planner, planned))
     for c in planned.collectives:
         ahead[c] -= (goes := ahead[c] > 0)
         if c.dtype != "compute" or c.op == "rotate":
             continue
-        elements = c.elements * (_even_rows(planner, o) if c.rows else 1.0)
-        yield Kind("ahead" if goes else "collective", mesh.ordered(c.axes), c.op, c.phase), elements
+        elements = c.elements * (_share_of_rows(planner, o) if c.rows else 1.0)
+        yield Quantity("ahead" if goes else "collective", mesh.ordered(c.axes), c.op, c.phase), elements
         if c.op == "all_gather" and c.phase == "forward":
-            yield Kind("kept"), elements * mesh.extent(c.axes)
+            yield Quantity("kept"), elements * mesh.extent(c.axes)
 
 
-def _ahead(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:
+def _of_weights(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:
     """Yield the collectives of a planned operation's weights, which go on beside the products before."""
     for e in (e for group in planned.groups for e in group.einsums):
         if isinstance(planned.operation.inputs[1 + e.index], Parameter):
             yield from planner.collectives(e.operand, e.regathered)
 
 
-def _width(dims: Sequence[str], out_dims: Sequence[str], shape: Sequence[int]) -> int:
+def _shorter_side(dims: Sequence[str], out_dims: Sequence[str], shape: Sequence[int]) -> int:
     """Return the shorter side of a product's second operand, of so many dims, on a rank."""
     inner = prod(n for d, n in zip(dims, shape, strict=True) if d not in out_dims)
     return max(1, min(inner, prod(shape) // max(1, inner)))
 
 
-def _even(planner: Planner, spec: Spec) -> float:
+def _share_in_use(planner: Planner, spec: Spec) -> float:
     """Return the share of the most rows of experts that an even routing gives a rank; 1 for other activations."""
     if "rows" not in spec.dims:
         return 1.0
@@ -220,13 +223,13 @@ def _even(planner: Planner, spec: Spec) -> float:
     return rows / planner.shape(spec)[spec.dims.index("rows")]
 
 
-def _even_rows(planner: Planner, o: Operation) -> float:
-    """Return `_even` of the rows that an operation reads or makes."""
+def _share_of_rows(planner: Planner, o: Operation) -> float:
+    """Return `_share_in_use` of the rows that an operation reads or makes."""
     found = (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
-    return next((_even(planner, t) for t in found), 1.0)
+    return next((_share_in_use(planner, t) for t in found), 1.0)
 
 
-def _splits(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:
+def _divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:
     """Return the pairs of a size and the axes that must divide it, and the axes of a replica's batch, of operations."""
     splits, batch = dict[tuple[int, tuple[str, ...]], None](), dict[tuple[str, ...], None]()
     for t in (t for o in operations for t in (*o.inputs, *o.outputs)):

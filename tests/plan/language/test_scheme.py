@@ -214,7 +214,7 @@ def test_every_scheme_of_conf_has_its_row():
     """But Mesh-TensorFlow's, whose tables are in tests/parallel/oracle/test_two_layer.py."""
     shipped = {path.stem for group in ("tensor", "branch") for path in (ROOT / "conf" / group).glob("*.yaml")}
     shipped = {name for name in shipped if not name.startswith("mesh_tf_")}
-    assert shipped - {"none"} <= {word for row in ROWS for word in row.split()}
+    assert shipped - {"none", "auto"} <= {word for row in ROWS for word in row.split()}
 
 
 def test_the_mesh_order():

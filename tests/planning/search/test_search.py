@@ -15,8 +15,8 @@ from platform.planning.make_plan import make_plan, plan_quickly
 from platform.planning.memory_budget import needed_bytes
 from platform.planning.replan import replan
 from platform.planning.search.best import Field, search
-from platform.planning.search.choice import Choice, Space
-from platform.planning.search.settle import settle, table, usual_hardware
+from platform.planning.search.choice import Contender, Space
+from platform.planning.search.chosen import choose_plan, ranked_table, usual_hardware
 from platform.planning.step_price import read_hardware, step_price
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
@@ -41,7 +41,7 @@ def every_choice(space: Space, workers: int):
             for (kind, chunks), b, r, z in product(schedules, space.microbatches, space.recompute, space.zero):
                 room = b * d <= c.train.global_batch or b == space.microbatches[0]
                 if room and s * chunks <= c.model.layers:
-                    yield Choice(scheme, tuple(axes), kind, s, chunks, d, 1, 1, b, r, z)
+                    yield Contender(scheme, tuple(axes), kind, s, chunks, d, 1, 1, b, r, z)
 
 
 def brute_force(config, workers: int, memory: float, hardware) -> float:
@@ -89,7 +89,7 @@ def test_the_same_search_has_the_same_outcome():
     config = composed(*TINY, "tensor=auto", "pipeline=auto", "parallel.data=-1", "train.microbatch=-1")
     first, second = (search(config, 6, LARGE, usual_hardware(config)) for _ in range(2))
     assert [f.choice for f in first.fitting] == [f.choice for f in second.fitting]
-    assert list(table(first, 5)) == list(table(second, 5))
+    assert list(ranked_table(first, 5)) == list(ranked_table(second, 5))
 
 
 def test_what_does_not_fit_is_not_chosen_and_the_table_says_what_it_lacks():
@@ -98,12 +98,12 @@ def test_what_does_not_fit_is_not_chosen_and_the_table_says_what_it_lacks():
     tight = roomy.fitting[0].memory - 1
     found = search(composed(*arguments), 4, tight, read_hardware("cpu"))
     assert found.fitting[0].memory <= tight and found.fitting[0].price.seconds >= roomy.fitting[0].price.seconds
-    assert any("lacks" in line for line in table(found, 10))
+    assert any("lacks" in line for line in ranked_table(found, 10))
 
 
 def test_without_a_plan_that_fits_the_refusal_names_the_one_that_needs_least():
     with pytest.raises(ConfigError) as refused:
-        settle(composed(*TINY, "tensor.axes.t=-1", "parallel.data=-1"), 2, memory=1e5)
+        choose_plan(composed(*TINY, "tensor.axes.t=-1", "parallel.data=-1"), 2, memory=1e5)
     (line,) = refused.value.violations
     assert "fits 0.0001 GB; the one that needs least, tensor.axes.t=" in line and "nearest legal" in line
 
@@ -111,7 +111,7 @@ def test_without_a_plan_that_fits_the_refusal_names_the_one_that_needs_least():
 def test_a_set_key_keeps_its_value_and_an_open_one_is_chosen():
     config = composed(*TINY, "tensor=1d", "tensor.axes.t=-1", "pipeline=auto", "pipeline.stages=2", "parallel.data=2")
     assert config.plan.search == ["tensor.axes.t", "pipeline", "pipeline.chunks"]
-    settle(config, 8)
+    choose_plan(config, 8)
     assert (config.pipeline.stages, config.parallel.data, config.tensor.axes) == (2, 2, {"t": 2})
     assert not violations_of_configuration(config)
 
@@ -119,10 +119,10 @@ def test_a_set_key_keeps_its_value_and_an_open_one_is_chosen():
 def test_a_run_with_fewer_workers_is_planned_by_the_same_search():
     arguments = *TINY, "tensor=auto", "pipeline=auto", "parallel.data=-1"
     config = composed(*arguments)
-    settle(config, 8, memory=LARGE)
+    choose_plan(config, 8, memory=LARGE)
     for workers in (6, 3):
         fresh = composed(*arguments)
-        settle(fresh, workers, memory=LARGE)
+        choose_plan(fresh, workers, memory=LARGE)
         found = replan(config, workers, memory=LARGE)
         assert found.config == fresh and make_plan(fresh) == found.plan
 

@@ -1,4 +1,4 @@
-"""Settling of what a configuration leaves to the planner, and the table that tells people why the plan is the best."""
+"""Choice of a configuration's open keys by a search, and the table of the plans that it found."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from platform.planning.step_price import hardware_named, read_hardware
 NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
 
 
-def settle(config: Config, workers: int, memory: float = 0.0, hardware: Hardware | None = None) -> Ranking | None:
-    """Choose what a configuration leaves to the planner, in place, for at most `workers` workers; return the ranking,
-    None if it leaves nothing open. `memory`: bytes of a worker, if they are known better than the configuration says;
-    `hardware`: what to price plans on, by default as `usual_hardware` says. Raises ConfigError if no plan fits."""
+def choose_plan(config: Config, workers: int, memory: float = 0.0, hardware: Hardware | None = None) -> Ranking | None:
+    """Choose the open keys of a configuration, in place, for at most `workers` workers; return the ranking, None if no
+    key is open. `memory`: bytes of a worker, where more is known than the configuration says; `hardware`: the one for
+    which plans are priced, by default `usual_hardware`. Raises ConfigError if no plan fits."""
     if not config.plan.search:
         return None
     if workers < 1:
@@ -28,7 +28,7 @@ def settle(config: Config, workers: int, memory: float = 0.0, hardware: Hardware
     hardware = hardware or usual_hardware(config)
     found = search(config, workers, memory_of_worker(config, memory, hardware), hardware)
     if not found.fitting:
-        raise ConfigError(_refusal(found))
+        raise ConfigError(_none_fits(found))
     best = found.fitting[0].config
     for field in fields(Config):
         setattr(config, field.name, getattr(best, field.name))
@@ -36,8 +36,7 @@ def settle(config: Config, workers: int, memory: float = 0.0, hardware: Hardware
 
 
 def usual_hardware(config: Config, gpu: str = "") -> Hardware:
-    """Return the hardware on which plans of a configuration are priced: that of workers on this type of `gpu`, or as
-    the configuration says, or what knows its precision."""
+    """Return the hardware for which plans are priced: of this `gpu`, of cluster.gpu, or the usual one."""
     c = config.cluster
     kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
     found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
@@ -50,7 +49,7 @@ def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float
     return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
 
 
-def _refusal(found: Ranking) -> str:
+def _none_fits(found: Ranking) -> str:
     """Return the line that refuses a search without a plan: the nearest to fitting, or that none is legal."""
     keys = ", ".join(found.space.config.plan.search)
     there = count_of(found.workers, "worker")
@@ -66,15 +65,15 @@ def _refusal(found: Ranking) -> str:
     )
 
 
-def chosen(found: Ranking) -> str:
-    """Return the line that tells what a search has chosen."""
+def choice_line(found: Ranking) -> str:
+    """Return the line that tells the user the choice of a search."""
     best = found.fitting[0]
     typed = " ".join(found.space.typed(best.choice))
     seconds = shown_seconds(best.price.seconds)
     return f"chosen of {found.judged:,} plans for {count_of(found.workers, 'worker')}: {typed} ({seconds} a step)"
 
 
-def table(found: Ranking, top: int) -> Iterator[str]:
+def ranked_table(found: Ranking, top: int) -> Iterator[str]:
     """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
     yield f"{found.judged:,} candidates for {count_of(found.workers, 'worker')}; the best, and why others lost:"
     best = found.fitting[0]
@@ -87,13 +86,13 @@ def table(found: Ranking, top: int) -> Iterator[str]:
     for one in shown:
         fits = one.memory <= found.budget
         number += fits
-        reason = "" if one is best else f": {reason_against(one, best, found.budget)}"
+        reason = "" if one is best else f": {lost_by(one, best, found.budget)}"
         typed = " ".join(found.space.typed(one.choice))
         place = f"{number:>3}." if fits else "   -"
         yield f"{place}  {shown_seconds(one.price.seconds):>9}  {one.memory / 1e9:>5.3g} GB  {typed}{reason}"
 
 
-def reason_against(one: Finalist, best: Finalist, budget: float) -> str:
+def lost_by(one: Finalist, best: Finalist, budget: float) -> str:
     """Return why a finalist lost to the best: the memory that it lacks, or the part of a step that is longest beyond
     the best's."""
     if one.memory > budget:
@@ -108,7 +107,7 @@ def reason_against(one: Finalist, best: Finalist, budget: float) -> str:
 
 
 def parts(price: StepPrice) -> dict[str, float]:
-    """Return the seconds of the parts of a step, by what is said of them."""
+    """Return the seconds of the parts of a step, by name."""
     waiting = {f"waiting for {axes}": seconds for axes, seconds in price.waiting.items()}
     rest = {"computing": price.computing, "bubble": price.bubble, "launching": price.host, "update": price.optimizer}
     return {**rest, **waiting}

@@ -1,5 +1,5 @@
-"""Keys that a configuration leaves to the planner, by `auto` or -1: they are noted in `plan.search`, and what stands in
-their place until a plan is chosen is legal."""
+"""Keys that the planner chooses, where a configuration has `auto` or -1: they are noted in `plan.search`, and have
+legal values until a plan is chosen."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def is_open(config: Config, key: str) -> bool:
 
 
 def leave_open(config: Config, typed: Collection[str] = ()) -> None:
-    """Note in `plan.search` which keys a composed configuration leaves to the planner, and put what stands in their
-    place there. With pipeline=auto stages and chunks are open too, unless they are among the keys that the user has
-    `typed`. parallel.data=-1, which by itself is what the workers give, is open beside another open key."""
+    """Note in `plan.search` which keys a composed configuration leaves to the planner, and give them legal values. With
+    pipeline=auto stages and chunks are open too, unless they are among the keys that the user has `typed`.
+    parallel.data=-1, by itself as many replicas as the workers give, is open beside another open key."""
     named = dict.fromkeys(config.plan.search)
     tensor, pipeline, parallel = config.tensor, config.pipeline, config.parallel
     if tensor.scheme == AUTO:
         named["tensor"] = None
-        tensor.scheme = OPEN["tensor"]
+        tensor.scheme = "serial"
     for axis in dict.fromkeys([*axes_of(tensor), *(tensor.axes if tensor.scheme == "layout" else ())]):
         if tensor.axes.get(axis) == -1:
             named[f"tensor.axes.{axis}"] = None
@@ -62,7 +62,7 @@ def leave_open(config: Config, typed: Collection[str] = ()) -> None:
         set_value(config, key, OPEN[key])
     if config.recompute == AUTO:
         named["recompute"] = None
-        config.recompute = OPEN["recompute"]
+        config.recompute = "none"
     if pipeline.kind == AUTO:
         stages = "none" if pipeline.stages == 1 else "1f1b"
         pipeline.kind = stages if pipeline.chunks == 1 else "interleaved"
