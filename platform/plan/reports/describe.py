@@ -13,6 +13,7 @@ from platform.plan.language.numbers import count_of
 
 STAGES_SHOWN = 8
 
+
 def _regions(plan: Plan) -> list[str]:
     """Return the regions of a plan that its description shows: all but a core that is as attention."""
     regions = plan.regions
