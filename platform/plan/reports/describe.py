@@ -61,9 +61,8 @@ def _cost_of_step(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[tuple[str, str]]:
-    """Return, for the description of a plan, (stage, units of its chunks as `embedding .. layers.3 | layers.8 ..
-    layers.11`) by stage; [] for one stage. Of more than STAGES_SHOWN, those between the second and the last are left
-    out."""
+    """Return (stage, units of its chunks as `embedding .. layers.3 | layers.8`) for the description; [] for one stage,
+    and of more than STAGES_SHOWN the first two and the last."""
 
     def shown(units: Sequence[str]) -> str:
         """Return the units of a model chunk as text: the first and the last."""
