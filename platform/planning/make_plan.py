@@ -82,8 +82,8 @@ def kinds_of_context(config: Config, data: int) -> list[str]:
 
 
 def _stated_memory(config: Config) -> float:
-    """Return the bytes of a device that a configuration states, alike before and after devices are looked for; inf if
-    it states none, or its schedule is not known everywhere."""
+    """Return the bytes of a device that a configuration states, inf if none, or if not all know its schedule."""
+    # alike before devices are looked for and after, in the driver and in workers
     known = config.pipeline.kind in ("none", *SHIPPED)
     return (config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu) or inf) if known else inf
 
@@ -329,8 +329,7 @@ def _plans_of_one_layer(config: Config, data: int, kind: str) -> list[Plan | Non
 
 
 def _plan_of_one_layer(config: Config, data: int, kind: str) -> Plan | None:
-    """Return the plan of one layer of the configured model over `data` replicas, whose contexts are of a `kind`, None
-    if it is illegal."""
+    """Return the plan of one layer of the model over `data` replicas, contexts of a `kind`; None if it is illegal."""
     model, train = build_model(replace(config.model, layers=1)), config.train
     try:
         return build_plan(model, _scheme_of(config, data, kind), data=data, microbatch=train.microbatch, microbatches=1)
