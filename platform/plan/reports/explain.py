@@ -160,8 +160,7 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
 
 
 def _ranks(groups: Sequence[Sequence[int]]) -> str:
-    """Format the first GROUPS_SHOWN process groups, such as "[0 1] [2 3]" or "[0 8 16 .. 120]", and the number of the
-    others."""
+    """Format the first GROUPS_SHOWN process groups as "[0 1] [0 8 16 .. 120]", and the number of the others."""
     more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
     shown = [[*g[:3], "..", g[-1]] if len(g) > RANKS_SHOWN else g for g in groups[:GROUPS_SHOWN]]
     return " ".join("[" + " ".join(map(str, g)) + "]" for g in shown) + more
