@@ -19,7 +19,7 @@ from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import factorizations
 from platform.plan.schedule.generators import MOST_PASSES
-from platform.planning.make_plan import context_axes, plan_quickly, scheme_of
+from platform.planning.make_plan import plan_quickly, scheme_of
 from platform.planning.memory_budget import device_kind, needed_bytes
 from platform.planning.search.choice import Contender, Space, shipped_schemes
 from platform.planning.search.estimate import Circumstances, Estimator, Mode
@@ -62,7 +62,7 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Outcome of a search: its `space`, the finalists that fit, the best first, those that lack memory, the
+    """Outcome of a search: its `space`, the finalists that fit, the best first, others, which lack memory, the
     number of candidates that were `judged`, and the `budget` of memory."""
 
     space: Space
@@ -178,7 +178,7 @@ class Field:
         return np.column_stack([grid[rows], experts])
 
     def _of_pattern(self, scheme: str, columns: Columns) -> tuple[list[Rated], int]:
-        """Return the best candidates of a scheme among those of `columns`, which agree in the axes of several ranks,
+        """Return the best candidates of a scheme among `columns`, which agree in the axes of several ranks,
         and the number of all."""
         axes, sketch = self._sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
         columns = self._legal(sketch, self._meshed(axes, columns)) if sketch else {}
@@ -254,7 +254,7 @@ class Field:
         )  # fmt: skip
         config = space.configured(choice)
         kind = "gather" if config.parallel.context_kind == "auto" else config.parallel.context_kind
-        made = scheme_of(config, 4, context_axes(config, kind))
+        made = scheme_of(config, 4, kind)
         axes = tuple(a for a, n in made.mesh_axes(4).items() if n > 1)
         return axes, sketched(c.model, made, axes)
 

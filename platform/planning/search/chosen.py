@@ -66,7 +66,7 @@ def _none_fits(found: Ranking) -> str:
 
 
 def choice_line(found: Ranking) -> str:
-    """Return the line that tells the user the choice of a search."""
+    """Return the line with the choice of a search for the user."""
     best = found.fitting[0]
     typed = " ".join(found.space.typed(best.choice))
     seconds = shown_seconds(best.price.seconds)
