@@ -43,7 +43,9 @@ class Config:
     seed: int = key(0, "seed of all that is random: weights, data order, dropout, samples", ">= 0", most=2**63 - 1)
     precision: str = key("fp32", "type to compute in; fp16 scales the loss", ("fp64", "fp32", "bf16", "fp16"))
     recompute: str = key(
-        "none", "recomputed in backward: nothing, the inside of attention, or blocks", ("none", "selective", "full")
+        "none",
+        "recomputed in backward: nothing, the inside of attention, or blocks; auto: the planner chooses",
+        ("none", "selective", "full"),
     )
     recompute_every: int = key(1, "recompute=full: blocks recomputed at a time", ">= 1", most=10_000)
     recompute_offload: bool = key(

@@ -123,6 +123,8 @@ model.layers=??? | model.layers=???: must be given | 2
 model=null | model=null: must be a name
 train=5 | train=5: 
 train=null | train=null: must be given
+plan.search=[tensr] | plan.search=tensr: no key that the planner chooses | tensor
+plan.search=[tensor.axis] | plan.search=tensor.axis: no key that the planner chooses | tensor.axes
 elastic.faults=null | elastic.faults=null: must be given
 tensor.axes={t:null} | tensor.axes={t:null}: 
 tensor.axes={t:a} | tensor.axes={t:a}: 

@@ -40,6 +40,7 @@ ALWAYS: dict[str, tuple[Main, str]] = {
 }
 ROWS = """
 plan train.stepz=5
+plan tensor=auto
 plan seed=-1
 plan tensor=1d tensor.axes.t=3
 plan tensor=1d tensor.axes.r=2

@@ -20,7 +20,7 @@ ENDS = (
     " is no list of tokens",
 )  # words of lines that say all there is to say
 # a line is of one item
-LISTS = "elastic.faults model.window_layers resume.allow eval.prompts eval.tasks train.length_ramp".split()
+LISTS = "elastic.faults model.window_layers resume.allow eval.prompts eval.tasks train.length_ramp plan.search".split()
 MOST = 8  # hints in a row
 
 

@@ -19,7 +19,10 @@ class Parallel:
         1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give"
     )
     zero: int = key(
-        0, "ZeRO shards over replicas: 1 = optimizer state, 2 = gradients too, 3 = parameters too", (0, 1, 2, 3)
+        0,
+        "ZeRO shards over replicas: 1 = optimizer state, 2 = also gradients, 3 = also parameters; -1: the planner"
+        " chooses",
+        (0, 1, 2, 3),
     )
     zero_group: int = key(
         0,
@@ -31,13 +34,14 @@ class Parallel:
     experts: int = key(
         1,
         "replicas that share the experts, next to each other; a run that re-forms takes the largest divisor of its"
-        " replicas and of model.experts up to this",
+        " replicas and of model.experts up to this; -1: the planner chooses",
         ">= 1",
         most=WORKERS,
     )
     context: int = key(
         1,
-        "ranks that share each sequence, whose length they split, in attention too; a run that re-forms may take fewer",
+        "ranks that share each sequence, whose length they split, in attention too; a run that re-forms may take fewer;"
+        " -1: the planner chooses",
         ">= 1",
         most=WORKERS,
     )
@@ -68,9 +72,11 @@ class Parallel:
 class Tensor:
     """Tensor parallelism: a table from tensor dims to mesh axes."""
 
-    scheme: str = key("serial", "name of the scheme: set by tensor=NAME")
+    scheme: str = key("serial", "name of the scheme: set by tensor=NAME; tensor=auto: the planner chooses")
     order: list[str] = key([], "axes of the scheme, outer to inner; [] = in order of mention")
-    axes: dict[str, int] = key({}, "size of each axis; an axis not given has size 1", ">= 1", most=WORKERS)
+    axes: dict[str, int] = key(
+        {}, "size of each axis; an axis not given has size 1; -1: the planner chooses", ">= 1", most=WORKERS
+    )
     regions: Rules = key({}, "activations: region -> dim -> axes")
     parameters: Rules = key({}, "parameters: role (all, in, out, vector) -> dim -> axes")
     gathered: str = key("keep", "gathered operands: keep, gather again in backward, or SUMMA's panels", tuple(GATHERED))
@@ -97,9 +103,14 @@ class Branch:
 class Pipeline:
     """Stages of the model, and the schedule of their microbatches."""
 
-    kind: str = key("none", "the schedule", ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"), open=True)
-    stages: int = key(1, "pipeline stages", ">= 1", most=1000)
-    chunks: int = key(1, "model chunks per stage", ">= 1", most=1000)
+    kind: str = key(
+        "none",
+        "the schedule; pipeline=auto: the planner chooses",
+        ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"),
+        open=True,
+    )
+    stages: int = key(1, "pipeline stages; -1: the planner chooses", ">= 1", most=1000)
+    chunks: int = key(1, "model chunks per stage; -1: the planner chooses", ">= 1", most=1000)
     file: str = key("", "pipeline=file: path of the schedule's table, one line of actions per stage")
     scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
     settings: dict[str, Any] = own_settings("pipeline schedule")

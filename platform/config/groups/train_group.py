@@ -28,7 +28,9 @@ class Train:
         pattern=r"\d{1,12}:\d{1,12}",
         constraint="must be STEP:LENGTH, such as 200:512",
     )
-    microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
+    microbatch: int = key(
+        4, "sequences per microbatch of one data-parallel replica; -1: the planner chooses", ">= 1", most=10**6
+    )
     init: str = key(
         "",
         "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"

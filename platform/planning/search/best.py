@@ -19,7 +19,7 @@ from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import factorizations
 from platform.plan.schedule.generators import MOST_PASSES
-from platform.planning.make_plan import plan_quickly, scheme_of
+from platform.planning.make_plan import CHOICES, plan_quickly, scheme_of
 from platform.planning.memory_budget import device_kind, needed_bytes
 from platform.planning.search.choice import Contender, Space, shipped_schemes
 from platform.planning.search.estimate import Circumstances, Estimator, Mode
@@ -27,9 +27,8 @@ from platform.planning.search.sketch import FEW, Columns, Sketch, sketched
 from platform.planning.step_price import step_price
 
 MOST, LEAST, LAYERS = 100, 8, 1000  # finalists of a search: of at most so many layers together
-ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits,
-BEYOND = 1.25  # and comes after others: it is planned to tell why it lost, LACKING of them at most
-LACKING = 6
+ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits;
+NEAR, LACKING = 2.0, 4  # up to so much more, a few are planned, to show why they lost
 TRUST = 2.0  # of two estimates, one may be so many times too high beside the other
 
 
@@ -105,16 +104,24 @@ def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Ha
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
     fitting: list[Finalist] = []
     lacking: list[Finalist] = []
-    least = inf
+    least, beyond = inf, 0
     for one in rated:
-        if len(fitting) + len(lacking) >= most or (len(rated) > most and one.seconds > TRUST * least):
+        if len(fitting) + len(lacking) >= (most if fitting else 3 * most):
+            break
+        if len(rated) > most and one.seconds > TRUST * least:
             break  # the estimate is so much above that of the best so far
-        if one.memory > ROUGH * memory and (fitting or one.memory > 2 * memory) and len(lacking) >= LACKING:
+        beyond += one.memory > ROUGH * memory
+        if one.memory > NEAR * memory or (one.memory > ROUGH * memory and beyond > LACKING):
             continue
         if finalist := _finalist(space, one.choice, hardware):
             fits = finalist.memory <= memory
             (fitting if fits else lacking).append(finalist)
             least = one.seconds if fits and min(fitting, key=lambda f: f.order) is finalist else least
+    if not fitting:  # the one that needs least is shown to the user
+        thrifty = sorted(rated, key=lambda one: (one.memory, one.rank))[:LACKING]
+        tried = [finalist for one in thrifty if (finalist := _finalist(space, one.choice, hardware))]
+        fitting = [f for f in tried if f.memory <= memory]
+        lacking += [f for f in tried if f.memory > memory]
     by_price = sorted(fitting, key=lambda f: f.order), sorted(lacking, key=lambda f: f.order)
     return Ranking(space, 0, *by_price, 0, memory)
 
@@ -193,15 +200,23 @@ class Field:
                 continue
             judged += len(rows)
             seconds, memory = estimator.estimate(mode, rows)
-            seconds = np.where(memory <= ROUGH * self.memory, seconds, seconds * BEYOND)
-            best = np.argpartition(seconds, MOST)[:MOST] if len(rows) > MOST else np.arange(len(rows))
+            best = self._promising(seconds, memory)
             parts.append((np.full(len(best), number), rows[best], seconds[best], memory[best]))
         if not parts:
             return [], 0
         mode_of, rows, seconds, memory = (np.concatenate(column) for column in zip(*parts, strict=True))
-        best = np.argpartition(seconds, 4 * MOST)[: 4 * MOST] if len(seconds) > 4 * MOST else np.arange(len(seconds))
-        chosen = [(i, self._choice(scheme, modes[mode_of[i]], columns, int(rows[i]))) for i in best]
+        best = self._promising(seconds, memory, 4 * MOST)
+        chosen = [(i, self._contender(scheme, modes[mode_of[i]], columns, int(rows[i]))) for i in best]
         return [Rated(float(seconds[i]), c.rank, c, float(memory[i])) for i, c in chosen], judged
+
+    def _promising(self, seconds: NDArray[Any], memory: NDArray[Any], most: int = MOST) -> NDArray[np.intp]:
+        """Return which candidates are worth a look: the `most` quickest that may fit, some quick ones that lack little
+        memory, and the one that takes least."""
+        near = memory <= NEAR * self.memory
+        fits = near & (memory <= ROUGH * self.memory)
+        groups = (fits, most), (near & ~fits, LACKING)
+        chosen = [np.flatnonzero(which)[np.argsort(seconds[which], kind="stable")[:n]] for which, n in groups]
+        return np.unique(np.concatenate([*chosen, [memory.argmin()]])).astype(np.intp)
 
     def _legal(self, sketch: Sketch, columns: Columns) -> Columns:
         """Return the candidates of `columns` whose axes divide what they split, with each size of a microbatch."""
@@ -234,7 +249,7 @@ class Field:
         found &= stages * mode.chunks * microbatches <= MOST_PASSES
         return found & ((columns["replicas"] * columns["contexts"] > 1) | (mode.zero in self.space.zero[:1]))
 
-    def _choice(self, scheme: str, mode: Mode, columns: Columns, i: int) -> Contender:
+    def _contender(self, scheme: str, mode: Mode, columns: Columns, i: int) -> Contender:
         """Return candidate number `i` of `columns` in a mode."""
         sizes = {name: int(column[i]) for name, column in columns.items()}
         axes = tuple(sizes.get(axis, 1) for axis in self.space.axes(scheme))
@@ -253,7 +268,7 @@ class Field:
             2 if several["experts"] else 1, 1, "none", 0,
         )  # fmt: skip
         config = space.configured(choice)
-        kind = "gather" if config.parallel.context_kind == "auto" else config.parallel.context_kind
+        kind = CHOICES.get(config.parallel.context_kind, (config.parallel.context_kind,))[0]
         made = scheme_of(config, 4, kind)
         axes = tuple(a for a, n in made.mesh_axes(4).items() if n > 1)
         return axes, sketched(c.model, made, axes)

@@ -54,14 +54,12 @@ def _none_fits(found: Ranking) -> str:
     keys = ", ".join(found.space.config.plan.search)
     there = count_of(found.workers, "worker")
     if not found.lacking:
-        return (
-            f"plan.search={keys}: no plan for {there} or fewer is legal; nearest legal: another of the keys left open"
-        )
+        return f"plan.search={keys}: no plan for {there} or fewer is legal: leave more keys open"
     least = min(found.lacking, key=lambda f: f.memory)
     return (
         f"plan.search={keys}: no plan for {there} fits {found.budget / 1e9:.4g} GB; the one that needs least,"
         f" {' '.join(found.space.typed(least.choice))}, needs {least.memory / 1e9:.4g} GB;"
-        f" nearest legal: cluster.device_memory={least.memory / 1e9:.4g}, or more workers"
+        f" more workers, or cluster.device_memory={least.memory / 1e9:.4g}, would do"
     )
 
 

@@ -107,8 +107,9 @@ class Estimator:
         for i, kind in enumerate(self.kinds):
             number = self.numbers[i]
             if kind.what == "flops":
-                width = self.numbers[i + 1]
+                width, read = self.numbers[i + 1], self.numbers[i + 2] * size
                 one = number / (speed * width / (width + h.fill))
+                one = np.maximum(one, read / (h.bandwidth * h.reached.memory))
                 computing[0, i], computing[1, i] = one, 2 * one
             elif kind.what == "fused":
                 computing[0, i], computing[1, i] = number / (speed * FUSED), 2.5 * number / (speed * FUSED)

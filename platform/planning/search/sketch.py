@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from platform.costs.work import ACCESSES, FUNCTION, RESIDUAL, USUAL
 from platform.model import build_model
-from platform.plan.communication.planned import Collective, PlannedOperation
+from platform.plan.communication.planned import Collective, Einsum, EinsumGroup, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import partial_axes
 from platform.plan.core.build import ALIGNED
@@ -37,10 +37,11 @@ BASE = 64  # sequences of a microbatch on a replica while numbers are found
 
 
 class Quantity(NamedTuple):
-    """Meaning of a number of an operation: `flops` of products or `fused` ones of attention, the `width` of a product
-    (its shortest dim), elements that are `touched` so often in the forward and backward pass (`times`), `kept` for the
-    latter, of the `stream` between blocks, of a `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`,
-    which goes `ahead` if it is a weight's. `inside`: recompute=selective does it again in the backward pass."""
+    """Meaning of a number of an operation: `flops` of products or `fused` ones of attention; a product's `width`, its
+    shortest side, and the elements of weights `read` by it; elements that are `touched` so often in the forward and the
+    backward pass (`times`), `kept` for the latter, of the `stream` between blocks, of a `parameter`, or of a
+    `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's. `inside`: of attention, done
+    again with recompute=selective."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -177,19 +178,17 @@ def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, floa
         causal = 0.5 if dict(o.attributes).get("causal") else 1.0
         yield Quantity("flops" if planned.groups else "fused"), causal * work / mesh.extent(planned.compute_axes)
     if planned.groups:
-        yield (
-            Quantity("width"),
-            min(_shorter_side(e.dims, e.out_dims, e.operand.after) for g in planned.groups for e in g.einsums),
-        )
+        even = _share_of_rows(planner, o)
+        pairs = [(g, e) for g in planned.groups for e in g.einsums]
+        yield Quantity("width"), min(_shortest_side(g, e, even) for g, e in pairs)
+        yield Quantity("read"), sum(prod(e.operand.after) for _, e in pairs)
     else:
         yield Quantity("touched", times=ACCESSES.get(o.kind, USUAL)), size
     if any(p.role == "in" for p in o.parameters) or not planned.groups and o.kind not in PASSING:
         yield Quantity("kept"), sum(prod(planner.shape(t)) * _share_in_use(planner, t) for t in o.outputs)
     for p in o.parameters:
-        yield (
-            Quantity("parameter", mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))),
-            prod(planner.shape(p)),
-        )
+        axes = mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))
+        yield Quantity("parameter", axes), prod(planner.shape(p))
     ahead = Counter(_of_weights(planner, planned))
     for c in planned.collectives:
         ahead[c] -= (goes := ahead[c] > 0)
@@ -208,10 +207,13 @@ def _of_weights(planner: Planner, planned: PlannedOperation) -> Iterator[Collect
             yield from planner.collectives(e.operand, e.regathered)
 
 
-def _shorter_side(dims: Sequence[str], out_dims: Sequence[str], shape: Sequence[int]) -> int:
-    """Return the shorter side of a product's second operand, of so many dims, on a rank."""
-    inner = prod(n for d, n in zip(dims, shape, strict=True) if d not in out_dims)
-    return max(1, min(inner, prod(shape) // max(1, inner)))
+def _shortest_side(group: EinsumGroup, e: Einsum, even: float) -> float:
+    """Return the shortest side of a product on a rank: of each expert's rows, of which an `even` share is used."""
+    weights = dict(zip(e.dims, e.operand.after, strict=True))
+    experts = weights.pop("experts", 1) if "rows" in e.x_dims else 1
+    inner = prod(n for d, n in weights.items() if d not in e.out_dims)
+    rows = prod(group.x.after) * even / max(1, inner) / experts
+    return max(1.0, min(inner, prod(weights.values()) / max(1, inner), rows))
 
 
 def _share_in_use(planner: Planner, spec: Spec) -> float:
