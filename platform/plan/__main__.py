@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from math import inf
 from typing import Any
 
@@ -33,6 +34,7 @@ from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints
 from platform.planning.replan import shrinking
 from platform.planning.snapshot_price import snapshot_price
+from platform.planning.step_price import hardware_named, read_hardware, step_price
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -45,6 +47,10 @@ def main(given: Sequence[str] | None = None) -> int:
         "--tiers", type=_tiers, default={"node": 8}, metavar="node=8,rack=32,...",
         help="workers in one of each tier, for counting what crosses it (default: node=8)",
     )  # fmt: skip
+    parser.add_argument(
+        "--hardware", help="predict the seconds of a step on it: a name in conf/hardware/, or FILE.yaml"
+    )
+    parser.add_argument("--tokens", type=float, help="with --hardware: tokens to train on (default: train.steps)")
     parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
     parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
     parser.add_argument("--check", action="store_true", help="whether each gradient is summed once, each tensor whole")
@@ -83,6 +89,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         dropout=config.model.dropout,
         footprints=footprints(config, plan),
         snapshots=_snapshots(config, plan, min(arguments.tiers.values())),
+        times=_times(arguments, config, plan),
         settings=redact(shown_settings(config)),
     )
     print(json.dumps(found) if arguments.json else visible(render(plan, found)))
@@ -105,6 +112,24 @@ def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
     """Return what `explain` says of the run's snapshots in memory, with `per_node` workers on a node."""
     price, every = snapshot_price(config, plan, per_node), config.elastic.snapshot_every
     return {**price._asdict(), "every": price.interval if every == AUTO else every, "network": config.cluster.network}
+
+
+def _times(arguments: argparse.Namespace, config: Config, plan: Plan) -> dict[str, Any] | None:
+    """Return what `explain` says of the seconds of a step on the hardware of --hardware, or else of cluster.gpu; None
+    if neither is known."""
+    name = arguments.hardware
+    hardware = read_hardware(name) if name else hardware_named(config.cluster.gpu) if config.cluster.gpu else None
+    if hardware is None or config.precision not in hardware.peaks:
+        return None
+    found = step_price(config, plan, hardware)
+    tokens = arguments.tokens or config.train.steps * plan.tokens_per_step
+    return {
+        "hardware": hardware.name,
+        **asdict(found),
+        "mfu": found.mfu,
+        "speed": found.speed,
+        "days": {"tokens": tokens, "days": found.days(tokens)},
+    }
 
 
 def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:

@@ -129,6 +129,12 @@ _written: dict[str, tuple] = {}
 def expected(c, texts):
     """What one process writes without a cache, its logits [texts, vocab] before each token, and the scores."""
     key = repr((c.model, texts))
+    if key not in _written and (c.model.kv_latent or c.model.activation == "swiglu_clamped"):
+        one = configure(precision=c.precision)  # which plain functions do not know: one process with a cache
+        one.model, one.seed = c.model, c.seed
+        (said,) = say(one, texts, TOKENS, Choice(c.model.vocab))
+        scores = [s.log_probability for s in said.scored]
+        _written[key] = [w.ids for w in said.written], torch.stack(logits_seen([said], len(texts.ids))), scores
     if key not in _written:
         w, rows, seen, scores = whole_weights(c), [], [], []
         for number, ids in enumerate(texts.ids):

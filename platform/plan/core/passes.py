@@ -2,7 +2,9 @@
 the passes before have left.
 
 A pass of one token has no length to split. So the axes that split length in training split batch instead: rows are
-rows, and the one communication rule says what moves. Weights stay as the run's plan lays them out.
+rows, and the one communication rule says what moves. Where there are fewer long texts than ranks that share a sequence
+in training, these share each text here too: every rank keeps a part of its keys and values, reads a part of its tokens,
+and all attend together. Weights stay as the run's plan lays them out.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from math import lcm
 from typing import Any
 
 from platform.plan.communication.planner import Planner
+from platform.plan.communication.rule import Conversion, relayout_steps
 from platform.plan.core.build import plan_operations
 from platform.plan.core.chunks import Chunk, RecordableModel, Recorded
 from platform.plan.core.plan import Plan
@@ -34,35 +37,60 @@ PIECE = 256  # tokens of a text that one pass reads at most: attention's mask gr
 @dataclass(frozen=True)
 class PassShape:
     """Sizes of a pass: `tokens` new ones of each of `batch` sequences, of which all passes together hold `capacity`;
-    logits are asked of the last `asked` ones. `reads`: an encoder reads its source in this pass."""
+    logits are asked of the last `asked` ones. `reads`: an encoder reads its source in this pass; `shared`: ranks of a
+    context share each sequence."""
 
     tokens: int
     batch: int
     capacity: int
     asked: int = 1
     reads: bool = False
+    shared: bool = False
 
 
-def of_rows(scheme: Scheme) -> Scheme:
-    """Return the scheme of layouts for a pass of generation: axes that split length in training split batch instead."""
+def of_rows(scheme: Scheme, shared: bool = False, split: bool = False) -> Scheme:
+    """Return the scheme of layouts for a pass of generation: axes that split length in training split batch instead.
+    Where sequences are `shared`, axes of contexts split their keys and values in the core of attention, in consecutive
+    parts, and if `split`, length everywhere else."""
+    ours = [axis for axis, _ in scheme.context] if shared else []
 
-    def rows(layout: Layout) -> Layout:
-        """Return a layout in which the mesh axes that split length split batch instead, after the axes of batch."""
-        rules = {dim: axes for dim, axes in layout.items() if dim != "length"}
-        return Layout.of({**rules, "batch": (*layout["batch"], *layout["length"])}, layout.only)
+    def rows(region: str, layout: Layout) -> Layout:
+        """Return a region's layout in which the mesh axes that split length split batch instead, after its own."""
+        rules = {dim: [a for a in axes if a not in ours] for dim, axes in layout.items() if dim != "length"}
+        rules["batch"] = [*layout["batch"], *(a for a in layout["length"] if a not in ours)]
+        if region == "core":
+            rules["memory_length"] = [*ours, *layout["memory_length"]]
+        return Layout.of(rules if region == "core" or not split else {**rules, "length": ours}, layout.only)
 
-    return replace(scheme, regions={region: rows(layout) for region, layout in scheme.regions.items()})
+    return replace(scheme, regions={r: rows(r, layout) for r, layout in scheme.regions.items()}, zigzag="")
 
 
-def rows_at_once(scheme: Scheme, mesh: Mesh) -> int:
+def rows_at_once(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
     """Return the number that divides a generation pass's sequences, so that axes divide each replica's."""
-    inner = ([a for a in layout["batch"] if a not in REPLICAS] for layout in of_rows(scheme).regions.values())
+    regions = of_rows(scheme, shared).regions.values()
+    inner = ([a for a in layout["batch"] if a not in REPLICAS] for layout in regions)
     return mesh.extent([a for a in REPLICAS if a in mesh.axes]) * lcm(*map(mesh.extent, inner))
 
 
-def memory_unit(scheme: Scheme, mesh: Mesh) -> int:
+def memory_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
     """Return the number of which a key-value cache's tokens must be a multiple, so that mesh axes divide them."""
-    return lcm(*(mesh.extent(layout["memory_length"]) for layout in scheme.regions.values()))
+    return lcm(*(mesh.extent(layout["memory_length"]) for layout in of_rows(scheme, shared).regions.values()))
+
+
+def sharing(plan: Plan, texts: int, tokens: int) -> int:
+    """Return how many ranks share each of so many `texts` of up to so many `tokens` in passes of generation."""
+    # short ones, and those of which each rank has its own, are shared by none
+    few = texts < rows_at_once(plan.scheme, plan.mesh) and tokens > PIECE
+    return plan.mesh.extent([axis for axis, _ in plan.scheme.context]) if few and _shares(plan) else 1
+
+
+def _shares(plan: Plan) -> bool:
+    """Return True if ranks of a plan's contexts can share a text: the model's attention is in region core."""
+    kinds = ("fused_attention", "ring_attention", "softmax")
+    regions = {o.operation.outputs[0].region for (kind, _), o in plan.operations.items() if kind in kinds}
+    # an encoder reads its source whole
+    encodes = any(unit.startswith("encoder.") for c in plan.chunks for unit in c.units)
+    return bool(plan.scheme.context) and regions <= {"core"} and not encodes
 
 
 @dataclass(frozen=True)
@@ -84,13 +112,15 @@ class PassPlanner(Planner):
 class PlannedPass:
     """Pass, as the ranks of one pipeline stage execute it or of all stages together: the `body` up to the head, and the
     `head` on the tokens that are asked. `placement`: number -> stage of the chunks that take part. `logits`: type of
-    the logits; `missing`: activations that chunks read and none makes, where an encoder reads nothing: name -> None."""
+    the logits; `missing`: activations that chunks read and none makes, where an encoder reads nothing: name -> None.
+    `joins`: conversion of the stream from body to head."""
 
     body: Plan
     head: Plan
     placement: Mapping[int, int]
     logits: Spec
     missing: Mapping[str, None]
+    joins: Conversion
 
 
 def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) -> PlannedPass:
@@ -104,15 +134,18 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
 
 def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
     """Plan a pass of generation as `plan_pass` does, for all pipeline stages together."""
-    scheme, last = of_rows(plan.scheme), plan.chunks[-1]
+    last, ranks = plan.chunks[-1], plan.mesh.extent([axis for axis, _ in plan.scheme.context])
     lying = {p.name: plan.layout(p) for p in (*plan.parameters, *plan.states)}
     parameters = tuple(p for p in model.parameters() if not p.is_state)
     if HEAD not in last.units:
         raise ModelMistake(type(model).__name__, f"its last unit is not called {HEAD}, and gives no logits")
 
-    def planned(tokens: int, parts: Sequence[tuple[int, int, Sequence[str]]], flow: dict[str, Any]) -> Plan:
+    def planned(
+        tokens: int, parts: Sequence[tuple[int, int, Sequence[str]]], flow: dict[str, Any], split: bool = False
+    ) -> Plan:
         """Plan the chunks `parts` (number, stage, units) of a generation pass over `tokens` new tokens per sequence,
-        from the activations `flow`, which their results replace."""
+        which ranks that share these may `split`, from the activations `flow`, which their results replace."""
+        scheme = of_rows(plan.scheme, shape.shared, split)
         own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
         own |= {"slots": tokens} if "slots" in own else {}  # whatever tokens it has, a pass drops none
         planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
@@ -136,13 +169,15 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
     parts = [(c.number, c.stage, tuple(u for u in c.units if u not in left_out)) for c in plan.chunks]
     parts = [part for part in parts if part[2] or part[0] == last.number]  # the head follows the last
     flow: dict[str, Any] = dict(missing)
-    body = planned(shape.tokens, parts, flow)
-    stream = {"memory": None, "stream": Symbol(replace(flow["stream"].spec, sizes=()))}
-    head = planned(shape.asked, [(last.number, last.stage, (HEAD,))], stream)
+    body = planned(shape.tokens, parts, flow, shape.shared and shape.tokens % ranks == 0)
+    spec = replace(flow["stream"].spec, sizes=())
+    head = planned(shape.asked, [(last.number, last.stage, (HEAD,))], {"memory": None, "stream": Symbol(spec)})
     *others, end = body.chunks
     body = replace(body, chunks=(*others, replace(end, sends=())))
     placement = {number: stage for number, stage, _ in parts}
-    return PlannedPass(body, head, placement, dict(head.chunks[-1].sends)["logits"], missing)
+    ends = [part.planner.layout(spec) for part in (body, head)]
+    joins = body.planner.shaped(Conversion(relayout_steps(spec.dims, *ends), ()), spec, *ends)
+    return PlannedPass(body, head, placement, dict(head.chunks[-1].sends)["logits"], missing, joins)
 
 
 def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
@@ -151,11 +186,16 @@ def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
     mesh = plan.mesh
     found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
     shape = PassShape(1, rows_at_once(plan.scheme, mesh), memory_unit(plan.scheme, mesh), reads=True)
-    planned = _all_stages(plan, model, shape)
-    operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]
-    found |= {mesh.ordered(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
-    sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
-    found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
+    shapes = [shape]
+    if _shares(plan):
+        found |= {(axis,) for axis, _ in plan.scheme.context}
+        rows, unit = (f(plan.scheme, mesh, True) for f in (rows_at_once, memory_unit))
+        shapes += [PassShape(tokens, rows, unit, shared=True) for tokens in (1, unit)]
+    for planned in (_all_stages(plan, model, shape) for shape in shapes):
+        operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]
+        found |= {mesh.ordered(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
+        sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
+        found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
     return (found | {mesh.ordered(mesh.axes)}) - {()}
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import label
 from platform.plan.core.buckets import Bucket, moves
+from platform.plan.core.chunks import Chunk
 from platform.plan.core.factored import factor_collectives
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter, Spec
@@ -36,16 +37,13 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
             for c in o.collectives:
                 twice = o.operation.recomputed and c.phase == "forward"
                 yield f"{kind} {name}", c, plan.microbatches * (2 if twice else 1), here
-        for spec in chunk.kept:
-            if axes := plan.kept_axes(spec):
-                n = plan.shared_elements(spec, axes)
-                c = Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
-                yield f"kept {spec}", c, plan.microbatches, here
+        for spec, c in kept_gathers(plan, chunk):
+            yield f"kept {spec}", c, plan.microbatches, here
     for before, after in zip(plan.chunks, plan.chunks[1:], strict=False):
         if before.stage != after.stage:
             for name, spec in before.sends:
                 where = f"stage {before.stage} to {after.stage} {name}"
-                for c, stages in _transfer(plan, spec, before.stage, after.stage):
+                for c, stages in transfer(plan, spec, before.stage, after.stage):
                     yield where, c, plan.microbatches, stages
     for stage in dict.fromkeys(c.stage for c in plan.chunks):
         for found in bucket_collectives(plan.at(stage)):
@@ -62,6 +60,14 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
         loads = len(plan.balanced) * plan.sizes.get("experts", 0)
         c = Collective("all_reduce", world, WORLD_SUMS + loads, "metrics", "reduce")
         yield "loss and norm", c, 1, tuple(range(plan.stages))
+
+
+def kept_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collective]]:
+    """Yield the gathers of inputs that a chunk's ranks have kept in parts, for recomputation, each with its type."""
+    for spec in chunk.kept:
+        if axes := plan.kept_axes(spec):
+            n = plan.shared_elements(spec, axes)
+            yield spec, Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
 
 
 class BucketCollective(NamedTuple):
@@ -108,7 +114,7 @@ def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
             yield BucketCollective("parameters", c, times, b, b.parameters)
 
 
-def _transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[Collective, tuple[int, ...]]]:
+def transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[Collective, tuple[int, ...]]]:
     """Yield the collectives that send one activation of a microbatch from stage `here` to the next, `there`, and its
     gradient back, with the gathers of its parts (scatter/gather optimization); and their stages, as
     `staged_collectives` does."""

@@ -25,7 +25,7 @@ GATHERED = {
     "panels": "operands are never whole: SUMMA broadcasts one panel at a time and accumulates",
 }
 CONTEXT_KINDS = {
-    "auto": "the legal kind that moves the fewest bytes",
+    "auto": "the legal kind that moves the fewest bytes, and fits a stated memory of devices",
     "gather": "each rank gathers all keys and values, for its own queries",
     "ring": "keys and values go around the ranks, a panel at a time, while the one before is computed",
     "heads": "ranks exchange length for heads, and back",

@@ -19,6 +19,8 @@ class Accelerator(NamedTuple):
 # More specific names first. Sources: the data sheets of NVIDIA (half of the figure with sparsity where that is the only
 # one) and AMD. A name that does not tell its size gets the largest memory that was sold under it.
 ACCELERATORS = (
+    Accelerator("GB300", 2.5e15, 279e9),
+    Accelerator("B300", 2.25e15, 270e9),
     Accelerator("GB200", 2.5e15, 186e9),
     Accelerator("B200", 2.25e15, 180e9),
     Accelerator("GH200", 989e12, 96e9),

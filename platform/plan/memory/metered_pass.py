@@ -69,7 +69,7 @@ def _run(meter: Meter, model: RecordableModel, found: PlannedPass, chunk: Chunk,
     if last:
         head = _meter(found.head, meter.at, meter.device)
         head.ledger = meter.ledger
-        stream = out["stream"]
+        stream = meter.forward(out["stream"], found.joins)
         asked = Value(stream.storage, stream.elements // found.body.sizes["length"] * found.head.sizes["length"])
         flow = {"memory": None, "stream": asked}  # type: ignore[dict-item]
         _choose(head, found, model.part(head, {}, flow, (HEAD,))["logits"])  # type: ignore[attr-defined]

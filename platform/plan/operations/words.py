@@ -92,8 +92,12 @@ class Ops:
 
     def remembered(self, spec: Spec) -> Spec:
         """Return the type of all keys or values that causal attention reads in a pass that computes ones of type
-        `spec`: longer by the tokens of earlier passes that a key-value cache has."""
-        return resized(spec, "length", self.cache.capacity) if self.cache else spec
+        `spec`: longer by the tokens of earlier passes that a key-value cache has, and where the scheme splits
+        memory_length, renamed to it: ranks keep a part each."""
+        if not self.cache:
+            return spec
+        found = resized(spec, "length", self.cache.capacity)
+        return found.renamed("length", "memory_length") if self.splits(spec, "memory_length") else found
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
         """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""

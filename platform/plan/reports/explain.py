@@ -23,7 +23,7 @@ from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.plan.reports.describe import describe, human
 from platform.plan.reports.tier_traffic import count_messages, tier_traffic, with_axes_moved
 
-GROUPS_SHOWN = 8
+GROUPS_SHOWN, RANKS_SHOWN = 4, 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
@@ -36,13 +36,14 @@ def explain(
     dropout: float = 0.0,
     footprints: Sequence[Footprint] = (),
     snapshots: Mapping[str, Any] | None = None,
+    times: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
-    by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `settings`: settings of the user's
-    own code, by key. Raises ValueError for tiers that do not nest."""
+    by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `times`: predicted seconds of a
+    step; `settings`: settings of the user's own code, by key. Raises ValueError for tiers that do not nest."""
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
@@ -65,6 +66,7 @@ def explain(
         **holds(plan.mesh.coordinates(0)),
         "warnings": list(plan.warnings),
         **({"snapshots": dict(snapshots)} if snapshots else {}),
+        **({"time": dict(times)} if times else {}),
         **({"settings": dict(settings)} if settings else {}),
     }
     if footprints:
@@ -144,6 +146,8 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
         blocks.append([f"memory of the worker that needs most{where}", *_table(_memory(memory))])
     if (price := found.get("snapshots")) and price["every"] and price["bytes"]:
         blocks.append(["snapshots, of the node that sends most to the memory of others", *_table(_sent(price))])
+    if time := found.get("time"):
+        blocks.append([f"a step on {time['hardware']}, predicted", *_table(_seconds(time))])
     if elsewhere := found.get("elsewhere"):
         blocks.append(["per worker of another sub-grid", *_table(_holdings(elsewhere))])
     if m := found.get("branch_messages"):
@@ -156,9 +160,10 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
 
 
 def _ranks(groups: Sequence[Sequence[int]]) -> str:
-    """Format the first GROUPS_SHOWN process groups, such as "[0 1] [2 3]", and the number of the others."""
+    """Format the first GROUPS_SHOWN process groups as "[0 1] [0 8 16 .. 120]", and the number of the others."""
     more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
-    return " ".join("[" + " ".join(map(str, g)) + "]" for g in groups[:GROUPS_SHOWN]) + more
+    shown = [[*g[:3], "..", g[-1]] if len(g) > RANKS_SHOWN else g for g in groups[:GROUPS_SHOWN]]
+    return " ".join("[" + " ".join(map(str, g)) + "]" for g in shown) + more
 
 
 def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -225,6 +230,29 @@ def _sent(price: Mapping[str, Any]) -> list[list[str]]:
         ["a snapshot", f"{human(price['bytes'])}B", speed + beside],
         ["a step", f"{human(price['bytes'] / every)}B", f"with elastic.snapshot_every={every}"],
     ]
+
+
+def _seconds(time: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows (part, seconds, share) of the table of a step's predicted time."""
+    waits = [(f"waiting for {axes}", seconds) for axes, seconds in time["waiting"].items()]
+    parts = [("computing", time["computing"]), *sorted(waits, key=lambda wait: -wait[1])]
+    parts += [(name, time[name]) for name in ("bubble", "host", "optimizer")]
+    shown = [[name, f"{s:.3g} s", f"{s / time['seconds']:.1%}"] for name, s in parts if s / time["seconds"] >= 5e-4]
+    speed = f"{time['tokens'] / time['seconds']:,.0f} tokens/s, {human(time['speed'])}FLOP/s of a device"
+    days = time["days"]
+    return [
+        *shown,
+        ["altogether", f"{time['seconds']:.3g} s", f"{speed}, MFU {time['mfu']:.1%}"],
+        ["a run", _in_days(days["days"]), f"of {human(days['tokens'])}tokens"],
+    ]
+
+
+def _in_days(days: float) -> str:
+    """Format a time, given in days, in the largest unit of which there is one."""
+    for unit, size in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
+        if days * size >= 1:
+            return f"{days * size:.3g} {unit}"
+    return f"{days * 86400:.3g} seconds"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,23 +17,35 @@ ROUND = 16  # shorter texts are padded to a multiple of it, so that batches of l
 class Batch:
     """Texts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
     continued (`left`), so that all go on at one index. Each text has `copies` rows next to each other. `source`: the
-    tokens of an encoder's row, 0 without; `most`: limit of tokens of a text that is scored."""
+    tokens of an encoder's row, 0 without; `most`: limit of tokens of a text that is scored; `ranks` that share each
+    text, where a pass reads a `piece` of it."""
 
     def __init__(
-        self, texts: AskedTexts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0, most: int = 0
+        self,
+        texts: AskedTexts,
+        unit: int,
+        *,
+        left: bool = True,
+        copies: int = 1,
+        source: int = 0,
+        most: int = 0,
+        ranks: int = 1,
     ):
         """Pad texts, given as token ids, to a batch int64 [rows, tokens] that generation passes read. `unit`: number of
         which the number of texts is made a multiple; `left`: pad in front, for texts to be continued; `copies`: rows
         per text, for beams; `source`: tokens of an encoder's row, 0 without an encoder; `most`: limit of tokens of a
-        text to be scored."""
+        text to be scored; `ranks`: number of ranks that share each text."""
         count = len(texts.ids)
         more = padded(count, unit) - count
         rows = [*texts.ids, *[[0]] * more]
         longest = max(map(len, rows))
+        self.ranks, least = ranks, padded(PIECE, ranks)
+        self.piece = least * max(1, ranks // (len(rows) * copies))  # of which a rank has no more than alone
         if not left:  # the last token of a text is only predicted
             self.longest = max(longest, min(padded(longest - 1, ROUND) + 1, most))
         else:
-            self.longest = longest if longest == 1 else padded(longest, ROUND if longest <= PIECE else PIECE)
+            unit = padded(ROUND, ranks) if longest <= least else least
+            self.longest = longest if longest == 1 else padded(longest, unit)
         self.texts, self.rows = count, len(rows) * copies
         ids = torch.zeros(len(rows), self.longest, dtype=torch.int64)
         for row, found in zip(ids, rows, strict=True):

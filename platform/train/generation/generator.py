@@ -26,7 +26,6 @@ from platform.plan.core.buckets import common_name
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.passes import (
     HEAD,
-    PIECE,
     ROOM,
     SCORED,
     PassShape,
@@ -34,6 +33,7 @@ from platform.plan.core.passes import (
     pass_row,
     plan_pass,
     rows_at_once,
+    sharing,
 )
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout, padded
@@ -115,6 +115,8 @@ class RankPass:
         out = self._model.part(self._body, inputs, {**self._planned.missing, **flow}, chunk.units)
         if chunk.number == self._last:
             stream = out["stream"]
+            if not absent(stream):
+                stream = convert(self._communicator, stream, self._planned.joins.forward).wait()
             last = {"memory": None, "stream": stream if absent(stream) else stream[-self._shape.asked :]}
             found.append(self._rows_of(self._model.part(self._head, {}, last, (HEAD,))["logits"]))
         if residency:
@@ -154,8 +156,6 @@ class Generator:
     def __init__(self, config: Config, plan: Plan, communicator: Communicator, weights: Weights):
         """Prepare this rank to continue and score texts with its weights; passes are planned when first needed."""
         self._config, self._plan, self._communicator, self._weights = config, plan, communicator, weights
-        self._unit = rows_at_once(plan.scheme, plan.mesh)
-        self._room = lcm(ROOM, memory_unit(plan.scheme, plan.mesh))
         self._models: dict[int, Any] = {}  # by what an encoder reads
         self._passes: dict[tuple[PassShape, int], RankPass] = {}
 
@@ -165,7 +165,7 @@ class Generator:
         if how.beams > 1:
             return self._search(texts, tokens, how, ends)
         batch = self._batch(texts)
-        cache, stops = self._cache(batch.longest + tokens), torch.tensor(list(ends), dtype=torch.int64)
+        cache, stops = self._cache(batch, tokens), torch.tensor(list(ends), dtype=torch.int64)
         out = torch.full((batch.rows, tokens), -1)
         going = torch.arange(batch.rows) < batch.texts
         run, logits = self._read(batch, cache)
@@ -184,7 +184,7 @@ class Generator:
         `write`. The beams of a text are adjacent rows of the batch, on the same ranks, so that they may go on from each
         other's key-value cache."""
         batch = self._batch(texts, copies=how.beams)
-        cache, rows = self._cache(batch.longest + tokens), torch.arange(batch.rows).view(-1, how.beams)
+        cache, rows = self._cache(batch, tokens), torch.arange(batch.rows).view(-1, how.beams)
         beams = [Beams(how, ends) for _ in rows]
         run, logits = self._read(batch, cache)
         for i in range(tokens):
@@ -204,7 +204,7 @@ class Generator:
         """Score texts under the model, all ranks together: return, for each, the log-probability of its tokens from
         number `starts[i]` (1 or more) to its end, in nats, and whether each of these is the likeliest at its place."""
         batch = self._batch(texts, left=False)
-        cache = self._cache(batch.longest)
+        cache = self._cache(batch, 0)
         place = torch.arange(1, batch.longest).expand(batch.rows, -1)
         ends = torch.tensor([len(ids) for ids in texts.ids] + [0] * (batch.rows - batch.texts))
         begins = torch.tensor([*starts, *[0] * (batch.rows - batch.texts)])
@@ -224,8 +224,11 @@ class Generator:
 
     def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
         """Pad texts to a batch that generation passes of this plan can read. `left`, `copies`: arguments of `Batch`."""
-        source = self._source(texts)
-        return Batch(texts, self._unit, left=left, copies=copies, source=source, most=self._config.model.length + 1)
+        plan = self._plan
+        ranks = sharing(plan, len(texts.ids), max(map(len, texts.ids)))
+        unit = rows_at_once(plan.scheme, plan.mesh, ranks > 1)
+        more = {"source": self._source(texts), "most": self._config.model.length + 1, "ranks": ranks}
+        return Batch(texts, unit, left=left, copies=copies, **more)
 
     def _source(self, texts: AskedTexts) -> int:
         """Return the tokens of the encoder's input of these texts: as configured where positions are learned, else as
@@ -234,15 +237,16 @@ class Generator:
         most = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
         return most if m.positions == "learned" or not most else min(most, padded(max(map(len, texts.sources)), 16))
 
-    def _cache(self, tokens: int) -> KeyValueCache:
-        """Return an empty key-value cache with room for `tokens` tokens of each text, rounded up."""
-        return KeyValueCache(padded(tokens, self._room))
+    def _cache(self, batch: Batch, tokens: int) -> KeyValueCache:
+        """Return an empty key-value cache with room for each text of a batch and `tokens` more, rounded up."""
+        room = lcm(ROOM, memory_unit(self._plan.scheme, self._plan.mesh, batch.ranks > 1))
+        return KeyValueCache(padded(batch.longest + tokens, room))
 
     def _read(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
         """Read a batch of texts into the key-value `cache`, pass by pass; return the last pass, with its logits."""
-        *others, last = range(0, batch.longest, PIECE)
+        *others, last = range(0, batch.longest, batch.piece)
         for first in others:
-            self._pass(batch, batch.ids[:, first : first + PIECE], first, cache)
+            self._pass(batch, batch.ids[:, first : first + batch.piece], first, cache)
         return self._pass(batch, batch.ids[:, last:], last, cache)
 
     def _pass(
@@ -252,7 +256,8 @@ class Generator:
         are in `cache`. Return the pass, and the logits [asked, rows of this rank, vocab] after the last `asked` of
         these tokens, None on ranks of other pipeline stages."""
         source = 0 if batch.source is None else batch.source.shape[1]
-        shape = PassShape(tokens.shape[1], batch.rows, cache.capacity, asked, reads=source > 0 and offset == 0)
+        reads, shared = source > 0 and offset == 0, batch.ranks > 1
+        shape = PassShape(tokens.shape[1], batch.rows, cache.capacity, asked, reads, shared)
         if any((s.batch, s.capacity) != (shape.batch, shape.capacity) or n != source for s, n in self._passes):
             self._passes.clear()
         if (shape, source) not in self._passes:

@@ -68,7 +68,7 @@ class _Whole:
         self.out: Tensor | None = None
         self.lse = q.new_empty(0)
 
-    def _begun(self) -> Tensor:
+    def begun(self) -> Tensor:
         """Return the merged result so far, 0 for queries that have seen no key."""
         if self.out is None:
             wide = widened(self.q[:0]).dtype
@@ -81,12 +81,12 @@ class _Whole:
         if self.out is None and rows.size == self.q.shape[2]:
             self.out, self.lse = widened(out), lse
             return
-        into, of_all = self._begun().narrow(2, *rows), self.lse.narrow(2, *rows)
+        into, of_all = self.begun().narrow(2, *rows), self.lse.narrow(2, *rows)
         merge(into, of_all, widened(out), lse)
 
     def close(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the attention's result in q's dtype and the log-sum-exp of its rows, merged with a `sink` [heads]."""
-        out = self._begun()
+        out = self.begun()
         if sink is not None:
             merge(out, self.lse, torch.zeros_like(out), widened(sink)[:, None].expand_as(self.lse))
         return out.to(self.q.dtype), self.lse
@@ -194,6 +194,18 @@ def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
 
 
+def _attended(
+    communicator: Communicator, plan: PanelAttention, given: Given, hiding: Hiding, bias: Tensor | None = None
+) -> _Whole:
+    """Attend to the panels of all ranks, of which k and v are this rank's."""
+    q, k, v = given
+    read, whole = _Reader(plan, given, bias, hiding), _Whole(q, v.shape[-1])
+    for owner, keys, values in _in_turn(communicator, plan, k, v, KEYS):
+        for pair in read.pairs(owner):
+            whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, keys, values)), read.scores(pair)))
+    return whole
+
+
 class _Panels(torch.autograd.Function):
     """Attention of local queries to panels of keys and values; it keeps its operands, its result and one number a row.
     The gradient of a sink, and of a bias, is the part that comes from this rank's queries."""
@@ -201,11 +213,7 @@ class _Panels(torch.autograd.Function):
     @staticmethod
     def forward(ctx, communicator, plan, hiding, q, k, v, sink, bias):
         """Return the attention of q to the panels of all ranks, k and v being this rank's."""
-        read, whole = _Reader(plan, (q, k, v), bias, hiding), _Whole(q, v.shape[-1])
-        for owner, *panel in _in_turn(communicator, plan, k, v, KEYS):
-            for pair in read.pairs(owner):
-                whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, *panel)), read.scores(pair)))
-        out, lse = whole.close(sink)
+        out, lse = _attended(communicator, plan, (q, k, v), hiding, bias).close(sink)
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)
         ctx.options = communicator, plan, hiding
         return out
@@ -260,3 +268,17 @@ def attend_panels(
     of all ranks of the plan, of which k and v, of perhaps fewer heads, are this rank's. `sink` [heads]: a score of each
     query without a value; `bias` [1, heads, length, memory_length of all positions]: added to the scores."""
     return _Panels.apply(communicator, plan, hiding or Hiding(), *given, sink, bias)
+
+
+def attend_parts(
+    communicator: Communicator, plan: PanelAttention, given: Given, hiding: Hiding, over: Sequence[str]
+) -> Tensor:
+    """Compute attention of q, which all ranks along the axes `over` have, to keys and values of which each has a part,
+    without a gradient. The greatest log-sum-exp of each row, then the rows' weighted results with their weights, are
+    reduced over the ranks: as many bytes whatever the number of keys."""
+    whole = _attended(communicator, plan, given, hiding)
+    out, lse = whole.begun(), whole.lse
+    top = communicator.launch("all_reduce", lse.clone(), over, reduce="max", owned=True).wait()
+    weight = torch.exp(lse - top).unsqueeze(-1)
+    found = communicator.launch("all_reduce", torch.cat((out * weight, weight), -1), over, owned=True).wait()
+    return (found[..., :-1] / found[..., -1:]).to(given[0].dtype)

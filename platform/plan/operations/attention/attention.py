@@ -14,7 +14,7 @@ class AttentionOp(Op):
     hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
     (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
     Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
-    are repeated."""
+    are repeated. Ranks that keep a part each of the keys of earlier passes attend to it, and their results merge."""
 
     def compose(
         self,
@@ -35,23 +35,24 @@ class AttentionOp(Op):
         begins=None,
         bias=None,
     ):
-        """Compose attention from one fused kernel's operation, or from two einsums and a softmax, perhaps
-        recomputed."""
+        """Compose attention from one fused kernel's operation, or two einsums and a softmax, perhaps recomputed."""
         values, out = (resized(t, "d_kv", width) if width else t for t in (kv, spec))
         if causal:
             k, v = ops.remember(name, k, v, kv, values)
             kv, values = ops.remembered(kv), ops.remembered(values)
         rings = ops.rings(name, spec, kv)
-        fused = sink is None and ops.fuses_attention(name, spec)
+        apart = "memory_length" in kv.dims and not ops.splits(spec, "d_kv")
+        parted = apart and all(t is None for t in (sink, bias, mask))
+        fused = parted or (sink is None and ops.fuses_attention(name, spec))
         # the gradient of all positions' keys is left partial: it is summed as it is split over them again
-        gathered = not rings and (not fused or ops.splits(spec, "length"))
+        gathered = not rings and not parted and (not fused or ops.splits(spec, "length"))
         memory, read = (replace(t.renamed("length", "memory_length"), open="gradient") for t in (kv, values))
         memory, read = (memory, read) if gathered else (kv, values)
-        dims = tuple("memory_length" if gathered and d == "length" else d for d in spec.dims)
+        dims = (spec.renamed("length", "memory_length") if "memory_length" in memory.dims else spec).dims
         heads, of_values = (replace(t, dims=dims) for t in (memory, read))
         sinks = () if sink is None else (sink,)
         masks = bool(window) or not all(t is None for t in (mask, begins, bias))
-        grouped = rings or (fused and not masks)  # kernels that take masks want every head
+        grouped = rings or parted or (fused and not masks)  # other kernels that take masks want every head
 
         def core(q, k, v, bias):
             """Compute attention from q, k and v by one fused kernel or by einsums and a softmax."""

@@ -11,7 +11,8 @@ from platform.plan.operations.op import Op
 @dataclass
 class KeyValueCache:
     """Keys and values of the sequences under way: this rank's blocks [length, batch, ...] by the attention that reads
-    them, with room for `capacity` tokens under causal attention. `first`: the sequence at which each block begins."""
+    them, with room for `capacity` tokens under causal attention, of which ranks that share these have a part each.
+    `first`: the sequence at which each block begins."""
 
     capacity: int
     blocks: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -43,9 +44,11 @@ class RememberOp(Op):
             shapes = [[n for _, n in ops.blocks[ops.remembered(t)]] for t in (kv, values)]
             cache.blocks[name] = k.new_zeros(shapes[0]), v.new_zeros(shapes[1])
             cache.first[name] = _first(ops, ops.remembered(kv))
-        pair = cache.blocks[name]
-        for whole, new in zip(pair, (k, v), strict=True):
-            whole[ops.offset : ops.offset + len(new)].copy_(new)
+        pair, (begin, room) = cache.blocks[name], ops.blocks[ops.remembered(kv)][0]
+        first, end = max(ops.offset, begin), min(ops.offset + len(k), begin + room)
+        for mine, new in zip(pair, (k, v), strict=True):
+            if first < end:
+                mine[first - begin : end - begin].copy_(new[first - ops.offset : end - ops.offset])
         return pair
 
     def meter(self, ops, name, k, v, kv, values):
@@ -82,5 +85,5 @@ class RecallOp(Op):
 
 def _first(ops, kv) -> int:
     """Return the global number of the first sequence in this rank's block of the key-value cache of type `kv`."""
-    assert kv.dims[:2] == ("length", "batch")
+    assert kv.dims[1] == "batch"
     return ops.blocks[kv][1][0]

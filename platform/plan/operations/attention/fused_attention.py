@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from math import prod
 from typing import Any
 
+from platform.plan.communication.planned import Collective
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.ops import Spec, scores_of
 from platform.plan.language.stretches import Stretch
@@ -38,7 +39,8 @@ class FusedAttentionOp(BlockOp):
     """scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v (`kv`, `values`) have the
     same dims with a length of their own, called memory_length where ranks split the queries; v and the result `out`
     perhaps another d_kv; what hides scores, and `bias`, as in softmax. Dropout of its probabilities is drawn by the
-    kernel itself. The gradients of k and v may stay partial."""
+    kernel itself. The gradients of k and v may stay partial. In a pass of generation ranks may have some of the keys
+    each: their results merge, by two sums."""
 
     open = {"inputs": "gradient"}
 
@@ -58,9 +60,15 @@ class FusedAttentionOp(BlockOp):
         found = [planner.layout(t) for t in memory]
         stays = planner.enter(query, planner.layout(query), layout.axes)
         enter = [stays, *(planner.enter(t, have, layout.axes) for t, have in zip(memory, found, strict=True))]
-        return planned(
-            planner, operation, layout, enter, **reads_of(planner, operation, layout, memory[0], length_of(memory[0]))
-        )
+        read = reads_of(planner, operation, layout, memory[0], length_of(memory[0]))
+        over, merged = found[0]["memory_length"], list[Collective]()
+        if over:
+            out = operation.outputs[0]
+            elements, width = prod(planner.shape(out)), planner.shape(out)[out.dims.index("d_kv")]
+            cuts = planner.cuts_of(out, layout, out.dims)
+            for n in (elements // width, elements // width * (width + 1)):
+                merged += planner.statistics(over, layout.only, n, "forward", cuts=cuts)
+        return planned(planner, operation, layout, enter, merged, over=over, **read)
 
     def flops(self, operation, sizes):
         """Return the FLOPs of attention's two products, of all ranks together."""
@@ -81,11 +89,13 @@ class FusedAttentionOp(BlockOp):
         q, k, v = (t.permute(order) for t in (q, k, v))
         starts = None if begins is None else begins[self.kind, name]
         if _in_pairs(ops, kv, bias):
-            panels, queries = ops.kernels.panels, ops.stretches(spec, "length")
-            plan = panels.PanelAttention(
-                queries, [[Stretch(0, k.shape[2])]], (), found.operation["kernel"], scale, causal, window
-            )
+            panels = ops.kernels.panels
+            queries = [Stretch(first + ops.offset, n) for first, n in ops.stretches(spec, "length")]
+            keys = [ops.stretches(kv, "memory_length")]
+            plan = panels.PanelAttention(queries, keys, (), found.operation["kernel"], scale, causal, window)
             hiding = panels.Hiding(starts, None if mask is None else (mask[self.kind, name] < 0).t())
+            if found.over:
+                return panels.attend_parts(ops.communicator, plan, (q, k, v), hiding, found.over).permute(back)
             return panels.attend_panels(ops.communicator, plan, (q, k, v), hiding).permute(back)
         positions = ops.kernels.positions
         padding = None if mask is None else positions.padding_mask(mask[self.kind, name])
@@ -113,6 +123,8 @@ class FusedAttentionOp(BlockOp):
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
         if _in_pairs(ops, kv, bias):
             masked = bool(window) or block.masked
+            if found.over:
+                ops.new(2 * block.rows * (block.d_value + 1), ops.wide)  # what is summed, and what comes
             return pair_by_pair(ops, block, ops.block(out), (q, k, v), masked, found.operation["kernel"] == MATH)
         if bias is None and mask is None and (window or documents or (causal and block.length < block.memory_length)):
             added: Value | None = ops.seen(block, window, documents)

@@ -1,0 +1,151 @@
+"""Hardware as numbers: the peaks of a device, the links between devices, and the shares of both that are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from platform.plan.memory.hardware import accelerator
+
+
+@dataclass(frozen=True)
+class Link:
+    """Links of each device of a group to others of one tier: bytes/s per direction and device (`bandwidth`), seconds of
+    one collective beside its bytes (`latency`), and of each step around a ring or down a tree (`hop`)."""
+
+    bandwidth: float
+    latency: float
+    hop: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Shares of a device's peaks that large operations reach: the speed of matrix `products`, and the bandwidth of
+    `memory`, of links inside a `node` and of the `network` between nodes. Measurements settle these few numbers; data
+    sheets give all others."""
+
+    products: float
+    memory: float
+    node: float
+    network: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices of one kind and the links between them; `conf/hardware/` has one file for each.
+
+    `peaks`: dense FLOP/s by precision; `memory`: bytes; `bandwidth`: bytes/s of memory; `processors`: units over which
+    the tiles of a product are dealt out; `launch`: seconds of the host for one kernel; `ranks`: devices of a node;
+    `storage`: bytes/s of all nodes together. `fill`: length of the contracted dim at which a product reaches half of
+    its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time by
+    which it slows what hides it, as it takes processors and memory.
+    """
+
+    name: str
+    peaks: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    processors: int
+    launch: float
+    ranks: int
+    node: Link
+    network: Link
+    storage: float
+    reached: Reached
+    fill: float = 64.0
+    interference: float = 0.12
+
+    def peak(self, precision: str) -> float:
+        """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
+        return self.peaks[precision]
+
+    def with_reached(self, values: Mapping[str, float]) -> Hardware:
+        """Return the hardware with other shares of its peaks that are reached, by name."""
+        return replace(self, reached=replace(self.reached, **values))
+
+
+class HardwareMistake(ValueError):
+    """Refusal of a description of hardware, `mistakes`: one line each."""
+
+    def __init__(self, name: str, mistakes: list[str]):
+        """Construct the refusal of the hardware called `name`."""
+        self.mistakes = mistakes
+        super().__init__("; ".join(f"hardware {name}: {line}" for line in mistakes))
+
+
+@dataclass
+class _Described:
+    """Reader of a description of hardware that collects its mistakes. `data`: a part of it; `path`: its place."""
+
+    data: Mapping[str, Any]
+    path: str = ""
+    mistakes: list[str] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+
+    def number(self, key: str, default: float | None = None, most: float = float("inf")) -> float:
+        """Return the positive number of a key; a mistake is noted for anything else, and for a missing key."""
+        self.known.add(key)
+        value = self.data.get(key, default)
+        try:
+            found = float(value)
+            if 0 < found <= most:
+                return found
+        except (TypeError, ValueError):
+            pass
+        self.mistakes.append(
+            f"{self.path}{key}={value}: must be a number > 0" + (f" and <= {most:g}" if most < 1e9 else "")
+        )
+        return 1.0
+
+    def part(self, key: str) -> _Described:
+        """Return the reader of the mapping that a key has."""
+        self.known.add(key)
+        value = self.data.get(key)
+        if not isinstance(value, Mapping):
+            self.mistakes.append(f"{self.path}{key}: must have keys and values")
+            value = {}
+        return _Described(value, f"{self.path}{key}.", self.mistakes)
+
+    def close(self) -> None:
+        """Note a mistake for each key that nothing has read."""
+        unknown = sorted(str(key) for key in self.data.keys() - self.known)
+        self.mistakes.extend(f"{self.path}{key}: unknown key" for key in unknown)
+
+
+def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
+    """Return the hardware that a file of `conf/hardware/` describes; what it does not say of an `accelerator`, its
+    memory and its peak in bf16, the table of accelerators does. Raises HardwareMistake with every mistake."""
+    reader = _Described(data)
+    reader.known.add("accelerator")
+    device = accelerator(str(data.get("accelerator") or "").replace("-", " "))
+    peaks = reader.part("peaks")
+    speeds = {str(precision): peaks.number(str(precision)) for precision in peaks.data}
+    if device and device.peak:
+        speeds = {"bf16": device.peak, **speeds}
+    if "bf16" not in speeds:
+        reader.mistakes.append("peaks.bf16: must be there for an accelerator without a known peak")
+    links = {key: reader.part(key) for key in ("node", "network")}
+    made = {key: Link(*(part.number(f.name) for f in fields(Link))) for key, part in links.items()}
+    ranks = links["node"].number("ranks")
+    shares = reader.part("reached")
+    reached = Reached(*(shares.number(f.name, most=1.5) for f in fields(Reached)))
+    found = Hardware(
+        name=name,
+        peaks=speeds,
+        memory=reader.number("memory", device.memory if device else None),
+        bandwidth=reader.number("bandwidth"),
+        processors=int(reader.number("processors")),
+        launch=reader.number("launch"),
+        ranks=int(ranks),
+        storage=reader.number("storage"),
+        fill=reader.number("fill", Hardware.fill),
+        interference=reader.number("interference", Hardware.interference),
+        reached=reached,
+        **made,
+    )
+    for part in (reader, *links.values(), shares):
+        part.close()
+    if reader.mistakes:
+        raise HardwareMistake(name, reader.mistakes)
+    return found

@@ -1,0 +1,122 @@
+"""Seconds of single operations on a hardware: a matrix product by its shape, kernels by their bytes, a collective by
+the tier that its group spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import ceil, log2
+
+from platform.costs.machine import Hardware, Link
+from platform.costs.work import Part, Product
+from platform.plan.communication.planned import Collective
+from platform.plan.communication.traffic import EVER
+from platform.plan.language.mesh import Mesh
+
+# Tiles in which libraries compute products, rows by columns, and the share that each reaches of the speed of the
+# largest: a smaller one reads more of its operands per product. A product takes the best of them, either way around.
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
+
+
+@lru_cache(maxsize=1 << 16)
+def tiling(rows: int, columns: int, batch: int, processors: int) -> float:
+    """Return the share of the processors' time that goes into elements of a product's result: tiles at its edges reach
+    beyond it, and the last wave of tiles may leave processors idle."""
+    best = 0.0
+    for tall, wide, share in TILES:
+        for height, width in {(tall, wide), (wide, tall)}:
+            tiles = ceil(rows / height) * ceil(columns / width) * batch
+            waves = ceil(tiles / processors)
+            best = max(best, share * rows * columns * batch / (waves * processors * height * width))
+    return best
+
+
+def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: int) -> float:
+    """Return the seconds of a matrix product: of its tiles and the depth of its sums, or of its bytes if longer."""
+    if not p.flops:
+        return 0.0
+    share = tiling(p.rows, p.columns, p.batch, hardware.processors) * p.inner / (p.inner + hardware.fill)
+    computing = p.flops / (hardware.peak(precision) * hardware.reached.products * share)
+    return max(computing, bytes_seconds(p.elements * itemsize, hardware))
+
+
+def bytes_seconds(count: float, hardware: Hardware) -> float:
+    """Return the seconds in which kernels read and write so many bytes of memory."""
+    return count / (hardware.bandwidth * hardware.reached.memory)
+
+
+def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: int) -> float:
+    """Return the seconds for which a part of a pass keeps the device busy, without its collectives."""
+    products = sum(product_seconds(p, hardware, precision, itemsize) for p in part.products)
+    fused = part.fused / (hardware.peak(precision) * hardware.reached.products * FUSED)
+    return products + fused + bytes_seconds(part.bytes, hardware)
+
+
+def seated_together(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
+    """Return how many ranks of a group along `axes` share its first one's node, of so many `ranks`, and its size."""
+    group = mesh.group(0, tuple(axes))
+    return sum(rank < ranks for rank in group), len(group)
+
+
+def collective_seconds(c: Collective, mesh: Mesh, hardware: Hardware, itemsize: Mapping[str, int]) -> float:
+    """Return the seconds of one launch of a collective. Ranks of a node share the links that join it to others, as all
+    of its groups along the same axes are under way at once."""
+    axes = mesh.ordered(c.axes)
+    if not axes:
+        return 0.0
+    size = c.elements * {**EVER, **itemsize}[c.dtype]
+    if c.op == "send":
+        return sent_seconds(size, mesh, hardware)
+    here, n = seated_together(mesh, axes, hardware.ranks)
+    return _in_group(c.op, size, n, min(here, n), hardware)
+
+
+def sent_seconds(size: float, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the seconds in which a stage sends so many bytes to the next."""
+    here, _ = seated_together(mesh, ("stage",), hardware.ranks)
+    link, share = _link(here > 1, hardware)
+    return link.latency + size / (link.bandwidth * share)
+
+
+def _link(inside: bool, hardware: Hardware) -> tuple[Link, float]:
+    """Return the links inside a node or between nodes, and the share of their bandwidth that is reached."""
+    reached = hardware.reached
+    return (hardware.node, reached.node) if inside else (hardware.network, reached.network)
+
+
+def _in_group(op: str, size: float, n: int, here: int, hardware: Hardware) -> float:
+    """Return the seconds of a collective of n ranks, `here` of which share a node, on an input of `size` bytes."""
+    node, network = hardware.node, hardware.network
+    inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
+    across = here < n
+    # a ring leaves each node once, over the adapters of all of the group's ranks there
+    ring = min(inside, here * outside) if across else inside
+    nodes = ceil(n / here)
+    steps = here - 1 + (nodes - 1) * (network.hop / node.hop) if across else n - 1
+    tree = (log2(here) if here > 1 else 0.0) + (log2(nodes) * network.hop / node.hop if across else 0.0)
+    base = network.latency if across else node.latency
+
+    def around(turns: float, moved: float) -> float:
+        """Return the seconds of `turns` times around the ring with `moved` bytes over each link, or down a tree."""
+        by_ring = moved / ring + turns * steps * node.hop
+        by_tree = 1.15 * moved / ring * n / (n - 1) + 2 * turns * tree * node.hop
+        return base + min(by_ring, by_tree)
+
+    match op:
+        case "all_reduce":
+            return around(2, 2 * (n - 1) / n * size)
+        case "all_gather":
+            return around(1, (n - 1) * size)
+        case "reduce_scatter":
+            return around(1, (n - 1) / n * size)
+        case "all_to_all" | "all_to_allv":
+            total = size * n / (n - 1) if op == "all_to_allv" else size
+            between = (n - here) / n * total / outside if across else 0.0
+            return base + max((here - 1) / n * total / inside, between) + (n - 1) * node.hop
+        case "rotate":
+            return base + size / (outside if across else inside)
+        case "scatter" | "gather":
+            return base + (n - 1) * size / ring
+        case _:  # broadcast, reduce
+            return base + size / ring + tree * node.hop

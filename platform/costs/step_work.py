@@ -1,0 +1,134 @@
+"""Work of a training step of a plan, for any hardware: of each chunk's passes, and of each stage's update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from platform.costs.work import Part, chunk_work
+from platform.plan.communication.planned import Collective
+from platform.plan.core.chunks import RecordableModel
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import BucketCollective, bucket_collectives, transfer
+from platform.plan.schedule.table import Schedule
+
+EVEN = ("none", "1f1b", "interleaved", "gpipe")  # schedules whose makespan is known without simulating them
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
+    EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
+    optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
+    masks."""
+
+    schedule: str = "none"
+    table: Schedule | None = None
+    overlap: bool = True
+    moments: int = 2
+    dropout: float = 0.0
+    fused_dropout: bool = False
+
+
+Launches = Mapping[Collective, float]  # collective -> how often it is launched
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """Work of one pass of a chunk over a microbatch: its `parts`, each with how often it occurs; the collectives of
+    parameters that it `hides`; and the collectives by which it `receives` activations of another stage."""
+
+    parts: tuple[tuple[Part, int], ...]
+    hides: Launches
+    receives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Work of a stage once a step: the collectives that sum (`reduces`) the gradients of its `buckets`, and gather
+    `updated` parameters; bytes that a `tied` parameter's stages send each other; elements of its `masters`."""
+
+    reduces: Launches
+    buckets: int
+    updated: Launches
+    tied: float
+    masters: int
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of a training step: by chunk its `stages`, and its passes `forward` and `backward`; by stage what it does
+    `once` a step."""
+
+    plan: Plan
+    execution: Execution
+    stages: tuple[int, ...]
+    forward: tuple[PassWork, ...]
+    backward: tuple[PassWork, ...]
+    once: tuple[StageWork, ...]
+
+
+def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepWork:
+    """Return the work of a training step of a plan. `model`: the plan's."""
+    found = chunk_work(plan, model, execution.dropout, execution.fused_dropout)
+    stages = tuple(chunk.stage for chunk in plan.chunks)
+    buckets = {stage: list(bucket_collectives(plan.at(stage))) for stage in dict.fromkeys(stages)}
+    same: dict[Part, Part] = {}
+    alike: dict[frozenset, tuple[tuple[Part, int], ...]] = {}
+
+    def passes(phase: str) -> Iterator[PassWork]:
+        """Yield the passes of all chunks in one phase; equal parts are one object."""
+        for number, work in enumerate(found):
+            counted: Counter[Part] = getattr(work, phase)
+            key = frozenset(counted.items())
+            if key not in alike:
+                alike[key] = tuple((same.setdefault(part, part), n) for part, n in counted.items())
+            stage = stages[number]
+            yield PassWork(
+                alike[key],
+                _hides(plan, buckets[stage], phase, stages.count(stage)),
+                tuple(_receives(plan, number, phase)),
+            )
+
+    return StepWork(
+        plan,
+        execution,
+        stages,
+        tuple(passes("forward")),
+        tuple(passes("backward")),
+        tuple(_of_stage(plan, stage, buckets[stage]) for stage in sorted(buckets)),
+    )
+
+
+def _hides(plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int) -> Launches:
+    """Return the collectives of parameters (ZeRO-2 and 3) in a pass of one of a stage's `chunks`."""
+    out: Counter[Collective] = Counter()
+    for found in buckets:
+        if found.collective.phase == phase:
+            out[found.collective] += found.launches / plan.microbatches / chunks  # type: ignore[assignment]
+    return out
+
+
+def _receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
+    """Yield the collectives that bring chunk `number` what another stage sends it in a pass."""
+    chunks = plan.chunks
+    first, second = (number - 1, number) if phase == "forward" else (number, number + 1)
+    if first >= 0 and second < len(chunks) and chunks[first].stage != chunks[second].stage:
+        for _, spec in chunks[first].sends:
+            for c, _ in transfer(plan, spec, chunks[first].stage, chunks[second].stage):
+                if c.phase == phase:
+                    yield c
+
+
+def _of_stage(plan: Plan, stage: int, buckets: list[BucketCollective]) -> StageWork:
+    """Return what a stage does once a step, after its passes."""
+    here, at = plan.at(stage), {**plan.mesh.coordinates(0), "stage": stage}
+    moved: dict[str, Counter[Collective]] = {"reduce": Counter(), "update": Counter()}
+    for found in buckets:
+        if found.collective.phase in moved:
+            moved[found.collective.phase][found.collective] += found.launches
+    shared = [(name, stages) for name, stages in plan.tied.items() if stage in stages]
+    size = plan.itemsize["accumulate"]
+    tied = sum(2 * (len(stages) - 1) * here.bucket_of[name].shard_elements * size for name, stages in shared)
+    return StageWork(moved["reduce"], len(here.buckets), moved["update"], tied, here.masters_at(at))

@@ -1,0 +1,267 @@
+"""Work of a plan's chunks on one rank, for any hardware: products by shape, bytes of memory, kernels, collectives.
+
+The model's forward pass is recorded once more, as the plan's was; each operation adds its part, as planned, and so do
+the functions element by element of which nothing is planned. Equal parts are counted, as all layers are alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from platform.plan.communication.planned import Collective, EinsumGroup, PlannedOperation
+from platform.plan.core.chunks import RecordableModel
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import kept_gathers
+from platform.plan.language.ops import Operation, Parameter, Spec
+from platform.plan.operations.recorder import Recorder, Symbol
+
+
+class Product(NamedTuple):
+    """Matrix product of a rank: [rows, inner] times [inner, columns], `batch` times over."""
+
+    rows: int
+    columns: int
+    inner: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Return the multiplications and additions of the product."""
+        return 2.0 * self.rows * self.columns * self.inner * self.batch
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of both operands and of the result."""
+        return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention, `bytes` that
+    other kernels read and write, the number of all `kernels`; `collectives` for which the pass waits, and others that
+    start a product `ahead`."""
+
+    products: tuple[Product, ...] = ()
+    fused: float = 0.0
+    bytes: float = 0.0
+    kernels: int = 0
+    collectives: tuple[Collective, ...] = ()
+    ahead: tuple[Collective, ...] = ()
+
+
+@dataclass
+class ChunkWork:
+    """Work of a chunk's passes over one microbatch: its parts, each with how often it occurs."""
+
+    forward: Counter[Part] = field(default_factory=Counter)
+    backward: Counter[Part] = field(default_factory=Counter)
+
+
+# kind of operation -> elements that it reads and writes per element of its first result (of a loss: of its logits), in
+# the forward and the backward pass. A norm's backward pass reads twice, for its input's and its parameters' gradients.
+# Of a loss, numbers are of the compute type, though it computes in fp32.
+ACCESSES: Mapping[str, tuple[float, float]] = {
+    "norm": (2, 5),
+    "shift": (2, 1),
+    "lookup": (2, 3),
+    "softmax": (2, 3),
+    "dropout": (2, 2),
+    "jitter": (2, 2),
+    "rotate": (2, 2),
+    "cross_entropy": (9, 2),
+    "relayout": (0, 0),
+    "expand_kv": (0, 0),
+    "fused_attention": (4, 8),
+    "ring_attention": (4, 8),
+    "recall": (0, 0),
+    "remember": (0, 0),
+}
+USUAL = (2, 3)  # an operation that nothing is said of reads one activation and writes another
+# per element of a feed-forward layer's or the stream's activation: functions, by number of arguments; a residual sum
+# (reads two, writes one; its gradient meets another, of the norm, and both are added)
+FUNCTION = {1: (2, 3), 2: (3, 5)}
+RESIDUAL = (3, 3)
+SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
+FUSED_BACKWARD = 2.5  # a fused kernel of attention computes the scores again: five products for two
+
+
+class WorkRecorder(Recorder):
+    """Recorder of a model's forward pass that notes the work of each operation under a plan."""
+
+    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool):
+        """Begin a pass under a plan; `dropout`: the model's rate, `fused_dropout`: attention's kernel draws masks."""
+        super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
+        self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
+
+    def record(self, kind, name, x, inputs, outputs, reads=(), **more):
+        """Note the work of an operation, as planned; return the symbols of its results."""
+        found = super().record(kind, name, x, inputs, outputs, reads, **more)
+        if planned := self.plan.operations.get((kind, name)):
+            self._note(*_work_of(self.plan, planned))
+        return found
+
+    def _judge(self, kind, name, inputs, outputs) -> None:
+        """Judge nothing: the plan has been made of these operations."""
+
+    def _note(self, forward: Part, backward: Part) -> None:
+        """Count a part of the forward and of the backward pass; a recomputed forward pass is part of both."""
+        self.work.forward[forward] += 1
+        self.work.backward[backward] += 1
+        if self._recomputing:
+            self.work.backward[forward] += 1
+
+    def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
+        """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
+        count = block_elements(self.plan, spec) * self.size
+        self._note(*(Part(bytes=count * n, kernels=1) for n in accesses))
+
+    def pointwise(self, function: str, *x: Symbol) -> Symbol:
+        """Note a pointwise function of one or two activations."""
+        if function != "identity":
+            self._elementwise(x[0].spec, FUNCTION[len(x)])
+        return x[0]
+
+    def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
+        """Note a residual connection, one kernel with its dropout."""
+        self._elementwise(spec, RESIDUAL)
+        return x
+
+
+def chunk_work(
+    plan: Plan, model: RecordableModel, dropout: float = 0.0, fused_dropout: bool = False
+) -> list[ChunkWork]:
+    """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor."""
+    flow: dict[str, Symbol] = {}
+    found = []
+    for chunk in plan.chunks:
+        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout)
+        inputs = {name: name for name in model.inputs}
+        if chunk.units:
+            flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
+        else:
+            model.forward(recorder, inputs)
+        for _, gather in kept_gathers(plan, chunk):
+            recorder.work.backward[Part(collectives=(gather,))] += 1
+        found.append(recorder.work)
+    return found
+
+
+def block_elements(plan: Plan, spec: Spec) -> float:
+    """Return the elements of a rank's block of an activation; of experts' rows as many as an even routing sends."""
+    return prod(plan.local_shape(spec)) * _even(plan, spec)
+
+
+def _even(plan: Plan, spec: Spec) -> float:
+    """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
+    if "rows" not in spec.dims:
+        return 1.0
+    planner, sizes = plan.planner, plan.planner.sizes
+    rows = sizes["length"] * sizes["batch"] * sizes["rows"] / plan.mesh.extent(planner.layout(spec)["rows"])
+    return rows / plan.local_shape(spec)[spec.dims.index("rows")]
+
+
+def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
+    """Return the work of a planned operation on a rank, in its forward and its backward pass."""
+    operation = planned.operation
+    if planned.groups:
+        return _products_of(plan, planned)
+    sides = {phase: tuple(c for c in planned.collectives if c.phase == phase) for phase in ("forward", "backward")}
+    size = plan.itemsize["compute"]
+    if operation.kind in ("fused_attention", "ring_attention"):
+        return _attention_of(plan, operation, sides)
+    spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
+    forward, backward = ACCESSES.get(operation.kind, USUAL)
+    if operation.kind == "shift" and _added(plan, operation):
+        forward = 0
+    count = block_elements(plan, spec) * size
+    return tuple(
+        Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase])
+        for phase, n in (("forward", forward), ("backward", backward))
+    )  # type: ignore[return-value]
+
+
+def _added(plan: Plan, shift: Operation) -> bool:
+    """Return True if a product adds the bias of a `shift` itself."""
+    name = shift.name.removesuffix("_bias")
+    product = plan.operations.get(("project", name))
+    return bool(product) and product.adds([plan.operations["shift", shift.name]])  # type: ignore[union-attr]
+
+
+def _attention_of(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
+    """Return the work of attention in one kernel: half of its FLOPs if it hides later positions."""
+    query, key, value = (dict(zip(t.dims, plan.local_shape(t), strict=True)) for t in operation.inputs[:3])
+    length = key["memory_length"] if "memory_length" in key else key["length"]
+    window = operation["window"]
+    seen = min(length, window) if window else length * (0.5 if operation["causal"] else 1.0)
+    flops = 2.0 * query["batch"] * query["heads"] * query["length"] * seen * (query["d_kv"] + value["d_kv"])
+    count = prod(query.values()) * plan.itemsize["compute"]
+    forward, backward = ACCESSES[operation.kind]
+    return (
+        Part(fused=flops, bytes=count * forward, kernels=1, collectives=sides["forward"]),
+        Part(fused=FUSED_BACKWARD * flops, bytes=count * backward, kernels=3, collectives=sides["backward"]),
+    )
+
+
+def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
+    """Return the work of an operation's matrix products: in the backward pass the gradients of both operands, and the
+    sum of each weight's gradient over the microbatches."""
+    operation = planned.operation
+    forward, backward, ahead, summed = [], [], [], 0.0
+    for group in planned.groups:
+        found = _shapes(plan, operation, group)
+        forward += found
+        backward += [
+            p
+            for a in found
+            for p in (Product(a.rows, a.inner, a.columns, a.batch), Product(a.columns, a.inner, a.rows, a.batch))
+        ]
+        for e in group.einsums:
+            other = operation.inputs[1 + e.index]
+            if isinstance(other, Parameter):
+                ahead += plan.planner.collectives(e.operand, e.regathered)
+                summed += prod(e.operand.before) * SUMMED
+    if plan.microbatches == 1:
+        summed = 0.0
+    waited = Counter(planned.collectives) - Counter(ahead)
+    parts = []
+    for phase, products, count in (("forward", forward, 0.0), ("backward", backward, summed)):
+        parts.append(
+            Part(
+                products=tuple(products),
+                bytes=count,
+                kernels=len(products),
+                collectives=tuple(c for c in waited.elements() if c.phase == phase),
+                ahead=tuple(c for c in ahead if c.phase == phase),
+            )
+        )
+    return parts[0], parts[1]
+
+
+def _shapes(plan: Plan, operation: Operation, group: EinsumGroup) -> list[Product]:
+    """Return the matrix products of a group of einsums on a rank, after its conversions: one if the weights are joined,
+    one per panel under SUMMA."""
+    x = operation.inputs[0]
+    assert isinstance(x, Spec)
+    here = dict(zip(group.x_dims, group.x.after, strict=True))
+    if "rows" in here:
+        here["rows"] = max(1, round(here["rows"] * _even(plan, x)))
+    found = []
+    for e in group.einsums:
+        sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **here}
+        if panels := group.panels:
+            sizes[panels.dim] = plan.planner.sizes_of(x)[panels.dim] // panels.count
+        rows_of = "rows" in here and "experts" in e.dims
+        shared = [d for d in e.dims if d in e.x_dims and d in e.out_dims]
+        batch = prod(sizes[d] for d in shared) if not rows_of else sizes["experts"]
+        rows = prod(sizes[d] for d in e.x_dims if d in e.out_dims and d not in e.dims)
+        columns = prod(sizes[d] for d in e.dims if d not in e.x_dims and not (rows_of and d == "experts"))
+        inner = prod(sizes[d] for d in e.x_dims if d in e.dims and d not in e.out_dims)
+        one = Product(max(1, rows // batch) if rows_of else rows, columns, inner, batch)
+        found += [one] * (group.panels.count if group.panels else 1)
+    if group.joinable:
+        return [found[0]._replace(columns=sum(p.columns for p in found))]
+    return found

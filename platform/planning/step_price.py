@@ -1,0 +1,73 @@
+"""Price of a configuration's step on a hardware of `conf/hardware/`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import yaml
+
+from platform.boundary.refusals import ConfigError
+from platform.composition.composer import CONF
+from platform.config.fields import Config
+from platform.costs.machine import Hardware, HardwareMistake, hardware_of
+from platform.costs.price import StepPrice, price_of
+from platform.costs.step_work import EVEN, Execution, StepWork, step_work
+from platform.model import build_model
+from platform.optimizer.optimizers import kept_numbers
+from platform.plan.core.plan import Plan
+from platform.plan.memory.hardware import accelerator
+from platform.planning.choose_schedule import schedule_of
+
+FOLDER = CONF / "hardware"
+
+
+def names_of_hardware() -> list[str]:
+    """Return the names of the hardware that has a file in `conf/hardware/`."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+@lru_cache(maxsize=32)
+def read_hardware(name: str) -> Hardware:
+    """Return the hardware `name` of `conf/hardware/`, or of the user's own file at that path. Raises ConfigError with
+    every mistake."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        legal = ", ".join(names_of_hardware())
+        raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
+    try:
+        data = yaml.safe_load(path.read_text())
+        return hardware_of(path.stem, data if isinstance(data, dict) else {})
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hardware {name}: is no YAML: {error}") from None
+    except HardwareMistake as error:
+        raise ConfigError([f"hardware {name}: {line}" for line in error.mistakes]) from None
+
+
+def hardware_named(gpu: str) -> Hardware | None:
+    """Return the hardware of a type of GPU, such as cluster.gpu, None if no file in `conf/hardware/` describes it."""
+    wanted = accelerator(gpu.replace("-", " "))
+    for name in names_of_hardware():
+        data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+        if wanted and accelerator(str(data["accelerator"]).replace("-", " ")) == wanted:
+            return read_hardware(name)
+    return None
+
+
+def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:
+    """Predict the seconds of a training step of a configuration under its plan on a hardware."""
+    return price_of(work_of(config, plan), hardware)
+
+
+def work_of(config: Config, plan: Plan) -> StepWork:
+    """Return the work of a training step of a configuration under its plan, which any hardware can price."""
+    kind = config.pipeline.kind
+    execution = Execution(
+        schedule=kind,
+        table=None if kind in EVEN else schedule_of(config, plan.replicas),
+        overlap=config.parallel.overlap,
+        moments=kept_numbers(config),
+        dropout=config.model.dropout,
+        fused_dropout=config.model.fused_dropout,
+    )
+    return step_work(plan, build_model(config.model), execution)

@@ -1,0 +1,149 @@
+"""Texts that the ranks of a context share, with a part of the keys each, against one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from platform.parallel.kernels.in_panels import panels
+from platform.plan.communication.rule import Conversion, relayout_steps
+from platform.plan.communication.traffic import label, moved_bytes
+from platform.plan.core import passes
+from platform.plan.core.passes import PassShape, memory_unit, rows_at_once, sharing
+from platform.plan.language.layout import Layout
+from platform.plan.memory.metered_pass import answer_bytes
+from platform.plan.operations.attention.cached import KeyValueCache
+from platform.planning.answering import answering_model
+from platform.planning.make_plan import make_plan
+from platform.train.generation import batch, generator
+from platform.train.protocol.asked import Choice
+from tests.answers.cached import say, some_texts
+from tests.answers.test_cached import OTHERS, TOKENS, examine
+from tests.harness.oracle import MODELS, configure
+
+SMALL = {"layers": 2, "length": 32, "vocab": 64, "microbatch": 4, "global_batch": 16}
+NESTED = {"context": 4, "context_kind": "nested", "context_heads": 2}
+PLANS = {
+    "gather": {"context": 4, "context_kind": "gather"},
+    "nested, grouped queries": {**NESTED, **MODELS["llama"]},
+    "ring, windows, 1d_sp": {"context": 4, "context_kind": "ring", "tensor": "1d_sp", "axes": {"t": 2},
+                             **MODELS["modern"]},
+    "sinks": {"context": 4, **OTHERS["sinusoidal"]},
+    "relative, 1d": {"context": 4, "tensor": "1d", "axes": {"t": 2}, "positions": "relative", "buckets": 8,
+                     "distance": 12},
+    "stages, zero": {"context": 2, "pipeline": "1f1b", "stages": 2, "data": 2, "zero": 3},
+}  # fmt: skip
+MORE = {
+    "five ranks": {"context": 5, "length": 40},
+    "heads, 2d": {"context": 4, "context_kind": "heads", "tensor": "2d", "axes": {"r": 2, "c": 1}},
+    "3d": {"context": 4, "tensor": "3d", "axes": {"x": 1, "y": 2, "z": 1}},
+    "dsp": {"context": 4, "branch": "dsp", "branch_axes": {"g": 2}},
+    "dsp_csub": {"context": 4, "branch": "dsp_csub", "branch_axes": {"g": 2}},
+    "experts": {"context": 4, **MODELS["experts"]},
+    "gpt_oss": {"context": 4, **MODELS["gpt_oss"]},
+    "latent": {"context": 4, **MODELS["latent"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    """Texts of a few tokens are long."""
+    for module in (passes, batch):
+        monkeypatch.setattr(module, "PIECE", 4)
+    monkeypatch.setattr(batch, "ROUND", 2)
+
+
+def shared(**more):
+    c = configure(**{**SMALL, **more, "layers": 2, "tied": False})
+    assert sharing(make_plan(c), 3, 5) == c.parallel.context
+    return c
+
+
+@pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_equals_one_process(name):
+    """Tokens, logits before each of them, and scores of given texts."""
+    examine(shared(**{**PLANS, **MORE}[name]))
+
+
+def test_beams_go_on_from_parts_of_keys():
+    c, how = shared(**NESTED), Choice(64, beams=3)
+    one = configure(**{**SMALL, "tied": False})
+    texts = some_texts(c)
+    (want,) = say(one, texts, TOKENS, how)
+    assert all([w.ids for w in found.written] == [w.ids for w in want.written] for found in say(c, texts, TOKENS, how))
+
+
+def test_who_shares():
+    plan = make_plan(configure(**{**SMALL, **NESTED, "data": 2}))
+    assert rows_at_once(plan.scheme, plan.mesh) == 8 and rows_at_once(plan.scheme, plan.mesh, True) == 2
+    assert sharing(plan, 7, 5) == 4  # else a rank would read texts that nobody asked for
+    assert sharing(plan, 8, 5) == sharing(plan, 7, 4) == 1
+    pair = make_plan(configure(**{**SMALL, **NESTED, "kind": "encoder_decoder"}))
+    assert sharing(pair, 1, 5) == 1  # an encoder reads its source whole
+
+
+def test_a_rank_keeps_a_part_of_a_text():
+    """A text that one rank would hold alone, with a quarter of its keys and values on each of four."""
+    c = configure(**{**SMALL, "length": 4096, "context": 4, "microbatch": 1, "global_batch": 4})
+    plan, model = make_plan(c), answering_model(c)
+    alone, found = (answer_bytes(plan, model, PassShape(1, rows, 4096, shared=rows == 1), 0, "cpu") for rows in (4, 1))
+    keys = 2 * c.model.layers * 4096 * c.model.d_model * 8
+    assert keys < alone < 1.1 * keys and keys / 4 < found < alone / 3.5
+    assert memory_unit(plan.scheme, plan.mesh, True) == 4
+
+
+def test_bytes_and_parts(monkeypatch):
+    """Each pass moves what its plan says; keys and values are split equally, whatever the number of tokens."""
+    c, found, sizes = shared(**PLANS["nested, grouped queries"]), [], set()
+
+    class Counting(generator.RankPass):
+        def run(self, rows, offset, cache: KeyValueCache):
+            here = self._communicator
+            before = here.moved.copy()
+            out = super().run(rows, offset, cache)
+            found.append((self._shape, self._planned, here.moved - before, here.mesh.size))
+            sizes.update(k.shape[0] * 4 == cache.capacity for k, _ in cache.blocks.values())
+            return out
+
+    monkeypatch.setattr(generator, "RankPass", Counting)
+    say(c, some_texts(c, 1), TOKENS, Choice(64))
+    assert sizes == {True}
+    by_shape: dict[PassShape, list] = {}
+    for shape, planned, moved, _ in found:
+        by_shape.setdefault(shape, []).append((planned, moved))
+    assert {shape.tokens for shape in by_shape} == {8, 1, 10}
+    for shape, passed in by_shape.items():
+        planned = passed[0][0]
+        head, spec = planned.head, planned.logits
+        lies = head.planner.layout(spec), Layout.of({"batch": head.planner.layout(spec)["batch"]})
+        whole = head.planner.shaped(Conversion(relayout_steps(spec.dims, *lies), ()), spec, *lies)
+        launched = [*(x for o in (*planned.body.operations.values(), *head.operations.values()) for x in o.collectives),
+                    *head.planner.collectives(whole), *planned.body.planner.collectives(planned.joins)]  # fmt: skip
+        want: Counter[str] = Counter()
+        for x in (x for x in launched if x.phase == "forward"):
+            want[label(x.op, head.mesh.ordered(x.axes))] += moved_bytes(x, head.mesh, head.itemsize)
+        times = len(passed) // head.mesh.size
+        assert sum((moved for _, moved in passed), Counter()) == {key: times * n for key, n in want.items()}, shape
+
+
+def mean_of_parts(communicator, plan, given, hiding, over):
+    """The mean of what ranks have, as if all had equally much."""
+    out = panels._attended(communicator, plan, given, hiding).begun()
+    return communicator.launch("all_reduce", out, over).wait() / communicator.mesh.extent(over)
+
+
+def from_the_first(communicator, plan, given, hiding, over):
+    """Keys of every rank are taken for the first ones."""
+    (stretch,) = plan.keys[0]
+    return merged(communicator, plan._replace(keys=[[stretch._replace(first=0)]]), given, hiding, over)
+
+
+merged = panels.attend_parts
+
+
+@pytest.mark.parametrize("mutant", [mean_of_parts, from_the_first])
+def test_negative_controls(mutant, monkeypatch):
+    monkeypatch.setattr(panels, "attend_parts", mutant)
+    with pytest.raises(AssertionError, match="logits before token"):
+        examine(shared(**PLANS["gather"]))

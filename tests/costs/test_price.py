@@ -1,0 +1,130 @@
+"""Seconds of a step against closed forms: products, collectives, schedules; and that nothing of a plan is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from platform.boundary.refusals import ConfigError
+from platform.costs.machine import HardwareMistake, hardware_of
+from platform.costs.price import price_of
+from platform.costs.seconds import collective_seconds, product_seconds, tiling
+from platform.costs.work import Product
+from platform.launch import compose
+from platform.plan.communication.planned import Collective
+from platform.plan.language.mesh import Mesh
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
+from platform.planning.step_price import hardware_named, names_of_hardware, read_hardware, step_price, work_of
+
+A100 = read_hardware("a100_80g")
+SMALL = ["+experiment=gpt_quick", "model.layers=4", "parallel.data=1", "tensor=serial", "train.global_batch=32"]
+SCHEMES = {
+    "serial": ["tensor=serial"],
+    "1d": ["tensor=1d", "tensor.axes.t=2"],
+    "sequence": ["tensor=1d_sp", "tensor.axes.t=2"],
+    "2d": ["tensor=2d", "tensor.axes.r=2", "tensor.axes.c=2"],
+    "gathered": ["tensor=2d_gather", "tensor.axes.r=2", "tensor.axes.c=2"],
+    "3d": ["tensor=3d", "tensor.axes.x=2", "tensor.axes.y=2", "tensor.axes.z=2"],
+    "stages": ["pipeline=1f1b", "pipeline.stages=2"],
+    "experts": ["model.experts=4", "model.experts_per_token=2", "parallel.data=2", "parallel.experts=2"],
+}
+
+
+def planned(*overrides):
+    config = compose([*SMALL, *overrides])
+    return config, make_plan(config)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_products_of_all_ranks_are_those_of_the_model(scheme):
+    """FLOPs by shape on a rank, times the ranks of a stage, are the FLOPs that the plan counts of the whole model; the
+    backward pass has twice as many."""
+    config, plan = planned(*SCHEMES[scheme])
+    work = work_of(config, plan)
+    counted = plan.flops_per_token * plan.sizes["batch"] * plan.sizes["length"] / 3
+    ranks = plan.mesh.size // plan.stages
+
+    def of(passes, fused):
+        return sum(
+            n * (sum(p.flops for p in part.products) + part.fused * fused) for w in passes for part, n in w.parts
+        )
+
+    # the kernel of attention skips half of the scores, and its backward pass has five products for two
+    forward, backward = of(work.forward, 2.0), of(work.backward, 2 * 2 / 2.5)
+    assert forward * ranks == pytest.approx(counted, rel=1e-6)
+    assert backward * ranks == pytest.approx(2 * counted, rel=1e-6)
+
+
+def test_recomputation_repeats_the_forward_pass():
+    work = {kind: work_of(*planned(f"recompute={kind}")) for kind in ("none", "full")}
+
+    def products(w, phase):
+        return sum(n * p.flops for pass_ in getattr(w, phase) for part, n in pass_.parts for p in part.products)
+
+    again = products(work["full"], "backward") - products(work["none"], "backward")
+    logits = products(work["none"], "forward") - again  # all but the head
+    assert 0 < logits < again
+
+
+@pytest.mark.parametrize("kind,chunks,batch", [("1f1b", 1, 32), ("interleaved", 2, 32), ("gpipe", 1, 64)])
+def test_known_makespans_are_simulated_ones(kind, chunks, batch):
+    """The closed form of a schedule equals its simulation, with a last stage that is slower (logits)."""
+    config, plan = planned(
+        f"pipeline={kind}", "pipeline.stages=2", f"pipeline.chunks={chunks}", "train.microbatch=2",
+        f"train.global_batch={batch}", "model.vocab=16384",
+    )  # fmt: skip
+    work = work_of(config, plan)
+    table = schedule_of(config, plan.replicas)
+    simulated = replace(work, execution=replace(work.execution, schedule="file", table=table))
+    assert price_of(work, A100).seconds == pytest.approx(price_of(simulated, A100).seconds, rel=2e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_parts_add_up(scheme):
+    config, plan = planned(*SCHEMES[scheme])
+    found = step_price(config, plan, A100)
+    parts = found.computing + sum(found.waiting.values()) + found.bubble + found.host + found.optimizer
+    assert parts == pytest.approx(found.seconds)
+    assert found.days(found.tokens) == found.seconds / 86400
+
+
+def test_a_large_product_takes_what_the_device_reaches():
+    p = Product(8192, 108 * 256, 1 << 20)
+    assert product_seconds(p, A100, "bf16", 2) == pytest.approx(p.flops / (312e12 * A100.reached.products), rel=1e-3)
+    assert tiling(256, 128, 1, 108) == pytest.approx(0.6 * 8 / 108)  # eight tiles of 64 x 64, at 0.6 of the best
+    row = Product(1, 8192, 8192)  # a vector times a matrix reads the matrix
+    assert product_seconds(row, A100, "bf16", 2) == pytest.approx(8192 * 8194 * 2 / (2.039e12 * A100.reached.memory))
+
+
+def test_ranks_of_a_node_share_its_links():
+    mesh, size = Mesh.of({"data": 4, "t": 8}), 1 << 30
+
+    def seconds(*axes, op="all_reduce"):
+        return collective_seconds(Collective(op, axes, size // 4, "metrics4", "reduce"), mesh, A100, {"metrics4": 4})
+
+    node, network = 300e9 * A100.reached.node, 25e9 * A100.reached.network
+    assert seconds("t") == pytest.approx(2 * 7 / 8 * size / node, rel=0.05)
+    assert seconds("data") == pytest.approx(2 * 3 / 4 * size / network, rel=0.05)  # eight groups, eight adapters
+    assert seconds("data", "t") == pytest.approx(2 * 31 / 32 * size / min(8 * network, node), rel=0.05)
+    assert seconds("data", op="all_gather") == pytest.approx(3 * size / network, rel=0.05)
+
+
+def test_every_hardware_is_read():
+    for name in names_of_hardware():
+        found = read_hardware(name)
+        assert found.peak("bf16") and found.memory >= 4e9
+    assert hardware_named("A100-80GB") == A100
+    assert hardware_named("A40") is None
+
+
+def test_every_mistake_of_a_description_is_named():
+    data = {"accelerator": "", "peaks": {"fp32": -1}, "node": {"ranks": 8, "speed": 3}, "reached": {"products": 2}}
+    with pytest.raises(HardwareMistake) as error:
+        hardware_of("mine", data)
+    mistakes = "\n".join(error.value.mistakes)
+    for expected in ("peaks.fp32=-1", "peaks.bf16", "node.speed: unknown", "network", "reached.products=2", "launch"):
+        assert expected in mistakes
+    with pytest.raises(ConfigError, match="legal: a100_80g, b200"):
+        read_hardware("a100")
