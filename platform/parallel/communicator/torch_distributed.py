@@ -132,7 +132,7 @@ class ProcessGroups(HostMemory):
         super().meet(neighbours)
 
     def _start(self, op, given, out, axes, group, reduce, root):
-        """Start the collective in the group along `axes`; over gloo, those of OF_MESSAGES are messages."""
+        """Start the collective in the group along `axes`; over gloo, as messages for OF_MESSAGES."""
         g = self._groups[axes]
         if not self._nccl and g and op in OF_MESSAGES:
             return getattr(self._messages_of(g), op)(given, out)
