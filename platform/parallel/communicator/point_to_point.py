@@ -56,8 +56,7 @@ class Messages:
         return lambda: self._wait(works)
 
     def all_to_all(self, given: Sequence[Tensor] | Tensor, out: Sequence[Tensor] | Tensor) -> Callable[[], None]:
-        """Start giving part i of `given` [members, ...] to member i, from which part i of `out` comes; the parts may be
-        of different sizes, on which both agree. Returns the function that waits."""
+        """Start giving part i of `given`, of any size, to member i, for part i of `out` from it; return what waits."""
         works = self._exchange(lambda peer: given[peer], lambda peer: out[peer])
         out[self._me].copy_(given[self._me])
         return lambda: self._wait(works)
