@@ -11,7 +11,7 @@ from platform.config.fields import Branch, Config
 from platform.config.key import WORKERS, refused
 from platform.config.layout_map import axes_of, violations_of_tables
 from platform.plan.language.numbers import divisors
-from platform.plan.language.scheme import RESERVED
+from platform.plan.language.scheme import NESTED, RESERVED
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
 
@@ -90,9 +90,9 @@ def _experts(config: Config) -> Iterator[str]:
 def _context(config: Config) -> Iterator[str]:
     """Yield a refusal line for ranks that exchange heads where not all of parallel.context lie in groups of so many."""
     ranks, inner, kind = config.parallel.context, config.parallel.context_heads, config.parallel.context_kind
-    if kind != "nested" and inner:
+    if kind not in NESTED and inner:
         yield refused(config, "parallel.context_heads", f"only for context_kind=nested, not {kind}", [0])
-    elif kind == "nested" and (inner < 2 or inner >= ranks or ranks % inner):
+    elif kind in NESTED and (inner < 2 or inner >= ranks or ranks % inner):
         legal = closest(inner, [n for n in divisors(ranks) if 1 < n < ranks])
         constraint = f"must divide parallel.context={ranks}, and be neither 1 nor all of it"
         yield refused(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
