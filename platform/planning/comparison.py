@@ -20,7 +20,7 @@ ROUNDING = 1e-9
 Constants = Mapping[str, Mapping[str, float]]  # name of a hardware -> its constants
 
 
-class Scores(NamedTuple):
+class ErrorSizes(NamedTuple):
     """Errors of predictions, as shares of the measured seconds: mean, median, 90th percentile and largest of their
     sizes, over `runs` of them."""
 
@@ -30,16 +30,17 @@ class Scores(NamedTuple):
     p90: float
     largest: float
 
-    @classmethod
-    def of(cls, errors: Sequence[float]) -> Scores:
-        """Return the scores of a list of errors, which is not empty."""
-        sizes = sorted(map(abs, errors))
-        return cls(len(sizes), mean(sizes), median(sizes), sizes[max(0, -floor(-0.9 * len(sizes)) - 1)], sizes[-1])
+
+def error_sizes(errors: Sequence[float]) -> ErrorSizes:
+    """Return the sizes of a list of errors of predictions, which is not empty."""
+    sizes = sorted(map(abs, errors))
+    ninth = sizes[max(0, -floor(-0.9 * len(sizes)) - 1)]
+    return ErrorSizes(len(sizes), mean(sizes), median(sizes), ninth, sizes[-1])
 
 
 class Ranking(NamedTuple):
-    """How well runs of one model and batch are ranked by their predictions: Kendall's `tau`, and `regret`, by which
-    share the run that is predicted fastest takes longer than the fastest one."""
+    """Ranking of `runs` of one model and batch by their predictions: Kendall's `tau`, and `regret`, by which share the
+    run that is predicted fastest takes longer than the fastest one."""
 
     runs: tuple[str, ...]
     tau: float
@@ -59,10 +60,10 @@ class Comparison(NamedTuple):
         """Return by which share each prediction is longer than the measured seconds."""
         return [p / run.seconds - 1 for p, run in zip(self.predicted, self.runs, strict=True)]
 
-    def scores(self, fitted: bool) -> Scores | None:
+    def scores(self, fitted: bool) -> ErrorSizes | None:
         """Return the scores of the runs that constants were `fitted` on, or of the others; None if there are none."""
         errors = [e for e, marked in zip(self.errors, self.fitted, strict=True) if marked == fitted]
-        return Scores.of(errors) if errors else None
+        return error_sizes(errors) if errors else None
 
     def rankings(self) -> list[Ranking]:
         """Return the rankings of all groups of two runs or more that share model, batch and devices."""

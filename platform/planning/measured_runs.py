@@ -106,7 +106,7 @@ def read_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -
             rows, columns = list(reader), list(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    refuse_all(_wrong_columns(path, columns, hardware, mark))
+    refuse_all(_violations_of_columns(path, columns, hardware, mark))
     if not rows:
         raise ConfigError(f"{path}: has no rows below its columns")
     found, lines = [], []
@@ -116,7 +116,7 @@ def read_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -
         where = f"{path}, row {number}"
         if None in row:
             lines.append(f"{where}: has more cells than there are columns")
-        elif wrong := list(_wrong_cells(cells)):
+        elif wrong := list(_violations_of_cells(cells)):
             lines += [f"{where}, column {line}" for line in wrong]
         else:
             try:
@@ -127,7 +127,7 @@ def read_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -
     return found
 
 
-def _wrong_columns(path: str, columns: Sequence[str], hardware: str, mark: str) -> Iterator[str]:
+def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mark: str) -> Iterator[str]:
     """Yield a line per column that is unknown, and per column that is needed and missing."""
     known = (*KEYS, *NEEDED, *OTHERS, mark)
     for column in columns:
@@ -141,7 +141,7 @@ def _wrong_columns(path: str, columns: Sequence[str], hardware: str, mark: str) 
         yield f"{path}: column seconds, or tflops, is missing"
 
 
-def _wrong_cells(cells: Mapping[str, str]) -> Iterator[str]:
+def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per cell of a row that is empty and needed, or no number where it should be one."""
     for column in INTEGERS:
         text = cells.get(column, "")
@@ -184,7 +184,7 @@ def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun
 
 
 def counted_flops(plan: Plan, recomputed: bool) -> float:
-    """Return the FLOPs of a step of a plan, of the model alone or with those of `recomputed` operations."""
+    """Return the FLOPs of a step of a plan, of the model alone or with all `recomputed` operations."""
     again = sum(flops(o.operation, plan.sizes) for o in plan.operations.values() if o.operation.recomputed)
     per_token = again / (plan.sizes["batch"] * plan.sizes["length"]) if recomputed else 0.0
     return (plan.flops_per_token + per_token) * plan.tokens_per_step
