@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from pathlib import Path
 
 import platform
@@ -11,6 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.pop("RAY_ADDRESS", None)  # no test joins a Ray that it has not started
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many small processes share few cores
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and threads that wait spin in the place of others
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what tests start would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 if not hasattr(platform, "__path__"):  # pytest imported the standard library's module before we could
     platform.__path__ = [str(ROOT / "platform")]
@@ -55,9 +58,11 @@ THINNED = ROOT / "tests" / "thinned.yaml"  # file -> test -> of so many cases `m
 
 
 def thin(items: list[pytest.Item]) -> None:
-    """Mark `full` what THINNED leaves out: of a pairwise cover its last cases, which have the fewest new pairs, of
-    other tests every case but each N-th. How many of how many are left is printed at the end."""
+    """Mark `full` what THINNED leaves out, see `kept`. How many of how many are left is printed at the end."""
     import yaml
+
+    from tests.harness.thinned import kept
+    from tests.known_bugs.bugs import cases_that_kill
 
     families: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -67,14 +72,15 @@ def thin(items: list[pytest.Item]) -> None:
     for file, tests in yaml.safe_load(THINNED.read_text()).items():
         for name, every in tests.items():
             cases = families.get((file, name), [])
-            counted = cases and cases[0].get_closest_marker("counted")
-            kept = [] if not every else cases[: -(-len(cases) // every)] if counted else cases[::every]
-            ran, of = ran + len(kept), of + len(cases)
-            for case in cases:
-                if case not in kept:
+            counted = bool(cases) and cases[0].get_closest_marker("counted")
+            arguments = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
+            here = kept(arguments, every, bool(counted), cases_that_kill(f"{file.removeprefix('tests/')}::{name}"))
+            ran, of = ran + len(here), of + len(cases)
+            for i, case in enumerate(cases):
+                if i not in here:
                     case.add_marker(pytest.mark.full)
                 elif counted:
-                    case.add_marker(pytest.mark.counted(counted.args[0], len(kept), counted.args[2]), append=False)
+                    case.add_marker(pytest.mark.counted(counted.args[0], len(here), counted.args[2]), append=False)
     first = next(iter(families.values()))[0]
     first.user_properties.append(("count", (f"tests of {THINNED.relative_to(ROOT)}", ran, of, EVERY_ONE)))
 

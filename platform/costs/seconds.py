@@ -22,7 +22,7 @@ FUSED = 0.75  # share of the speed of products that one kernel of attention reac
 @lru_cache(maxsize=1 << 16)
 def tiling(rows: int, columns: int, batch: int, processors: int) -> float:
     """Return the share of the processors' time that goes into elements of a product's result."""
-    # tiles at the edges reach beyond it, and fewer tiles than processors leave some idle; a last wave is divided further
+    # tiles at the edges reach beyond it, fewer tiles than processors leave some idle; a last wave is divided further
     best = 0.0
     for tall, wide, share in TILES:
         for height, width in {(tall, wide), (wide, tall)}:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
@@ -27,14 +27,15 @@ from platform.plan.language.functions import LabelLoss
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.numbers import count_of, divisors, factorizations
 from platform.plan.language.ops import Recompute
-from platform.plan.language.scheme import Scheme, compose_scheme
+from platform.plan.language.scheme import NESTED, RINGS, Scheme, compose_scheme
+from platform.plan.memory.hardware import memory_of
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
+from platform.planning.memory_budget import needed_bytes
 
-RING = "ring"  # kind of context in which keys and values go around
-AUTOMATIC = ("gather", "heads")  # kinds of context among which context_kind=auto chooses
+CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
 MESHES_SHOWN = 4
 MESHES_TRIED = 60  # nearest meshes that are planned to find legal ones; each takes milliseconds
 FACTORIZATIONS = 10_000
@@ -59,22 +60,31 @@ def zero_group(config: Config, groups: int, experts: int) -> int:
 def context_axes(config: Config, kind: str) -> dict[str, int]:
     """Return the sizes of the axes of a configuration's contexts of a `kind` of parallel.context_kind, not auto."""
     ranks, inner = config.parallel.context, config.parallel.context_heads
-    exchange = {"heads": ranks, "nested": inner}.get(kind, 1)
+    exchange = ranks if kind == "heads" else inner if kind in NESTED else 1
     return {"context": ranks // exchange, "exchange": exchange}
 
 
-def settled_context(config: Config, data: int) -> dict[str, int]:
-    """Return the sizes of the axes of a configuration's contexts: of parallel.context_kind or, where that is auto, of
-    the kind whose legal plan for `data` replicas moves the fewest bytes, the first of equals. One layer is planned."""
+def kinds_of_context(config: Config, data: int) -> list[str]:
+    """Return the kinds of a configuration's contexts that parallel.context_kind allows: where it chooses, those with a
+    legal plan for `data` replicas, the one that moves the fewest bytes first, if any. One layer is planned."""
     kind = config.parallel.context_kind
-    if config.parallel.context == 1 or kind != "auto":
-        return context_axes(config, kind)
+    choices = CHOICES.get(kind, (kind,))
+    if config.parallel.context == 1 or len(choices) == 1:
+        return [choices[0]]
     found = {}
-    for kind in AUTOMATIC:
-        *_, plan = plans = _plans_of_one_layer(config, data, context_axes(config, kind))
-        if plan and all(plans):
+    for kind in choices:
+        *_, plan = plans = _plans_of_one_layer(config, data, kind)
+        goes = plan and any(word == "ring_attention" for word, _ in plan.operations)
+        if plan and all(plans) and plan.scheme.ring == goes:
             found[kind] = sum(communication(plan).values())
-    return context_axes(config, min(found, key=found.__getitem__, default=AUTOMATIC[0]))
+    return sorted(found, key=found.__getitem__) or [choices[0]]
+
+
+def _stated_memory(config: Config) -> float:
+    """Return the bytes of a device that a configuration states, inf if none, or if not all know its schedule."""
+    # alike before devices are looked for and after, in the driver and in workers
+    known = config.pipeline.kind in ("none", *SHIPPED)
+    return (config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu) or inf) if known else inf
 
 
 @refusing_exits()
@@ -88,7 +98,25 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     inner = prod(n for _, n in compose_scheme(asdict(config.tensor), asdict(config.branch), 1).axes)
     inner *= config.pipeline.stages * config.parallel.context
     data = _replicas(config, inner, workers or inner)
-    scheme = _scheme_of(config, data, settled_context(config, data))
+    first, *others = kinds_of_context(config, data)
+    plan, memory = _made(config, data, first, stage_of), _stated_memory(config)
+    if not others or memory == inf:
+        return plan
+    parallel, cluster = replace(config.parallel, data=data), replace(config.cluster, device="auto")
+    weighed = replace(config, parallel=parallel, cluster=cluster)
+    if (needed := needed_bytes(weighed, plan)) > memory:
+        for kind in others:
+            less = _made(config, data, kind, stage_of)
+            if needed_bytes(weighed, less) <= memory:
+                sizes = f"{needed / 1e9:.4g} of {memory / 1e9:.4g} GB"
+                why = f"with {first}, which moves fewer bytes, a worker needs {sizes}"
+                return replace(less, warnings=(*less.warnings, f"parallel.context_kind={kind}: {why}"))
+    return plan
+
+
+def _made(config: Config, data: int, kind: str, stage_of: Sequence[int] | None) -> Plan:
+    """Build the plan of a run over `data` replicas whose contexts are of a `kind`; the rest as in `make_plan`."""
+    scheme = _scheme_of(config, data, kind)
     try:
         model = build_model(config.model)
         if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
@@ -108,15 +136,15 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = _with_updates(config, replace(plan, warnings=(*plan.warnings, *_without_ring(config, plan))))
+    plan = _with_updates(config, replace(plan, warnings=(*plan.warnings, *_without_ring(plan, config.model.dropout))))
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
-    return _with_shorter(config, plan, data)
+    return _with_shorter(config, plan, data, kind)
 
 
-def _scheme_of(config: Config, data: int, context: Mapping[str, int]) -> Scheme:
-    """Compose the scheme of a configuration for `data` replicas. `context`: sizes of the axes of contexts."""
+def _scheme_of(config: Config, data: int, kind: str) -> Scheme:
+    """Compose the scheme of a configuration for `data` replicas, whose contexts are of a `kind`."""
     parallel, experts = config.parallel, expert_group(config, data)
     lengths = [config.model.source_length, *(phase.length for phase in phases_of(config))]
     return compose_scheme(
@@ -126,9 +154,9 @@ def _scheme_of(config: Config, data: int, context: Mapping[str, int]) -> Scheme:
         zero=zero_group(config, data // experts, experts),
         experts=experts,
         lent=parallel.lent_experts,
-        context=context,
+        context=context_axes(config, kind),
         balanced=parallel.context_balance and all(n % (2 * parallel.context) == 0 for n in lengths),
-        ring=parallel.context_kind == RING,
+        ring=kind in RINGS and parallel.context > 1,
     )
 
 
@@ -164,9 +192,9 @@ def _plan_of(
     )
 
 
-def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
+def _with_shorter(config: Config, plan: Plan, data: int, kind: str) -> Plan:
     """Return the plan with a plan for each shorter length of its sequences (train.length_ramp), of the same parameters
-    on the same ranks. Raises ConfigError with a line per length without such a plan."""
+    on the same ranks. Raises ConfigError with a line per length without such a plan. `kind`: the contexts'."""
     found, lines = {}, []
     stage_of, parts = [c.stage for c in plan.chunks], [c.units for c in plan.chunks]
     for entry, phase in zip(config.train.length_ramp[:-1], ramp_of(config.train), strict=False):
@@ -175,8 +203,8 @@ def _with_shorter(config: Config, plan: Plan, data: int) -> Plan:
             made = _plan_of(short, build_model(short.model), plan.scheme, data, stage_of, parts)
         except IllegalPlan as error:
             start = entry.partition(":")[0]
-            context, every = settled_context(config, data), divisors(config.model.length)
-            others = (n for n in every if _plan_of_one_layer(at_length(config, n), data, context))
+            every = divisors(config.model.length)
+            others = (n for n in every if _plan_of_one_layer(at_length(config, n), data, kind))
             legal = [f"{start}:{n}" for n in closest(phase.length, others)]
             lines += [violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations]
             continue
@@ -216,15 +244,15 @@ def _with_updates(config: Config, plan: Plan) -> Plan:
     return plan
 
 
-def _without_ring(config: Config, plan: Plan) -> Iterator[str]:
+def _without_ring(plan: Plan, dropout: float) -> Iterator[str]:
     """Yield a warning for a plan in which keys are to go around, and some attention gathers them."""
-    if config.parallel.context_kind != RING or config.parallel.context == 1:
+    if not plan.scheme.ring:
         return
     gathers = [name for (kind, name) in plan.operations if kind == "relayout" and name.endswith("attention.key")]
     if names := dict.fromkeys(name.split(".", 2)[-1].removesuffix(".key") for name in gathers):
         reasons = {
             "tensor.uneven=true": plan.scheme.uneven,
-            f"model.dropout={config.model.dropout}": config.model.dropout,
+            f"model.dropout={dropout}": dropout,
         }
         why = next((reason for reason, holds in reasons.items() if holds), "another axis splits length there")
         yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
@@ -290,22 +318,19 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 def is_legal(config: Config, data: int) -> bool:
     """Return True if one layer of the configured model has a legal plan over `data` replicas, at all lengths."""
-    return all(_plans_of_one_layer(config, data, settled_context(config, data)))
+    return all(_plans_of_one_layer(config, data, kinds_of_context(config, data)[0]))
 
 
-def _plans_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> list[Plan | None]:
+def _plans_of_one_layer(config: Config, data: int, kind: str) -> list[Plan | None]:
     """Return `_plan_of_one_layer` of a configuration for each length of its sequences, ascending."""
     lengths = (phase.length for phase in phases_of(config))
-    return [_plan_of_one_layer(at_length(config, length), data, context) for length in lengths]
+    return [_plan_of_one_layer(at_length(config, length), data, kind) for length in lengths]
 
 
-def _plan_of_one_layer(config: Config, data: int, context: Mapping[str, int]) -> Plan | None:
-    """Return the plan of one layer of the configured model over `data` replicas, None if it is illegal. `context`:
-    sizes of the axes of contexts."""
+def _plan_of_one_layer(config: Config, data: int, kind: str) -> Plan | None:
+    """Return the plan of one layer of the model over `data` replicas, contexts of a `kind`; None if it is illegal."""
     model, train = build_model(replace(config.model, layers=1)), config.train
     try:
-        return build_plan(
-            model, _scheme_of(config, data, context), data=data, microbatch=train.microbatch, microbatches=1
-        )
+        return build_plan(model, _scheme_of(config, data, kind), data=data, microbatch=train.microbatch, microbatches=1)
     except IllegalPlan:
         return None

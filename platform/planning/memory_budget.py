@@ -1,10 +1,9 @@
-"""Memory that a configuration's plan needs per worker, and whether workers of a given memory can hold it."""
+"""Memory that a configuration's plan needs per worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, prod
 
 from platform.config.fields import Config
 from platform.config.ramps.length_ramp import at_length
@@ -17,48 +16,12 @@ from platform.plan.core.step_collectives import communicators
 from platform.plan.memory.footprint import Footprint, footprint
 from platform.plan.memory.hardware import reserved_bytes
 from platform.plan.memory.metered_pass import answer_bytes, reading_shape, scoring_shape
-from platform.plan.memory.worker_bytes import state_elements, weight_bytes
+from platform.plan.memory.worker_bytes import weight_bytes
 from platform.plan.schedule.generators import generate, representative_microbatches
 from platform.plan.schedule.lowering import lower
 from platform.plan.schedule.table import Schedule
 from platform.planning.answering import answering_model
 from platform.planning.choose_schedule import generator_of, schedule_of
-from platform.planning.make_plan import make_plan
-
-
-class MemoryBudget:
-    """Memory budget of a worker, to check which candidate configurations fit. `memory`: bytes of a worker; inf:
-    unknown, everything fits. The budget is at least what the plan of `config`, with which the run was started, needs by
-    our count: the run fits, and the count is an estimate."""
-
-    def __init__(self, config: Config, memory: float):
-        """Set the budget to `memory` bytes per worker or, if more, what the plan of the run's own `config` needs."""
-        self.memory = memory
-        if memory < inf:
-            plan = make_plan(config)
-            self.memory = max(memory, needed_bytes(config, plan))
-            self._state = state_elements(plan, kept_numbers(config))
-            self._count, self._itemsize = plan.parameter_count, plan.itemsize
-
-    def may_hold(self, config: Config) -> bool:
-        """Return True if an even share of the candidate's parameters, gradients and optimizer state fits the budget of
-        a worker; quick, as it makes no plan."""
-        if self.memory == inf:
-            return True
-        split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
-        zero, data = config.parallel.zero, config.parallel.data * config.parallel.context
-        experts = config.parallel.experts  # divides at most all parameters
-        master, compute = self._itemsize["master"], self._itemsize["compute"]
-        updated = master * (self._count + self._state) / (data if zero else experts)
-        used = master / (data if zero >= 2 else experts)
-        used += (compute if compute != master else 0) / (data if zero == 3 else experts)
-        return (updated + self._count * used) / split <= self.memory
-
-    def holds(self, config: Config, plan: Plan) -> bool:
-        """Return True if the predicted peak memory of every worker under a candidate's plan fits the budget."""
-        if self.memory == inf:
-            return True
-        return max(_weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
 
 
 def needed_bytes(config: Config, plan: Plan) -> int:
@@ -136,7 +99,7 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
     return generate(kind, pipeline.stages, pipeline.chunks, few, generator_of(pipeline))
 
 
-def _weights(config: Config, plan: Plan) -> list[int]:
+def weights(config: Config, plan: Plan) -> list[int]:
     """Return a plan's bytes of parameters, gradients and optimizer state, by stage, on a worker with all blocks."""
     moments, first = kept_numbers(config), plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

@@ -15,12 +15,49 @@ from typing import Any, NamedTuple
 
 from platform.config.fields import Config
 from platform.config.layout_map import axes_of
+from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
-from platform.planning.make_plan import is_legal, plan_quickly
-from platform.planning.memory_budget import MemoryBudget
+from platform.plan.memory.worker_bytes import state_elements
+from platform.planning.make_plan import is_legal, make_plan, plan_quickly
+from platform.planning.memory_budget import needed_bytes, weights
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
+
+
+class MemoryBudget:
+    """Memory budget of a worker, to check which candidate configurations fit. `memory`: bytes of a worker; inf:
+    unknown, everything fits. The budget is at least what the plan of `config`, with which the run was started, needs by
+    our count: the run fits, and the count is an estimate."""
+
+    def __init__(self, config: Config, memory: float):
+        """Set the budget to `memory` bytes per worker or, if more, what the plan of the run's own `config` needs."""
+        self.memory = memory
+        if memory < inf:
+            plan = make_plan(config)
+            self.memory = max(memory, needed_bytes(config, plan))
+            self._state = state_elements(plan, kept_numbers(config))
+            self._count, self._itemsize = plan.parameter_count, plan.itemsize
+
+    def may_hold(self, config: Config) -> bool:
+        """Return True if an even share of the candidate's parameters, gradients and optimizer state fits the budget of
+        a worker; quick, as it makes no plan."""
+        if self.memory == inf:
+            return True
+        split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
+        zero, data = config.parallel.zero, config.parallel.data * config.parallel.context
+        experts = config.parallel.experts  # divides at most all parameters
+        master, compute = self._itemsize["master"], self._itemsize["compute"]
+        updated = master * (self._count + self._state) / (data if zero else experts)
+        used = master / (data if zero >= 2 else experts)
+        used += (compute if compute != master else 0) / (data if zero == 3 else experts)
+        return (updated + self._count * used) / split <= self.memory
+
+    def holds(self, config: Config, plan: Plan) -> bool:
+        """Return True if the predicted peak memory of every worker under a candidate's plan fits the budget."""
+        if self.memory == inf:
+            return True
+        return max(weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
 
 
 class Replanned(NamedTuple):
@@ -225,7 +262,7 @@ class _Search:
 def _kind_of_context(config: Config, ranks: int) -> dict[str, Any]:
     """Return the keys of a configuration's contexts at another number of `ranks`: nested ones stay while they can."""
     inner, parallel = config.parallel.context_heads, config.parallel
-    if parallel.context_kind != "nested" or (inner < ranks and ranks % inner == 0):
+    if not inner or (inner < ranks and ranks % inner == 0):
         return {"context_kind": parallel.context_kind, "context_heads": inner}
     return {"context_kind": "auto", "context_heads": 0}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from platform.parallel.kernels.dropout import in_pieces
 from tests.harness.plan_mutants import other, twice, without
 from tests.known_bugs import mutants
@@ -155,3 +158,8 @@ BUGS = (
         "three replicas begin one sample later", SURVIVORS, {}, mutants.samples_by_replica),
     *EXPERT_BUGS,
 )  # fmt: skip
+
+
+def cases_that_kill(killer: str) -> list[Mapping[str, Any]]:
+    """Return the values of the cases in which a test, said as path::name, kills a bug each."""
+    return [bug.case for bug in BUGS if bug.killer == killer and bug.case]

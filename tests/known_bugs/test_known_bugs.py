@@ -14,8 +14,9 @@ from platform.plan.check.plan_check import unsound
 from platform.plan.core.plan import Plan
 from tests.conftest import THINNED
 from tests.harness import oracle
+from tests.harness.thinned import kept, values_of
 from tests.known_bugs import expert_bugs as experts
-from tests.known_bugs.bugs import BUGS, HEADS, MASKS, MODELS, PANELS, SURVIVORS
+from tests.known_bugs.bugs import BUGS, HEADS, MASKS, MODELS, PANELS, SURVIVORS, cases_that_kill
 from tests.known_bugs.known_bug import KnownBug
 from tests.known_bugs.page import divided, table
 
@@ -40,12 +41,7 @@ def cases_of(test: Callable[..., None], path: str) -> list[Any]:
         counted |= mark.name == "counted"
     every = yaml.safe_load(THINNED.read_text()).get(f"tests/{path}", {}).get(test.__name__, 1)
     assert every, f"`make test` leaves out {path}::{test.__name__}"
-    return cases[: -(-len(cases) // every)] if counted else cases[::every]
-
-
-def values_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    case = arguments.get("case")
-    return case if isinstance(case, dict) else arguments
+    return [cases[i] for i in kept(cases, every, counted, cases_that_kill(f"{path}::{test.__name__}"))]
 
 
 def killing(bug: KnownBug, tmp_path, monkeypatch) -> Callable[[], None]:

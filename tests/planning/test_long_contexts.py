@@ -9,7 +9,7 @@ from platform.launch import compose
 from platform.plan.memory.footprint import Footprint
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import footprints
+from platform.planning.memory_budget import footprints, needed_bytes
 
 LLAMA = ["+experiment=one_gpu", "model=llama_8b", "train.microbatch=1", "train.global_batch=1", "recompute=full"]
 OF_32 = ["model.length=1_000_000", "parallel.context=32", "parallel.context_kind=heads", "parallel.zero=3"]
@@ -46,3 +46,43 @@ def test_negative_control_each_of_the_two_is_needed(without):
 def test_twice_the_ranks_keep_half():
     sizes = [needs(*OF_32, *SAVING, f"parallel.context={n}").host for n in (8, 16, 32)]
     assert sizes[0] == 2 * sizes[1] == 4 * sizes[2]
+
+
+# how ranks share a text -> the kinds among which that chooses, in the order of their bytes
+BY_BYTES = {
+    "parallel.context=4": ["gather", "heads", "ring"],
+    "parallel.context=5": ["gather", "ring"],  # which cannot exchange 32 heads
+    "parallel.context=8 parallel.context_kind=nested parallel.context_heads=2": ["nested", "nested_ring"],
+}
+
+
+@pytest.mark.parametrize("how", BY_BYTES)
+def test_the_cheapest_kind_that_fits_is_chosen(how):
+    """By bytes alone where no memory is stated, or the cheapest fits it, or none does."""
+    long = [*LLAMA, *SAVING, "model.length=1_000_000", *how.split(), "parallel.zero=3"]
+    first, second, *_ = BY_BYTES[how]
+    plans, needs = {}, {}
+    for kind in BY_BYTES[how]:
+        c = compose([*long, f"parallel.context_kind={kind}"])
+        plans[kind] = make_plan(c)
+        needs[kind] = needed_bytes(c, plans[kind]) / 1e9
+    assert needs[second] < needs[first]
+    between, none = (needs[first] + needs[second]) / 2, min(needs.values()) / 2
+    for memory, kind in ((0.0, first), (needs[first] + 1, first), (between, second), (none, first)):
+        plan = make_plan(compose([*long, f"cluster.device_memory={memory}"]))
+        assert plan.scheme == plans[kind].scheme
+        lines = [line for line in plan.warnings if "context_kind" in line]
+        assert bool(lines) == (memory == between)
+        if lines:
+            assert lines == [f"parallel.context_kind={second}: with {first}, which moves fewer bytes, a worker needs "
+                             f"{needs[first]:.4g} of {between:.4g} GB"]  # fmt: skip
+
+
+def test_workers_choose_alike():
+    """They know their devices, which the driver looked for after it had planned."""
+    long = [*LLAMA, *SAVING, "model.length=1_000_000", "parallel.context=4", "parallel.zero=3", "cluster.gpu=H100"]
+    c = compose([*long, "cluster.device_memory=88.5"])
+    before = make_plan(c)
+    c.cluster.device = "cpu"
+    assert make_plan(c, stage_of=[chunk.stage for chunk in before.chunks]) == before
+    assert before.warnings

@@ -25,12 +25,14 @@ GATHERED = {
     "panels": "operands are never whole: SUMMA broadcasts one panel at a time and accumulates",
 }
 CONTEXT_KINDS = {
-    "auto": "the legal kind that moves the fewest bytes",
+    "auto": "the legal kind that moves the fewest bytes, and fits a stated memory of devices",
     "gather": "each rank gathers all keys and values, for its own queries",
     "ring": "keys and values go around the ranks, a panel at a time, while the one before is computed",
     "heads": "ranks exchange length for heads, and back",
     "nested": "parallel.context_heads ranks next to each other exchange heads, and gather keys of the others",
+    "nested_ring": "the same, and keys of the others go around: nested chooses it where only it fits a stated memory",
 }
+NESTED, RINGS = ("nested", "nested_ring"), ("ring", "nested_ring")  # of these kinds
 SLICE_VIA = {
     "all_to_all": "every rank gets what it needs",
     "all_gather": "every rank gets all and throws the rest away: as SUPER published it, which had no all-to-all",

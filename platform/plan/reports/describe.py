@@ -11,6 +11,8 @@ from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.layout import DIMS
 from platform.plan.language.numbers import count_of
 
+STAGES_SHOWN = 8
+
 
 def _regions(plan: Plan) -> list[str]:
     """Return the regions of a plan that its description shows: all but a core that is as attention."""
@@ -41,7 +43,7 @@ def describe(plan: Plan) -> str:
         *(table if dims or zero else []),
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
         + _sharding(plan),
-        *(f"  stage {stage}         {units}" for stage, units in _stages(plan)),
+        *(f"  {stage:<16}{units}" for stage, units in _stages(plan)),
         *(f"  attention       {n} in kernel {kernel}" for kernel, n in kernels_of(plan).items() if kernel != AUTO),
         f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
         f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
@@ -58,16 +60,23 @@ def _cost_of_step(plan: Plan) -> str:
     return f"{human(plan.flops_per_token * plan.tokens_per_step)}FLOP and {human(moved)}B per step"
 
 
-def _stages(plan: Plan) -> list[tuple[int, str]]:
-    """Return, for the description of a plan, (stage, units of its chunks as `embedding .. layers.3 | layers.8 ..
-    layers.11`) by stage; [] for one stage."""
+def _stages(plan: Plan) -> list[tuple[str, str]]:
+    """Return (stage, units of its chunks as `embedding .. layers.3 | layers.8`) for the description; [] for one stage,
+    and of more than STAGES_SHOWN the first two and the last."""
 
     def shown(units: Sequence[str]) -> str:
         """Return the units of a model chunk as text: the first and the last."""
         return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
 
-    stages = range(plan.stages if plan.stages > 1 else 0)
-    return [(stage, " | ".join(shown(c.units) for c in plan.chunks if c.stage == stage)) for stage in stages]
+    def line(stage: int) -> tuple[str, str]:
+        """Return the line of one stage."""
+        return f"stage {stage}", " | ".join(shown(c.units) for c in plan.chunks if c.stage == stage)
+
+    if plan.stages == 1:
+        return []
+    if plan.stages <= STAGES_SHOWN:
+        return [line(stage) for stage in range(plan.stages)]
+    return [line(0), line(1), ("...", f"{plan.stages - 3} more"), line(plan.stages - 1)]
 
 
 def _padding(plan: Plan) -> str:

@@ -23,7 +23,7 @@ from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.plan.reports.describe import describe, human
 from platform.plan.reports.tier_traffic import count_messages, tier_traffic, with_axes_moved
 
-GROUPS_SHOWN = 8
+GROUPS_SHOWN, RANKS_SHOWN = 4, 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
@@ -160,9 +160,10 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
 
 
 def _ranks(groups: Sequence[Sequence[int]]) -> str:
-    """Format the first GROUPS_SHOWN process groups, such as "[0 1] [2 3]", and the number of the others."""
+    """Format the first GROUPS_SHOWN process groups as "[0 1] [0 8 16 .. 120]", and the number of the others."""
     more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
-    return " ".join("[" + " ".join(map(str, g)) + "]" for g in groups[:GROUPS_SHOWN]) + more
+    shown = [[*g[:3], "..", g[-1]] if len(g) > RANKS_SHOWN else g for g in groups[:GROUPS_SHOWN]]
+    return " ".join("[" + " ".join(map(str, g)) + "]" for g in shown) + more
 
 
 def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:

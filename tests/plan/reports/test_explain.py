@@ -124,6 +124,17 @@ def test_text():
     assert "layers.*.attention.query" in text and "layers.1." not in text
 
 
+def test_stages_and_ranks_beyond_a_few_are_folded():
+    c = configure("serial", pipeline="1f1b", stages=12, layers=12, data=10, microbatch=1, global_batch=120)
+    plan = make_plan(c)
+    text = render(plan, explained(c, plan))
+    assert [line.split()[:2] for line in describe(plan).splitlines() if "stage" in line.split()[:1]] == [
+        ["stage", "0"], ["stage", "1"], ["stage", "11"],
+    ]  # fmt: skip
+    assert "  ...             9 more" in describe(plan)
+    assert "  stage        12  [0 10 20 .. 110] [1 11 21 .. 111]" in text and "] and 8 more" in text
+
+
 def test_the_order_of_the_branch_axes_decides_the_messages_and_nothing_else():
     inner, outer = (configured("1d", {"t": 2}, {"g": 2}, data=2) for _ in range(2))
     outer.branch.order = "outer"
