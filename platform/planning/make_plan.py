@@ -27,7 +27,7 @@ from platform.plan.language.functions import LabelLoss
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.numbers import count_of, divisors, factorizations
 from platform.plan.language.ops import Recompute
-from platform.plan.language.scheme import Scheme, compose_scheme
+from platform.plan.language.scheme import NESTED, RINGS, Scheme, compose_scheme
 from platform.plan.memory.hardware import memory_of
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
@@ -35,8 +35,7 @@ from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 from platform.planning.memory_budget import needed_bytes
 
-RING = "ring"  # kind of context in which keys and values go around
-CHOICES = {"auto": ("gather", "heads", "ring")}  # kinds of context among which a context_kind chooses
+CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
 MESHES_SHOWN = 4
 MESHES_TRIED = 60  # nearest meshes that are planned to find legal ones; each takes milliseconds
 FACTORIZATIONS = 10_000
@@ -61,7 +60,7 @@ def zero_group(config: Config, groups: int, experts: int) -> int:
 def context_axes(config: Config, kind: str) -> dict[str, int]:
     """Return the sizes of the axes of a configuration's contexts of a `kind` of parallel.context_kind, not auto."""
     ranks, inner = config.parallel.context, config.parallel.context_heads
-    exchange = {"heads": ranks, "nested": inner}.get(kind, 1)
+    exchange = ranks if kind == "heads" else inner if kind in NESTED else 1
     return {"context": ranks // exchange, "exchange": exchange}
 
 
@@ -157,7 +156,7 @@ def scheme_of(config: Config, data: int, kind: str) -> Scheme:
         lent=parallel.lent_experts,
         context=context_axes(config, kind),
         balanced=parallel.context_balance and all(n % (2 * parallel.context) == 0 for n in lengths),
-        ring=kind == RING and parallel.context > 1,
+        ring=kind in RINGS and parallel.context > 1,
     )
 
 

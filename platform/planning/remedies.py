@@ -120,6 +120,8 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
         yield f"tensor.axes.{axis}={2 * n}", _with(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
     if c.parallel.context > 1 and c.parallel.context_kind in ("auto", "gather"):
         yield "parallel.context_kind=ring", _with(c, "parallel", context_kind="ring"), False
+    if c.parallel.context > 1 and c.parallel.context_kind == "nested":
+        yield "parallel.context_kind=nested_ring", _with(c, "parallel", context_kind="nested_ring"), False
     for ranks in (n * c.parallel.context for n in (2, 4)):
         if c.model.length % ranks == 0:
             yield f"parallel.context={ranks}", _with(c, "parallel", context=ranks), True

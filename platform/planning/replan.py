@@ -280,7 +280,7 @@ class _Search:
 def _kind_of_context(config: Config, ranks: int) -> dict[str, Any]:
     """Return the keys of a configuration's contexts at another number of `ranks`: nested ones stay while they can."""
     inner, parallel = config.parallel.context_heads, config.parallel
-    if parallel.context_kind != "nested" or (inner < ranks and ranks % inner == 0):
+    if not inner or (inner < ranks and ranks % inner == 0):
         return {"context_kind": parallel.context_kind, "context_heads": inner}
     return {"context_kind": "auto", "context_heads": 0}
 

@@ -12,7 +12,7 @@ from typing import Any
 from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
 from platform.config.rules.mesh_rules import slices_heads
 from platform.plan.language.numbers import divisors
-from platform.plan.language.scheme import ROLES, compose_scheme
+from platform.plan.language.scheme import NESTED, ROLES, compose_scheme
 from platform.planning.choose_schedule import count_microbatches
 from platform.planning.make_plan import context_axes
 from tests.fuzz.draw_data import draw_data
@@ -168,7 +168,9 @@ def draw_context(r: Random, c: Config, room: int) -> None:
     if r.random() < 0.4:
         c.parallel.context = r.choice([n for n in (2, 2, 3, 4, 4) if n <= room] or [1])
         c.parallel.context_kind = r.choice(("auto", "gather", "ring", "heads", *["nested"] * (c.parallel.context == 4)))
-        c.parallel.context_heads = 2 * (c.parallel.context_kind == "nested")
+        if c.parallel.context_kind == "nested":
+            c.parallel.context_heads = 2
+            c.parallel.context_kind = Random(str(c)).choice(NESTED)  # all else is drawn as ever
 
 
 def needed(configs: Sequence[Config]) -> dict[str, int]:

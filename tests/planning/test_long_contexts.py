@@ -48,17 +48,21 @@ def test_twice_the_ranks_keep_half():
     assert sizes[0] == 2 * sizes[1] == 4 * sizes[2]
 
 
-# ranks -> kinds in the order of their bytes; five ranks cannot exchange 32 heads
-BY_BYTES = {4: ["gather", "heads", "ring"], 5: ["gather", "ring"]}
+# how ranks share a text -> the kinds among which that chooses, in the order of their bytes
+BY_BYTES = {
+    "parallel.context=4": ["gather", "heads", "ring"],
+    "parallel.context=5": ["gather", "ring"],  # which cannot exchange 32 heads
+    "parallel.context=8 parallel.context_kind=nested parallel.context_heads=2": ["nested", "nested_ring"],
+}
 
 
-@pytest.mark.parametrize("ranks", BY_BYTES)
-def test_the_cheapest_kind_that_fits_is_chosen(ranks):
+@pytest.mark.parametrize("how", BY_BYTES)
+def test_the_cheapest_kind_that_fits_is_chosen(how):
     """By bytes alone where no memory is stated, or the cheapest fits it, or none does."""
-    long = [*LLAMA, *SAVING, "model.length=1_000_000", f"parallel.context={ranks}", "parallel.zero=3"]
-    first, second, *_ = BY_BYTES[ranks]
+    long = [*LLAMA, *SAVING, "model.length=1_000_000", *how.split(), "parallel.zero=3"]
+    first, second, *_ = BY_BYTES[how]
     plans, needs = {}, {}
-    for kind in BY_BYTES[ranks]:
+    for kind in BY_BYTES[how]:
         c = compose([*long, f"parallel.context_kind={kind}"])
         plans[kind] = make_plan(c)
         needs[kind] = needed_bytes(c, plans[kind]) / 1e9

@@ -76,8 +76,8 @@ def machine_memory() -> int:
 
 
 def settle_here(config: Config, say: Callable[[str], None]) -> None:
-    """Choose the open keys of a run's configuration, in place, for the workers and the memory that are there; tell the
-    user the choice or, with plan.top, the best plans."""
+    """Choose the open keys of a run's configuration, in place, for the workers and the memory that are there; print the
+    choice or, with plan.top, the best plans."""
     if not config.plan.search:
         return
     from platform.planning.search.chosen import choice_line, choose_plan, ranked_table, usual_hardware

@@ -48,7 +48,7 @@ class Parallel:
     context_kind: str = key("auto", "how attention sees keys and values of all of them", tuple(CONTEXT_KINDS))
     context_heads: int = key(
         0,
-        "context_kind=nested: ranks of parallel.context, next to each other, that exchange heads",
+        "context_kind=nested, nested_ring: ranks of parallel.context, next to each other, that exchange heads",
         ">= 0",
         most=WORKERS,
     )

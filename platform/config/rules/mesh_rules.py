@@ -12,7 +12,7 @@ from platform.config.key import WORKERS, refused
 from platform.config.layout_map import axes_of, violations_of_tables
 from platform.config.rules.left_open import violations_of_search
 from platform.plan.language.numbers import divisors
-from platform.plan.language.scheme import RESERVED
+from platform.plan.language.scheme import NESTED, RESERVED
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
 
@@ -91,9 +91,9 @@ def _experts(config: Config) -> Iterator[str]:
 def _context(config: Config) -> Iterator[str]:
     """Yield a refusal line for ranks that exchange heads where not all of parallel.context lie in groups of so many."""
     ranks, inner, kind = config.parallel.context, config.parallel.context_heads, config.parallel.context_kind
-    if kind != "nested" and inner:
+    if kind not in NESTED and inner:
         yield refused(config, "parallel.context_heads", f"only for context_kind=nested, not {kind}", [0])
-    elif kind == "nested" and (inner < 2 or inner >= ranks or ranks % inner):
+    elif kind in NESTED and (inner < 2 or inner >= ranks or ranks % inner):
         legal = closest(inner, [n for n in divisors(ranks) if 1 < n < ranks])
         constraint = f"must divide parallel.context={ranks}, and be neither 1 nor all of it"
         yield refused(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
@@ -102,6 +102,9 @@ def _context(config: Config) -> Iterator[str]:
 def _lent(config: Config) -> Iterator[str]:
     """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
     lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
+    regions = dict(config.tensor.regions)
+    named = next((regions[name] for name in ("experts", "mlp", "stream") if name in regions), {})
+    inside = [axis for axis in named.get("experts", ()) if config.tensor.axes.get(axis, 1) > 1]
     if lent and shared < 2:
         yield refused(config, key, f"parallel.experts={shared}: every replica has all experts", [0])
     elif lent and config.model.capacity_factor:
@@ -109,7 +112,7 @@ def _lent(config: Config) -> Iterator[str]:
         yield refused(config, key, reason, [0])
     elif lent and lent > (most := config.model.experts - config.model.experts // shared):
         yield refused(config, key, f"must be <= {most}, the experts of others", [most])
-    elif lent and (inside := dict(config.tensor.regions).get("experts", {}).get("experts")):
+    elif lent and inside:
         yield refused(config, key, f"not built beside experts that {'+'.join(inside)} splits", [0])
 
 

@@ -30,7 +30,9 @@ CONTEXT_KINDS = {
     "ring": "keys and values go around the ranks, a panel at a time, while the one before is computed",
     "heads": "ranks exchange length for heads, and back",
     "nested": "parallel.context_heads ranks next to each other exchange heads, and gather keys of the others",
+    "nested_ring": "the same, and keys of the others go around: nested chooses it where only it fits a stated memory",
 }
+NESTED, RINGS = ("nested", "nested_ring"), ("ring", "nested_ring")  # of these kinds
 SLICE_VIA = {
     "all_to_all": "every rank gets what it needs",
     "all_gather": "every rank gets all and throws the rest away: as SUPER published it, which had no all-to-all",

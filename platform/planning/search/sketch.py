@@ -40,8 +40,8 @@ class Quantity(NamedTuple):
     """Meaning of a number of an operation: `flops` of products or `fused` ones of attention; a product's `width`, its
     shortest side, and the elements of weights `read` by it; elements that are `touched` so often in the forward and the
     backward pass (`times`), `kept` for the latter, of the `stream` between blocks, of a `parameter`, or of a
-    `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's. `inside`: of attention, done
-    again with recompute=selective."""
+    `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's. `inside`: part of
+    attention, done again with recompute=selective."""
 
     what: str
     axes: tuple[str, ...] = ()

@@ -9,8 +9,10 @@ import pytest
 
 from platform.launch import compose
 from platform.model import build_model
+from platform.parallel.kernels.in_panels import panels
 from platform.plan.check.plan_check import unsound
 from platform.plan.core.step_collectives import communication
+from platform.plan.language.scheme import NESTED as KINDS_OF_NESTED
 from platform.plan.memory.worker_bytes import saved_for_backward
 from platform.planning.make_plan import make_plan
 from tests.harness.card import alone, shrunk
@@ -19,6 +21,7 @@ from tests.harness.plan_mutants import with_operations
 from tests.harness.suite import suite
 from tests.parallel.test_memory import measured
 
+NESTED = {"context": 4, "context_kind": "nested_ring", "context_heads": 2}
 # name -> (attentions that go around, how the model is trained)
 RINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama": (2, {"context": 4, **MODELS["llama"]}),
@@ -31,13 +34,16 @@ RINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "documents, dsp": (1, {"context": 2, "branch": "dsp", "branch_axes": {"g": 2}, **MODELS["packed_gpt"]}),
     "straight": (2, {"context": 4}),
     "selective": (2, {"context": 3, "length": 15, "recompute": "selective"}),
+    "nested, llama": (2, {**NESTED, **MODELS["llama"]}),
+    "nested, gpt_oss": (2, {**NESTED, **MODELS["gpt_oss"], "recompute": "full"}),
+    "nested, documents, zero 3": (1, {**NESTED, "data": 2, "zero": 3, "microbatch": 2, **MODELS["packed_gpt"]}),
     "dropout": (0, {"context": 2, "dropout": 0.2}),  # whose masks are drawn where keys are gathered
 }
 CASES = [{"ring": name} for name in RINGS]
 
 
 def configured(name: str):
-    c = configure(context_kind="ring", **RINGS[name][1])
+    c = configure(**{"context_kind": "ring", **RINGS[name][1]})
     c.parallel.context_balance = name != "straight"
     return c
 
@@ -65,6 +71,22 @@ def test_bytes():
         found = communication(make_plan(configure(context=n, context_kind="ring")))
         assert found["rotate/context"] == 3 * (n - 1) * 2 * 2 * 2 * (16 * 4 * 32 * 8)
         assert set(found) == {"rotate/context", "all_reduce/context"}
+
+
+def test_negative_control_keys_of_another_rank(monkeypatch):
+    """Of two ranks that pass on their heads, each takes the other's keys for its own."""
+    in_turn = panels._in_turn
+    monkeypatch.setattr(panels, "_in_turn", lambda *given: ((1 - i, k, v) for i, k, v in in_turn(*given)))
+    with pytest.raises(AssertionError):
+        prove(configured("nested, llama"))
+
+
+def test_bytes_between_nodes():
+    """Of two ranks that exchange heads, each passes its heads on: together as many bytes as a ring of two."""
+    found, around = (communication(make_plan(configure(**{**NESTED, "context_kind": k}))) for k in KINDS_OF_NESTED)
+    assert around["rotate/context"] == 3 * 2 * 2 * 2 * (16 * 4 * 32 * 8)
+    assert found.pop("all_to_all/exchange") == around.pop("all_to_all/exchange")
+    assert around["rotate/context"] * 2 == 3 * (found["all_gather/context"] + found["reduce_scatter/context"])
 
 
 def test_a_rotation_that_is_missing_is_seen():
