@@ -60,7 +60,7 @@ class Finalist:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Standings:
     """Outcome of a search: its `space`, the finalists that fit, the best first, others, which lack memory, the
     number of candidates that were `judged`, and the `budget` of memory."""
 
@@ -72,11 +72,11 @@ class Ranking:
     budget: float
 
 
-def search(config: Config, workers: int, memory: float, hardware: Hardware) -> Ranking:
+def search(config: Config, workers: int, memory: float, hardware: Hardware) -> Standings:
     """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
     many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
     space = Space(config)
-    found = Ranking(space, workers, [], [], 0, memory)
+    found = Standings(space, workers, [], [], 0, memory)
     for ranks in _numbers_of_workers(space, workers):
         rated, judged = Field(space, ranks, memory, hardware).rated()
         tried = _finalists(space, rated, memory, hardware)
@@ -99,7 +99,7 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
     )
 
 
-def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Ranking:
+def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Standings:
     """Plan, measure and price candidates, the best by estimate first, as many as can still be the quickest."""
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
     fitting: list[Finalist] = []
@@ -123,7 +123,7 @@ def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Ha
         fitting = [f for f in tried if f.memory <= memory]
         lacking += [f for f in tried if f.memory > memory]
     by_price = sorted(fitting, key=lambda f: f.order), sorted(lacking, key=lambda f: f.order)
-    return Ranking(space, 0, *by_price, 0, memory)
+    return Standings(space, 0, *by_price, 0, memory)
 
 
 def _finalist(space: Space, choice: Contender, hardware: Hardware) -> Finalist | None:

@@ -11,13 +11,15 @@ from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
-from platform.planning.search.best import Finalist, Ranking, search
+from platform.planning.search.best import Finalist, Standings, search
 from platform.planning.step_price import hardware_named, read_hardware
 
 NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
 
 
-def choose_plan(config: Config, workers: int, memory: float = 0.0, hardware: Hardware | None = None) -> Ranking | None:
+def choose_plan(
+    config: Config, workers: int, memory: float = 0.0, hardware: Hardware | None = None
+) -> Standings | None:
     """Choose the open keys of a configuration, in place, for at most `workers` workers; return the ranking, None if no
     key is open. `memory`: bytes of a worker, where more is known than the configuration says; `hardware`: the one for
     which plans are priced, by default `usual_hardware`. Raises ConfigError if no plan fits."""
@@ -49,7 +51,7 @@ def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float
     return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
 
 
-def _none_fits(found: Ranking) -> str:
+def _none_fits(found: Standings) -> str:
     """Return the line that refuses a search without a plan: the nearest to fitting, or that none is legal."""
     keys = ", ".join(found.space.config.plan.search)
     there = count_of(found.workers, "worker")
@@ -63,7 +65,7 @@ def _none_fits(found: Ranking) -> str:
     )
 
 
-def choice_line(found: Ranking) -> str:
+def choice_line(found: Standings) -> str:
     """Return the line with the choice of a search for the user."""
     best = found.fitting[0]
     typed = " ".join(found.space.typed(best.choice))
@@ -71,7 +73,7 @@ def choice_line(found: Ranking) -> str:
     return f"chosen of {found.judged:,} plans for {count_of(found.workers, 'worker')}: {typed} ({seconds} a step)"
 
 
-def ranked_table(found: Ranking, top: int) -> Iterator[str]:
+def ranked_table(found: Standings, top: int) -> Iterator[str]:
     """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
     yield f"{found.judged:,} candidates for {count_of(found.workers, 'worker')}; the best, and why others lost:"
     best = found.fitting[0]
