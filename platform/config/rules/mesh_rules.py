@@ -101,6 +101,9 @@ def _context(config: Config) -> Iterator[str]:
 def _lent(config: Config) -> Iterator[str]:
     """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
     lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
+    regions = dict(config.tensor.regions)
+    named = next((regions[name] for name in ("experts", "mlp", "stream") if name in regions), {})
+    inside = [axis for axis in named.get("experts", ()) if config.tensor.axes.get(axis, 1) > 1]
     if lent and shared < 2:
         yield refused(config, key, f"parallel.experts={shared}: every replica has all experts", [0])
     elif lent and config.model.capacity_factor:
@@ -108,7 +111,7 @@ def _lent(config: Config) -> Iterator[str]:
         yield refused(config, key, reason, [0])
     elif lent and lent > (most := config.model.experts - config.model.experts // shared):
         yield refused(config, key, f"must be <= {most}, the experts of others", [most])
-    elif lent and (inside := dict(config.tensor.regions).get("experts", {}).get("experts")):
+    elif lent and inside:
         yield refused(config, key, f"not built beside experts that {'+'.join(inside)} splits", [0])
 
 

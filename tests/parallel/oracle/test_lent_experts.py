@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from platform.config.checks import violations_of_configuration
 from platform.parallel.sharding import lending
 from platform.plan.check.plan_check import unsound
 from platform.plan.language.lent import dealt, lent_experts
@@ -122,3 +123,14 @@ def test_a_gradient_that_stays_is_found(monkeypatch):
     plan, results = run(c)
     with pytest.raises(AssertionError):
         compare(c, plan, results, serial(c))
+
+
+@pytest.mark.parametrize("region", ["experts", "mlp", "stream"])
+def test_experts_that_an_axis_of_the_scheme_splits_are_not_lent(region):
+    """A region without a table has that of the next."""
+    regions = {"stream": {}, region: {"experts": ["b"]}}
+    c = configured(1, tensor="layout", axes={"b": 2}, data=2, experts_of=2)
+    c.tensor.regions, c.tensor.parameters = regions, {}
+    assert [line for line in violations_of_configuration(c) if "not built beside experts that b splits" in line]
+    c.tensor.axes = {"b": 1}
+    assert not [line for line in violations_of_configuration(c) if "not built" in line]
