@@ -12,7 +12,7 @@ from platform.plan.language.stretches import Stretch
 def attention_work(plan: Plan) -> list[int]:
     """Return how many scores each rank of a context computes per head of a sequence, in all attentions of the plan, as
     causality and windows say, in mesh order; [] where no ranks share sequences. What documents or padding hide is in
-    the data: it is not counted."""
+    tell, are not counted."""
     sizes = dict(plan.scheme.context)
     places = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))] if sizes else []
     first, kinds = plan.mesh.coordinates(0), ("fused_attention", "ring_attention", "softmax")
