@@ -39,7 +39,8 @@ class Hardware:
     the tiles of a product are dealt out; `launch`: seconds of the host for one kernel; `ranks`: devices of a node;
     `storage`: bytes/s of all nodes together. `fill`: length of the contracted dim at which a product reaches half of
     its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time by
-    which it slows what hides it, as it takes processors and memory.
+    which it slows what hides it, as it takes processors and memory. `adapters`: most adapters of a node that one group
+    uses at once.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Hardware:
     reached: Reached
     fill: float = 64.0
     interference: float = 0.12
+    adapters: float = 64.0
 
     def peak(self, precision: str) -> float:
         """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
@@ -141,6 +143,7 @@ def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
         storage=reader.number("storage"),
         fill=reader.number("fill", Hardware.fill),
         interference=reader.number("interference", Hardware.interference),
+        adapters=reader.number("adapters", Hardware.adapters),
         reached=reached,
         **made,
     )

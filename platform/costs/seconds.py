@@ -15,20 +15,19 @@ from platform.plan.language.mesh import Mesh
 
 # Tiles in which libraries compute products, rows by columns, and the share that each reaches of the speed of the
 # largest: a smaller one reads more of its operands per product. A product takes the best of them, either way around.
-TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.7))
 FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
 
 
 @lru_cache(maxsize=1 << 16)
 def tiling(rows: int, columns: int, batch: int, processors: int) -> float:
-    """Return the share of the processors' time that goes into elements of a product's result: tiles at its edges reach
-    beyond it, and the last wave of tiles may leave processors idle."""
+    """Return the share of the processors' time that goes into elements of a product's result."""
+    # tiles at the edges reach beyond it, fewer tiles than processors leave some idle; a last wave is divided further
     best = 0.0
     for tall, wide, share in TILES:
         for height, width in {(tall, wide), (wide, tall)}:
             tiles = ceil(rows / height) * ceil(columns / width) * batch
-            waves = ceil(tiles / processors)
-            best = max(best, share * rows * columns * batch / (waves * processors * height * width))
+            best = max(best, share * rows * columns * batch / (max(tiles, processors) * height * width))
     return best
 
 
@@ -91,7 +90,7 @@ def _in_group(op: str, size: float, n: int, here: int, hardware: Hardware) -> fl
     inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
     across = here < n
     # a ring leaves each node once, over the adapters of all of the group's ranks there
-    ring = min(inside, here * outside) if across else inside
+    ring = min(inside, min(here, hardware.adapters) * outside) if across else inside
     nodes = ceil(n / here)
     steps = here - 1 + (nodes - 1) * (network.hop / node.hop) if across else n - 1
     tree = (log2(here) if here > 1 else 0.0) + (log2(nodes) * network.hop / node.hop if across else 0.0)

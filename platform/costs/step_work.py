@@ -21,7 +21,8 @@ class Execution:
     """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
     EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
-    masks."""
+    masks. Where another system runs the plan: `gradient_bytes` per element that ranks sum, 0 as the plan says; and
+    `kept_whole`: True if each rank keeps all of the inputs that it recomputes from."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -29,6 +30,8 @@ class Execution:
     moments: int = 2
     dropout: float = 0.0
     fused_dropout: bool = False
+    gradient_bytes: int = 0
+    kept_whole: bool = False
 
 
 Launches = Mapping[Collective, float]  # collective -> how often it is launched
@@ -71,7 +74,7 @@ class StepWork:
 
 def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepWork:
     """Return the work of a training step of a plan. `model`: the plan's."""
-    found = chunk_work(plan, model, execution.dropout, execution.fused_dropout)
+    found = chunk_work(plan, model, execution.dropout, execution.fused_dropout, not execution.kept_whole)
     stages = tuple(chunk.stage for chunk in plan.chunks)
     buckets = {stage: list(bucket_collectives(plan.at(stage))) for stage in dict.fromkeys(stages)}
     same: dict[Part, Part] = {}
@@ -97,7 +100,7 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
         stages,
         tuple(passes("forward")),
         tuple(passes("backward")),
-        tuple(_of_stage(plan, stage, buckets[stage]) for stage in sorted(buckets)),
+        tuple(_of_stage(plan, stage, buckets[stage], execution.gradient_bytes) for stage in sorted(buckets)),
     )
 
 
@@ -121,14 +124,14 @@ def _receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
                     yield c
 
 
-def _of_stage(plan: Plan, stage: int, buckets: list[BucketCollective]) -> StageWork:
-    """Return what a stage does once a step, after its passes."""
+def _of_stage(plan: Plan, stage: int, buckets: list[BucketCollective], gradient_bytes: int) -> StageWork:
+    """Return what a stage does once a step, after its passes; `gradient_bytes` as in Execution."""
     here, at = plan.at(stage), {**plan.mesh.coordinates(0), "stage": stage}
-    moved: dict[str, Counter[Collective]] = {"reduce": Counter(), "update": Counter()}
-    for found in buckets:
-        if found.collective.phase in moved:
-            moved[found.collective.phase][found.collective] += found.launches
+    size = gradient_bytes or plan.itemsize["accumulate"]
+    shares = {"reduce": size / plan.itemsize["accumulate"], "update": 1.0}
+    moved: dict[str, dict[Collective, float]] = {phase: {} for phase in shares}
+    for c, launches in ((found.collective, found.launches) for found in buckets if found.collective.phase in moved):
+        moved[c.phase][c] = moved[c.phase].get(c, 0.0) + launches * shares[c.phase]
     shared = [(name, stages) for name, stages in plan.tied.items() if stage in stages]
-    size = plan.itemsize["accumulate"]
     tied = sum(2 * (len(stages) - 1) * here.bucket_of[name].shard_elements * size for name, stages in shared)
     return StageWork(moved["reduce"], len(here.buckets), moved["update"], tied, here.masters_at(at))

@@ -132,9 +132,10 @@ class WorkRecorder(Recorder):
 
 
 def chunk_work(
-    plan: Plan, model: RecordableModel, dropout: float = 0.0, fused_dropout: bool = False
+    plan: Plan, model: RecordableModel, dropout: float, fused_dropout: bool, kept_in_parts: bool = True
 ) -> list[ChunkWork]:
-    """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor."""
+    """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor.
+    `dropout` and `fused_dropout` as in Execution; `kept_in_parts`: True if ranks keep parts of inputs."""
     flow: dict[str, Symbol] = {}
     found = []
     for chunk in plan.chunks:
@@ -144,7 +145,7 @@ def chunk_work(
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
         else:
             model.forward(recorder, inputs)
-        for _, gather in kept_gathers(plan, chunk):
+        for _, gather in kept_gathers(plan, chunk) if kept_in_parts else ():
             recorder.work.backward[Part(collectives=(gather,))] += 1
         found.append(recorder.work)
     return found

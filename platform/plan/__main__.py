@@ -2,6 +2,7 @@
 
 With `--shrink` it shows what the run becomes as it loses workers, one line per plan; with `--check` it follows every
 tensor through the plan, and ends with status 1 if ranks would compute another number than one process.
+`python -m platform.plan compare TABLE.csv` sets predicted beside measured steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from platform.boundary.command_line import DONE, FAILED, command_line, run_command
 from platform.boundary.redaction import redact
+from platform.boundary.refusals import refuse_all
 from platform.boundary.terminal import visible
 from platform.config.extending.own_settings import shown_settings
 from platform.config.fields import Config
@@ -30,15 +32,34 @@ from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
 from platform.plan.reports.explain import explain, render
+from platform.planning.comparison import (
+    CONSTANTS,
+    FITTED,
+    as_data,
+    as_text,
+    compare,
+    is_share,
+    leave_one_out,
+    marked_runs,
+)
 from platform.planning.make_plan import make_plan
+from platform.planning.measured_runs import read_runs
 from platform.planning.memory_budget import footprints
 from platform.planning.replan import shrinking
 from platform.planning.snapshot_price import snapshot_price
 from platform.planning.step_price import hardware_named, read_hardware, step_price
 
+COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
+
+A row of the table is a run, see docs/planning.md. With `calibrate` the hardware's constants are fitted on a share of
+the rows, evenly spaced, or on those that a column marks, and the others are scored."""
+
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.plan`; return its exit status."""
+    typed = list(sys.argv[1:] if given is None else given)
+    if typed[:1] == ["compare"]:
+        return _compare(typed[1:])
     parser = command_line("plan", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
@@ -56,6 +77,41 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="whether each gradient is summed once, each tensor whole")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return run_command(parser, _answer, given, subject="config")
+
+
+def _compare(given: Sequence[str]) -> int:
+    """Run the command line `python -m platform.plan compare`; return its exit status."""
+    parser = command_line("plan compare", COMPARE)
+    parser.add_argument("table", metavar="TABLE.csv", help="a row per measured run")
+    parser.add_argument("calibrate", nargs="?", type=_calibrate, help="calibrate=SHARE, calibrate=COLUMN")
+    parser.add_argument("--constants", default=",".join(FITTED), help=f"which are fitted, of {', '.join(CONSTANTS)}")
+    parser.add_argument("--hardware", default="", help="of rows that name none: a name in conf/hardware/, or FILE.yaml")
+    parser.add_argument("--leave-one-out", action="store_true", help="score each row by constants fitted on all others")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    def answer(arguments: argparse.Namespace) -> int:
+        """Print the comparison that the command line asks for, as text or JSON; return the exit status."""
+        names = tuple(arguments.constants.split(","))
+        refuse_all(f"--constants {n}: unknown; legal: {', '.join(CONSTANTS)}" for n in names if n not in CONSTANTS)
+        calibrate = arguments.calibrate or ""
+        mark = "" if is_share(calibrate) else calibrate
+        runs = read_runs(arguments.table, compose, arguments.hardware, mark)
+        if arguments.leave_one_out:
+            found = leave_one_out(runs, names)
+        else:
+            found = compare(runs, marked_runs(runs, calibrate), names)
+        print(json.dumps(as_data(found)) if arguments.json else visible("\n".join(as_text(found))))
+        return DONE
+
+    return run_command(parser, answer, given, subject="table")
+
+
+def _calibrate(text: str) -> str:
+    """Return the share or column of an argument calibrate=SHARE|COLUMN. Raises ArgumentTypeError for another one."""
+    key, _, value = text.partition("=")
+    if key != "calibrate" or not value:
+        raise argparse.ArgumentTypeError("must be calibrate=SHARE, such as 0.5, or calibrate=COLUMN")
+    return value
 
 
 def _tiers(text: str) -> dict[str, int]:

@@ -59,8 +59,9 @@ def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:
     return price_of(work_of(config, plan), hardware)
 
 
-def work_of(config: Config, plan: Plan) -> StepWork:
-    """Return the work of a training step of a configuration under its plan, which any hardware can price."""
+def work_of(config: Config, plan: Plan, gradient_bytes: int = 0, kept_whole: bool = False) -> StepWork:
+    """Return the work of a training step of a configuration under its plan, which any hardware can price; as another
+    system runs it, if so said (`Execution`)."""
     kind = config.pipeline.kind
     execution = Execution(
         schedule=kind,
@@ -69,5 +70,7 @@ def work_of(config: Config, plan: Plan) -> StepWork:
         moments=kept_numbers(config),
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
+        gradient_bytes=gradient_bytes,
+        kept_whole=kept_whole,
     )
     return step_work(plan, build_model(config.model), execution)

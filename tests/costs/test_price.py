@@ -93,7 +93,7 @@ def test_parts_add_up(scheme):
 def test_a_large_product_takes_what_the_device_reaches():
     p = Product(8192, 108 * 256, 1 << 20)
     assert product_seconds(p, A100, "bf16", 2) == pytest.approx(p.flops / (312e12 * A100.reached.products), rel=1e-3)
-    assert tiling(256, 128, 1, 108) == pytest.approx(0.6 * 8 / 108)  # eight tiles of 64 x 64, at 0.6 of the best
+    assert tiling(256, 128, 1, 108) == pytest.approx(0.7 * 8 / 108)  # eight tiles of 64 x 64, at 0.7 of the best
     row = Product(1, 8192, 8192)  # a vector times a matrix reads the matrix
     assert product_seconds(row, A100, "bf16", 2) == pytest.approx(8192 * 8194 * 2 / (2.039e12 * A100.reached.memory))
 

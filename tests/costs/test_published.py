@@ -1,0 +1,131 @@
+"""Published numbers: steps of Megatron's tables 1 and 2, sizes of models, days of training, bytes of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from platform.launch import compose
+from platform.model import build_model
+from platform.plan.__main__ import main
+from platform.planning.comparison import compare, leave_one_out, marked_runs
+from platform.planning.measured_runs import read_runs
+
+TABLES = Path(__file__).parent / "tables"
+SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,
+         "gpt_145_6b": 145.6, "gpt_310_1b": 310.1, "gpt_529_6b": 529.6, "gpt_1t": 1008.0}  # fmt: skip
+
+
+@cache
+def table(number: int):
+    return read_runs(str(TABLES / f"megatron_table_{number}.csv"), compose, mark="small" if number == 1 else "")
+
+
+@pytest.mark.full
+def test_table_1_by_constants_fitted_on_the_other_rows():
+    """Two constants are fitted; a constant throughput would be off by 6 % on average."""
+    scores = leave_one_out(table(1)).scores(fitted=False)
+    assert scores.runs == 10 and scores.mean <= 0.016 and scores.largest <= 0.036
+
+
+@pytest.mark.full
+def test_the_large_rows_by_the_small_ones():
+    scores = compare(table(1), marked_runs(table(1), "small")).scores(fitted=False)
+    assert scores.runs == 5 and scores.largest <= 0.025
+
+
+@pytest.mark.full
+def test_table_2_by_the_constants_of_table_1():
+    constants = compare(table(1), [True] * 10).constants["a100_80g"]
+    found = [run.predicted(constants).seconds / run.seconds - 1 for run in table(2)]
+    assert sum(map(abs, found)) / 6 <= 0.02 and max(map(abs, found)) <= 0.02
+
+
+@pytest.mark.full
+def test_without_the_bubble_the_tables_are_missed(monkeypatch):
+    """Negative control: one of the causes less, and the fit is worse than what is demanded."""
+    monkeypatch.setattr(
+        "platform.costs.price._makespan", lambda w, f, b, busy, i: w.plan.microbatches * busy[i].seconds
+    )
+    scores = leave_one_out(table(1)).scores(fitted=False)
+    assert scores.mean > 0.016 or scores.largest > 0.036
+
+
+@pytest.mark.parametrize("name", ["gpt_1_7b", "gpt_18_4b"])
+def test_sizes_to_the_printed_digit(name):
+    assert round(counted(name) / 1e9, 1) == SIZES[name]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SIZES)
+def test_all_sizes_to_the_printed_digit(name):
+    assert round(counted(name) / 1e9, 1) == SIZES[name]
+
+
+def counted(name: str) -> int:
+    """The parameters of a model, its vocabulary not padded."""
+    config = compose([f"model={name}"])
+    sizes = build_model(config.model).sizes
+    total = 0
+    for p in build_model(config.model).parameters():
+        count = 1
+        for d in p.dims:
+            count *= {**sizes, **dict(p.sizes)}[d]
+        total += count
+    return total
+
+
+def test_days_of_training():
+    """34 days for 300 billion tokens of GPT-3 on 1024 GPUs at 140 TFLOP/s, 84 for 450 of 1T on 3072 at 163: eight FLOPs
+    per token and parameter, recomputation counted (Narayanan et al. 2021, equation 4)."""
+    for count, tokens, gpus, speed, days in ((174.6e9, 300e9, 1024, 140e12, 34), (1008e9, 450e9, 3072, 163e12, 84)):
+        assert round(8 * tokens * count / (gpus * speed) / 86400) == days
+
+
+def test_bytes_of_a_checkpoint():
+    """13.8 TB of 1T: two bytes of a weight, four of its master copy and of each moment. (The paper's TB is 1024 GB.)"""
+    assert round(counted("gpt_1t") * (2 + 3 * 4) / 1e9 / 1024, 1) == 13.8
+
+
+SMALL = "name,hardware,gpus,layers,d_model,heads,length,vocab,microbatch,global_batch,tensor,axes,seconds\n"
+ROWS = "one,cpu,2,2,64,4,64,512,2,4,serial,,0.003\ntwo,cpu,2,2,64,4,64,512,2,4,1d,t=2,0.03\n"
+
+
+def test_a_table_is_compared(tmp_path, capsys):
+    """The faster of two plans of one model and batch is the one predicted: tau 1, regret 0; and a fit on both."""
+    path = tmp_path / "table.csv"
+    path.write_text(SMALL + ROWS)
+    assert main(["compare", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["rows"]] == ["one", "two"]
+    assert [(r["tau"], r["regret"]) for r in found["rankings"]] == [(1.0, 0.0)]
+    assert main(["compare", str(path), "calibrate=1"]) == 0
+    assert "errors of the 2 runs fitted on" in capsys.readouterr().out
+
+
+def test_a_malformed_table_is_refused_by_row_and_column(tmp_path, capsys):
+    """Every mistake at once, with status 2."""
+    path = tmp_path / "table.csv"
+    rows = (
+        "a,cpu,1,2,x,4,64,512,2,4,serial,,1",
+        "b,cpu,1,2,64,3,64,512,2,4,serial,,1",
+        "c,cpu,2,2,64,4,64,512,2,4,serial,,-1",
+    )
+    path.write_text(SMALL + "\n".join(rows) + "\n")
+    assert main(["compare", str(path)]) == 2
+    lines = capsys.readouterr().err
+    for expected in ("row 1, column d_model=x", "row 2: ", "row 3, column seconds=-1"):
+        assert expected in lines
+    path.write_text("hardware,layrs\ncpu,1\n")
+    assert main(["compare", str(path), "calibrate=small"]) == 2
+    lines = capsys.readouterr().err
+    for expected in (
+        "column layrs: unknown; nearest legal: layers",
+        "column gpus is missing",
+        "column seconds",
+        "calibrate=small",
+    ):
+        assert expected in lines
