@@ -1,4 +1,5 @@
-"""Work of attention on each rank that shares sequences: how many keys its queries see, by their positions."""
+"""Work of attention on each rank that shares sequences: how many keys its queries see, by causality and windows.
+Documents and padding are not known to a plan."""
 
 from __future__ import annotations
 
@@ -10,9 +11,7 @@ from platform.plan.language.stretches import Stretch
 
 
 def attention_work(plan: Plan) -> list[int]:
-    """Return how many scores each rank of a context computes per head of a sequence, in all attentions of the plan, as
-    causality and windows say, in mesh order; [] where no ranks share sequences. What documents or padding hide is in
-    tell, are not counted."""
+    """Return how many scores each rank of a context computes per head of a sequence, in mesh order; [] without."""
     sizes = dict(plan.scheme.context)
     places = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))] if sizes else []
     first, kinds = plan.mesh.coordinates(0), ("fused_attention", "ring_attention", "softmax")
