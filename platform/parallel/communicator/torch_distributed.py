@@ -24,6 +24,7 @@ from platform.parallel.communicator.host_memory import TIMEOUT, HostMemory, conn
 from platform.parallel.communicator.point_to_point import Messages
 from platform.plan.language.mesh import Mesh
 
+OF_MESSAGES = ("all_gather", "reduce_scatter", "all_to_all", "rotate")  # over gloo
 ABORTED = timedelta(seconds=0.25)  # for a collective to end once it is aborted
 # before torch 2.13: all_gather_into_tensor, reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -131,13 +132,10 @@ class ProcessGroups(HostMemory):
         super().meet(neighbours)
 
     def _start(self, op, given, out, axes, group, reduce, root):
-        """Start the collective in the group along `axes`; over gloo, all-gather, reduce-scatter and rotation are
-        messages."""
+        """Start the collective in the group along `axes`; over gloo, as messages for OF_MESSAGES."""
         g = self._groups[axes]
-        if not self._nccl and g and op in ("all_gather", "reduce_scatter", "rotate"):
-            if g not in self._messages:
-                self._messages[g] = Messages(g, TIMEOUT)
-            return getattr(self._messages[g], op)(given, out)
+        if not self._nccl and g and op in OF_MESSAGES:
+            return getattr(self._messages_of(g), op)(given, out)
         if op == "rotate":
             return _rotate(given, out, group, group.index(self.rank), g)
         if op == "all_gather":
@@ -162,8 +160,17 @@ class ProcessGroups(HostMemory):
 
     def _deal(self, given, out, sent, received, axes):
         """Start an exchange of rows in the group along `axes`."""
-        work = dist.all_to_all_single(out, given, list(received), list(sent), group=self._groups[axes], async_op=True)
-        return work.wait if self._nccl else partial(self._until_aborted, work)
+        g = self._groups[axes]
+        if not self._nccl and g:
+            return self._messages_of(g).all_to_all(given.split(list(sent)), out.split(list(received)))
+        work = dist.all_to_all_single(out, given, list(received), list(sent), group=g, async_op=True)
+        return work.wait
+
+    def _messages_of(self, group: dist.ProcessGroup) -> Messages:
+        """Return what makes collectives of messages in a group of gloo."""
+        if group not in self._messages:
+            self._messages[group] = Messages(group, TIMEOUT)
+        return self._messages[group]
 
     def _until_aborted(self, work: dist.Work) -> None:
         """Wait for a gloo collective, but after an abort no longer than about ABORTED: an abort fails every wait,

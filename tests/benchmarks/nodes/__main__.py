@@ -8,49 +8,26 @@ variants and step them in turn (of several placements: a launch each). Seconds a
 bytes of a step beside those that the interfaces of all nodes have carried; `busiest`: on one link, in one direction,
 and the seconds that these bytes alone take. `off`: how far the measured ratio is from that of the busiest link's bytes.
 
-`--cases pipeline`: interleaved against 1F1B, a stage on a node, where computations sleep; see `pipelines`.
+`--cases pipeline`: interleaved against 1F1B, a stage on a node, where computations sleep; see `pipelines`. `--cases
+contexts "contexts of nodes" "pairs of experts"`: what hides messages behind computation, and what does not; see
+`replayed`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.benchmarks.nodes import pipelines
+from tests.benchmarks.nodes import pipelines, replayed
 from tests.benchmarks.nodes.cases import RANKS, Case, cases
-from tests.testbed.links import Links, bits_per_second, why_not
-from tests.testbed.ranks import on_nodes
+from tests.benchmarks.nodes.measured import counted, measure, seconds
+from tests.testbed.links import bits_per_second, why_not
 
 HEAD = ("case", "rate", "variant", "inside nodes: planned, counted (MB)", "between", "busiest", "link (s)", "cores (s)",
         "step (s)", "of the first", "planned", "off")  # fmt: skip
-Steps = list[dict[str, Any]]  # of a rank: as `measure_steps` returns them
-
-
-def measure(case: Case, rate: str | None, rounds: int) -> dict[str, list[Steps]]:
-    """Step all variants of a case over links of `rate`; return by variant what each rank has seen."""
-    found: dict[str, list[Steps]] = {}
-    for seats in dict.fromkeys(map(case.seats, case.variants)):
-        variants = {name: how for name, how in case.variants.items() if case.seats(name) == seats}
-        with Links(case.nodes, rate) as links:
-            ranks = on_nodes(links, seats, "tests.testbed.ranks:measure_steps", variants, rounds, urgent=True)
-        found |= {name: [rank[name] for rank in ranks] for name in variants}
-    return found
-
-
-def seconds(ranks: list[Steps]) -> float:
-    """Return the median over the steps of the slowest rank's seconds."""
-    return statistics.median(max(step["seconds"] for step in steps) for steps in zip(*ranks, strict=True))
-
-
-def counted(case: Case, variant: str, ranks: list[Steps]) -> tuple[int, int, int]:
-    """Return the bytes that the last step moved inside all nodes, between them, and on the busiest link one way."""
-    first = {node: ranks[rank][-1] for rank, node in reversed(list(enumerate(case.seats(variant))))}.values()
-    busiest = max(max(node["out"], node["into"]) for node in first)
-    return sum(node["inside"] for node in first), sum(node["out"] for node in first), busiest
 
 
 def rows(case: Case, rounds: int) -> Iterator[list[str]]:
@@ -94,6 +71,13 @@ def main() -> None:
         title(*HEAD)
     for case in wanted:
         show(rows(case, options.rounds))
+    hiding = [case for case in replayed.cases() if not options.cases or case.name in options.cases]
+    if hiding:
+        print()
+        title(*replayed.HEAD)
+    for case in hiding:
+        if not options.rates or case.rate in options.rates:
+            show(replayed.rows(case, options.rounds))
     if not options.cases or "pipeline" in options.cases:
         print()
         title(*pipelines.HEAD)

@@ -28,21 +28,22 @@ DEALT = "ranks dealt to the nodes in turn"  # in the name of a variant: the rank
 
 @dataclass(frozen=True)
 class Case:
-    """Plans of the same work, by name, on RANKS ranks, `per_node` on a node, with links of `rate`. The first is the one
-    that the others are compared with."""
+    """Plans of the same work, by name, on `ranks` ranks, `per_node` on a node, with links of `rate`. The first is the
+    one that the others are compared with."""
 
     name: str
     rate: str
     per_node: int
     variants: Mapping[str, How]
+    ranks: int = RANKS
 
     @property
     def nodes(self) -> int:
-        return RANKS // self.per_node
+        return self.ranks // self.per_node
 
     def seats(self, variant: str) -> tuple[int, ...]:
         """Return the node of each rank."""
-        return tuple(rank % self.nodes if DEALT in variant else rank // self.per_node for rank in range(RANKS))
+        return tuple(rank % self.nodes if DEALT in variant else rank // self.per_node for rank in range(self.ranks))
 
     def plan(self, variant: str) -> Plan:
         """Return the plan of one variant."""

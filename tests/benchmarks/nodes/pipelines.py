@@ -41,17 +41,14 @@ def steps(rank: int, rounds: int) -> dict[str, list[Mapping[str, float]]]:
     `out`, of every step but the first. Runs on the nodes."""
     import torch.distributed as dist
 
-    from platform.parallel.communicator import torch_distributed
-    from platform.plan.core.step_collectives import process_groups
     from tests.benchmarks.pipeline import sleeping_stage
-    from tests.testbed.ranks import wire
+    from tests.testbed.ranks import communicator, wire
 
     step = {}
     for kind, v in CHUNKS.items():
         config = configure(**variant(kind))
         plan = make_plan(config)
-        groups = torch_distributed.ProcessGroups(plan.mesh, rank, process_groups(plan), "cpu", plan.neighbours)
-        step[kind] = sleeping_stage(config, plan, groups, FORWARD / v)
+        step[kind] = sleeping_stage(config, plan, communicator(kind, plan, rank), FORWARD / v)
     found: dict[str, list[Mapping[str, float]]] = {kind: [] for kind in CHUNKS}
     for k in range(rounds + 1):
         for kind in CHUNKS if k % 2 else reversed(CHUNKS):

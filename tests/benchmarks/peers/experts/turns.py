@@ -60,11 +60,12 @@ def alternate(job: Job, plan: Plan, communicator: Communicator) -> Found:
     _keep_freed_memory()
     g = given(job.size, communicator.rank)
     layers = {name: build(job, name, communicator, g) for name in (OURS, PEER)}
-    apart, sent = difference(layers[OURS], layers[PEER]), list[int]()
-    for layer in layers.values():
-        with leaving(communicator.rank) as counted:
-            layer.step()
-        sent.append(sum(counted))
+    apart, before = difference(layers[OURS], layers[PEER]), communicator.moved.total()
+    layers[OURS].step()
+    ours = communicator.moved.total() - before
+    with leaving(communicator.rank) as counted:
+        layers[PEER].step()
+    sent = ours, sum(counted)
     steps = {name: lambda _, step=layer.step: float(step()[0, 0, 0]) for name, layer in layers.items()}
     seen = take_turns(steps, communicator.barrier, job.warmup, job.pairs)
     return Found(seen, (*sent, floor(job.size, communicator.rank, g)), apart)  # type: ignore[arg-type]
