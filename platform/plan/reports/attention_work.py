@@ -17,10 +17,10 @@ def attention_work(plan: Plan) -> list[int]:
     first, kinds = plan.mesh.coordinates(0), ("fused_attention", "ring_attention", "softmax")
     attentions = [o for (kind, _), o in plan.operations.items() if kind in kinds]
     attentions = [o for o in attentions if "length" in o.operation.outputs[0].dims]
-    return [sum(_seen(plan, o, {**first, **at}) for o in attentions) for at in places]
+    return [sum(_keys_seen(plan, o, {**first, **at}) for o in attentions) for at in places]
 
 
-def _seen(plan: Plan, o: PlannedOperation, at: dict[str, int]) -> int:
+def _keys_seen(plan: Plan, o: PlannedOperation, at: dict[str, int]) -> int:
     """Return how many keys all queries of an attention see on the rank at mesh coordinates `at`."""
     queries = plan.stretches(o.operation.outputs[0], "length", at)
     keys = o.operation.inputs[0 if o.operation.kind == "softmax" else 1]

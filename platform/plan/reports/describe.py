@@ -49,14 +49,14 @@ def describe(plan: Plan) -> str:
         f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
         f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {most}{human(sum(moved.values()))}B per step: {traffic}{more}",
-        *_work(plan),
+        *_evenness_of_work(plan),
         *(f"  {f'at length {length}':<16}{_cost_of_step(shorter)}" for length, shorter in plan.shorter.items()),
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)
 
 
-def _work(plan: Plan) -> list[str]:
+def _evenness_of_work(plan: Plan) -> list[str]:
     """Return the line of a plan's description on how evenly ranks that share sequences divide attention, if any do."""
     work = attention_work(plan)
     if not sum(work):
