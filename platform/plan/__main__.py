@@ -177,8 +177,7 @@ def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
 
 
 def _hardware(name: str, file: bool, precision: str) -> Hardware | None:
-    """Return the hardware called `name`, of --hardware if it is a `file`, else a type of GPU; None if that, or its
-    speed in a precision, is not known."""
+    """Return the hardware of a `file`, or of a GPU's type; None if it, or its speed in a precision, is not known."""
     found = read_hardware(name) if file else hardware_named(name) if name else None
     return found if found and precision in found.peaks else None
 
