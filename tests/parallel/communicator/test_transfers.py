@@ -58,6 +58,24 @@ def interrupted(config, plan, communicator) -> tuple[bool, str, float, float]:
     return waited, *ended, seconds, total
 
 
+def dealt(config, plan, communicator) -> tuple[list[int], list[int]]:
+    """Exchange rows of uneven sizes, some of them none, and then parts of one size, each named by its two ends."""
+    rank, n = communicator.rank, plan.mesh.size
+    sent, received = ([(i * rank + (i if way else rank)) % 3 for i in range(n)] for way in (True, False))
+    rows = torch.cat([torch.full((size, 2), 10.0 * rank + i) for i, size in enumerate(sent)])
+    one = communicator.deal(rows, sent, received, ("data",))
+    other = communicator.launch("all_to_all", torch.arange(float(n)) + 10 * rank, ("data",))
+    return one.wait()[:, 0].tolist(), other.wait().tolist()
+
+
+def test_rows_of_any_number_come_in_the_order_of_their_ranks(pool):
+    """Two exchanges are under way at once; where there is no row, nothing is sent."""
+    c = configure(data=4, microbatch=1, global_batch=4)
+    for rank, (rows, parts) in enumerate(pool.run(dealt, c, make_plan(c))):
+        assert rows == [10 * i + rank for i in range(4) for _ in range((i * rank + rank) % 3)]
+        assert parts == [10 * i + rank for i in range(4)]
+
+
 def test_only_those_who_send_to_each_other_are_connected(pool):
     """One socket for each, and one that listens; what is sent is what comes, while collectives run."""
     c = configure(data=4, microbatch=1, global_batch=4)
