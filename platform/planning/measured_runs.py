@@ -67,6 +67,9 @@ SYSTEMS = {
     "ours": System(),
     # sums gradients in fp16, and each tensor rank keeps all of a layer's input for recomputation
     "megatron-2021": System(2, True),
+    # its gathers and reductions of ZeRO-3 leave a node over one adapter at a time, and slow what goes on beside them by
+    # half of their time: fitted on table 2 of Narayanan et al. 2021
+    "deepspeed-2021": System(2, True, {"adapters": 1.0, "interference": 0.5}),
 }
 
 

@@ -45,6 +45,26 @@ def test_table_2_by_the_constants_of_table_1():
 
 
 @pytest.mark.full
+def test_zero_3_is_predicted_roughly():
+    """One constant is fitted on these rows themselves: how background collectives of that system slow it."""
+    rows = read_runs(str(TABLES / "megatron_table_2_zero3.csv"), compose)
+    constants = compare(table(1), [True] * 10).constants["a100_80g"]
+    found = [run.predicted(constants).seconds / run.seconds - 1 for run in rows]
+    assert sum(map(abs, found)) / 6 <= 0.07 and max(map(abs, found)) <= 0.13
+
+
+@pytest.mark.full
+def test_newer_software_is_faster_alike():
+    """Runs of a year later are all faster than by the constants of table 1, and by two of their own they are right;
+    selective recomputation is ranked before full."""
+    rows = read_runs(str(TABLES / "korthikanti_table_5.csv"), compose)
+    found = compare(rows, [True] * len(rows))
+    scores = found.scores(fitted=True)
+    assert scores.mean <= 0.03 and scores.largest <= 0.06
+    assert all(ranking.tau == 1 for ranking in found.rankings())
+
+
+@pytest.mark.full
 def test_without_the_bubble_the_tables_are_missed(monkeypatch):
     """Negative control: one of the causes less, and the fit is worse than what is demanded."""
     monkeypatch.setattr(
