@@ -112,8 +112,10 @@ def _check_and_drive(
     _check_memory(config, plan, config.cluster.device, state.say, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
+    from platform.cluster.run.devices import reserve_or_suggest
+
     size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
-    reserve = partial(resources.reserve_workers, config.cluster, size, spares=spares, least=least)
+    reserve = partial(reserve_or_suggest, config, state.command, size, spares=spares, least=least)
     waits = config.cluster.kind == "ray" or config.cluster.wait
     found_early: list[str] = []  # said once nothing refuses the run any more
     places = None if waits else reserve(found_early.append)  # refuse early: importing torch takes seconds

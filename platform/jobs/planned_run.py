@@ -10,6 +10,7 @@ from typing import Any
 
 from platform.boundary.redaction import REDACTED, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, refuse_all, violation
+from platform.cluster.run.commands import with_values
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
 from platform.config.durations import hms, job_seconds
@@ -21,6 +22,7 @@ from platform.launch import compose
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
 from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
+from platform.planning.search.chosen import choose_plan
 
 TEMPLATES = CONF.parent / "jobs" / "templates"
 _PLACE = re.compile(r"@\{(\w+)\}")  # `${...}` is bash's
@@ -69,7 +71,10 @@ def plan_job(
         raise ConfigError(violation("experiment", "", "must be given", ["+experiment=NAME"]))
     lacking_options(_needed(config, options, given))
     options = replace(options, name=options.name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"))
-    world = options.nodes * workers_per_node(options, 0) if config.parallel.data == -1 else None
+    opened = config.parallel.data == -1 or bool(config.plan.search)
+    world = options.nodes * workers_per_node(options, 0) if opened else None
+    if config.plan.search and (found := choose_plan(config, world or 0)):
+        words = with_values(words, found.space.typed(found.fitting[0].choice))
     plan = make_plan(config, world)
     settled = [f"parallel.data={plan.replicas}"] if config.parallel.data == -1 else []
     config.parallel.data = plan.replicas
@@ -107,7 +112,7 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
     The demonstration text counts as data if the user names it, or checks a cluster."""
     own = config.data.kind == "stdlib" and "data" not in given and not config.cluster.check
     needed = {"data.path": "" if own else config.data.path or config.data.kind, "checkpoint.url": config.checkpoint.url}
-    if config.parallel.data == -1:
+    if config.parallel.data == -1 or config.plan.search:
         needed["job.nodes"] = str(options.nodes or "")
     for name in ("image", "claim"):
         if hasattr(options, "claim"):

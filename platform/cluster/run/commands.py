@@ -33,6 +33,10 @@ class Command:
         others = [argument for argument in self.arguments if _key(argument) != _key(override)]
         return self._line([*others, override] if override else others)
 
+    def with_values(self, typed: Sequence[str]) -> str:
+        """Return the command that starts this run with other values: `typed` (KEY=VALUE) in place of its own."""
+        return self._line(with_values(self.arguments, typed))
+
     def other_layout(self, config: Config, workers: int) -> str:
         """Return a command line that trains the same model on the same data under another tensor scheme, on `workers`
         workers, and so computes the same numbers, in a run directory of its own; "" if no other scheme fits. Suggested
@@ -53,6 +57,12 @@ class Command:
         words = [*own, *map(_shown, arguments)]
         secret = any(word.endswith(f"={REDACTED}") for word in words)
         return f"python -m platform.launch {shlex.join(words)}" + (_SECRET if secret else "")
+
+
+def with_values(arguments: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """Return a run's arguments with others, `typed`, in the place of those for the same keys and groups."""
+    keys = {_key(argument) for argument in typed}
+    return [*(a for a in arguments if not {_key(a), _key(a).partition(".")[0]} & keys), *typed]
 
 
 def _key(argument: str) -> str:

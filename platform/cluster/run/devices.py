@@ -6,11 +6,17 @@ import os
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.crew.base.job import gpu_count
-from platform.cluster.run.resources import available_workers, crew_kind, device_there
+from platform.cluster.run import resources
+from platform.cluster.run.commands import Command
+from platform.cluster.run.resources import Places, available_workers, crew_kind, device_there
 from platform.config.fields import Config
+from platform.config.rules.left_open import OPEN
+from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
 from platform.planning.remedies import Device
 
@@ -89,3 +95,30 @@ def settle_here(config: Config, say: Callable[[str], None]) -> None:
     assert found, "a key is open"
     for line in ranked_table(found, config.plan.top) if config.plan.top else [choice_line(found)]:
         say(line)
+
+
+def reserve_or_suggest(config: Config, command: Command, size: int, say: Callable[[str], None], **more: int) -> Places:
+    """Find room as `reserve_workers` does; a refusal for want of GPUs ends with the best plan, as a `command`."""
+    try:
+        return resources.reserve_workers(config.cluster, size, say, **more)
+    except ConfigError as error:
+        *lines, last = error.violations
+        raise ConfigError([*lines, last + (_for_those_there(config, command) if "GPU" in last else "")]) from None
+
+
+def _for_those_there(config: Config, command: Command) -> str:
+    """Return the end of a refusal for want of GPUs: the command of the best plan for those there, "" if none fits."""
+    from platform.planning.search.chosen import choose_plan, usual_hardware
+
+    workers = available_workers(config.cluster)
+    if workers < 1 or not (device := device_of(config, "cuda", workers)):
+        return ""
+    other = deepcopy(config)
+    other.plan.search = [
+        key for key in OPEN if key not in ("parallel.context", "tensor" if config.tensor.layout else "")
+    ]
+    with suppress(ConfigError):
+        if found := choose_plan(other, workers, device.memory, usual_hardware(config, device.name)):
+            typed = found.space.typed(found.fitting[0].choice)
+            return f"; the best plan for {count_of(workers, 'GPU')}: {command.with_values(typed)}"
+    return ""

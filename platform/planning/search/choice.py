@@ -183,8 +183,8 @@ class Space:
         """Return the arguments by which a user types the parts of a candidate that the configuration leaves open."""
         names = axes_of(self.schemes[choice.scheme])
         sizes = {f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)}
-        stages = {"pipeline.stages": choice.stages} if choice.stages > 1 else {}
-        chunks = {"pipeline.chunks": choice.chunks} if choice.chunks > 1 else {}
+        stages = {"pipeline.stages": choice.stages} if choice.kind != "none" else {}
+        chunks = {"pipeline.chunks": choice.chunks} if choice.kind not in ("none", *ONE_CHUNK) else {}
         values: dict[str, Any] = {
             "tensor": choice.scheme, **sizes, "pipeline": choice.kind, **stages, **chunks,
             "parallel.data": choice.data, "parallel.context": choice.context, "parallel.experts": choice.experts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -9,7 +10,10 @@ from math import prod
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.cluster.run import devices, resources
+from platform.cluster.run.commands import Command
 from platform.config.checks import violations_of_configuration
+from platform.jobs.__main__ import main as write_job
 from platform.launch import compose
 from platform.planning.make_plan import make_plan, plan_quickly
 from platform.planning.memory_budget import needed_bytes
@@ -135,3 +139,22 @@ def test_megatrons_heuristics_are_found_again():
     best = next(one for one in rated if one.memory <= 80e9).choice
     assert 1 < best.axes[0] <= 8 and best.stages > 1 and best.data > 1
     assert [*make_plan(replace(Space(config).configured(best))).mesh.axes] == ["stage", "data", "t"]
+
+
+def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
+    monkeypatch.setattr(resources, "_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
+    monkeypatch.setattr(devices, "_seen", lambda: devices.Device(80e9, "NVIDIA H100 80GB HBM3"))
+    given = ["+experiment=gpt_quick", *TINY, "cluster.device=cuda", "pipeline=1f1b", "pipeline.stages=2"]
+    with pytest.raises(ConfigError) as refused:
+        devices.reserve_or_suggest(compose(given), Command(given), 8, print, spares=0, least=0)
+    (line,) = refused.value.violations
+    assert line.startswith("cluster.device=cuda: needs 8 GPUs, 2 there")
+    start, _, typed = line.partition("; the best plan for 2 GPUs: python -m platform.launch ")
+    assert make_plan(compose(shlex.split(typed))).mesh.size == 2
+
+
+def test_a_job_is_written_for_the_chosen_plan(capsys):
+    given = ["data=text", "data.path=/shared/corpus", "checkpoint.url=/shared/checkpoints", "job.nodes=1", "job.cpus=8"]
+    assert not write_job(["slurm", "+experiment=gpt_quick", *TINY[:-1], *given, "tensor=auto", "parallel.data=-1"])
+    run = capsys.readouterr().out.partition("--run ")[2].partition("cluster=ray")[0]
+    assert "auto" not in run and "parallel.data=8" in run and "tensor=serial" in run
