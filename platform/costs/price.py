@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from platform.costs.machine import Hardware
@@ -13,8 +13,8 @@ from platform.costs.work import Part
 from platform.plan.communication.planned import Collective
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.simulate import simulate
-from platform.plan.schedule.table import Action, Kind
+from platform.plan.schedule.simulate import Simulation, simulate
+from platform.plan.schedule.table import Action, Kind, Schedule
 
 DAY = 86400.0
 # Share of its computing by which an interleaved chunk's pass takes longer: stages wait for each other at every
@@ -86,7 +86,7 @@ def price(plan: Plan, model: RecordableModel, hardware: Hardware, execution: Exe
 def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step from its `work` on a hardware."""
     plan, clock = work.plan, _Clock(work.plan, hardware, work.execution.overlap)
-    forward, backward = ([clock.span(p) for p in passes] for passes in (work.forward, work.backward))
+    forward, backward = clock.spans(work)
     busy = [PassTime() for _ in work.once]
     for stage, there, back in zip(work.stages, forward, backward, strict=True):
         busy[stage] += there + back
@@ -109,6 +109,12 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
         devices=plan.mesh.size,
         peak=hardware.peak(plan.precision),
     )
+
+
+def simulated(work: StepWork, hardware: Hardware, schedule: Schedule) -> Simulation:
+    """Simulate a schedule of the plan's stages with the predicted seconds of its passes on a hardware."""
+    clock = _Clock(work.plan, hardware, work.execution.overlap)
+    return simulate(schedule, _by_action(*clock.spans(work)))
 
 
 class _Clock:
@@ -172,6 +178,10 @@ class _Clock:
         device = computing + sum(waiting.values())
         return PassTime(computing, waiting, max(0.0, kernels * self.hardware.launch - device))
 
+    def spans(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
+        """Return the spans of the forward and of the backward passes of a step's chunks."""
+        return [self.span(p) for p in work.forward], [self.span(p) for p in work.backward]
+
     def hide(self, hidden: Counter[str], room: float) -> tuple[dict[str, float], float]:
         """Return the waits left by collectives beside `room` seconds of computation, and by how much they slow it."""
         total, room = sum(hidden.values()), room if self.overlap else 0.0
@@ -200,6 +210,11 @@ def _makespan(
         others = sum(span.seconds for stage, span in enumerate(busy) if stage != slowest)
         return n * busy[slowest].seconds + others * share
     assert work.execution.table is not None, "a schedule that is not even comes with its table"
+    return simulate(work.execution.table, _by_action(forward, backward)).makespan
+
+
+def _by_action(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> Callable[[int, Action], float]:
+    """Return the function that gives the seconds of an action, from the spans of each chunk's passes."""
 
     def seconds(stage: int, action: Action) -> float:
         """Return the seconds of an action; a backward pass is halved where it is split."""
@@ -207,7 +222,7 @@ def _makespan(
             return forward[action.chunk].seconds
         return backward[action.chunk].seconds / (1 if action.kind is Kind.BACKWARD else 2)
 
-    return simulate(work.execution.table, seconds).makespan
+    return seconds
 
 
 def _after(work: StepWork, clock: _Clock, backward: list[PassTime]) -> tuple[dict[str, float], float]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from platform.boundary.command_line import DONE, FAILED, command_line, run_command
@@ -22,6 +23,7 @@ from platform.boundary.terminal import visible
 from platform.config.extending.own_settings import shown_settings
 from platform.config.fields import Config
 from platform.config.groups.execution_group import AUTO
+from platform.costs.machine import Hardware
 from platform.launch import compose
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
@@ -47,7 +49,7 @@ from platform.planning.measured_runs import read_runs
 from platform.planning.memory_budget import footprints
 from platform.planning.replan import shrinking
 from platform.planning.snapshot_price import snapshot_price
-from platform.planning.step_price import hardware_named, read_hardware, step_price
+from platform.planning.step_price import hardware_named, picture, read_hardware, step_price
 
 COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
 
@@ -72,6 +74,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "--hardware", help="predict the seconds of a step on it: a name in conf/hardware/, or FILE.yaml"
     )
     parser.add_argument("--tokens", type=float, help="with --hardware: tokens to train on (default: train.steps)")
+    parser.add_argument("--svg", metavar="FILE.svg", help="draw what each pipeline stage does when, in such a file")
     parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
     parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
     parser.add_argument("--check", action="store_true", help="whether each gradient is summed once, each tensor whole")
@@ -139,6 +142,9 @@ def _answer(arguments: argparse.Namespace) -> int:
         for line in _shrink(config, arguments.memory * 1e9, arguments.json):
             print(visible(line), flush=True)
         return 0
+    hardware = _hardware(arguments.hardware or config.cluster.gpu, bool(arguments.hardware), config.precision)
+    if arguments.svg:
+        _draw(Path(arguments.svg), picture(config, plan, hardware))
     found = explain(
         plan,
         build_model(config.model),
@@ -147,7 +153,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         dropout=config.model.dropout,
         footprints=footprints(config, plan),
         snapshots=_snapshots(config, plan, min(arguments.tiers.values())),
-        times=_times(arguments, config, plan),
+        times=_times(config, plan, hardware, arguments.tokens) if hardware else None,
         settings=redact(shown_settings(config)),
     )
     print(json.dumps(found) if arguments.json else visible(render(plan, found)))
@@ -185,15 +191,24 @@ def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
     return {**price._asdict(), "every": price.interval if every == AUTO else every, "network": config.cluster.network}
 
 
-def _times(arguments: argparse.Namespace, config: Config, plan: Plan) -> dict[str, Any] | None:
-    """Return what `explain` says of the seconds of a step on the hardware of --hardware, or else of cluster.gpu; None
-    if neither is known."""
-    name = arguments.hardware
-    hardware = read_hardware(name) if name else hardware_named(config.cluster.gpu) if config.cluster.gpu else None
-    if hardware is None or config.precision not in hardware.peaks:
-        return None
+def _hardware(name: str, file: bool, precision: str) -> Hardware | None:
+    """Return the hardware of a `file`, or of a GPU's type; None if it, or its speed in a precision, is not known."""
+    found = read_hardware(name) if file else hardware_named(name) if name else None
+    return found if found and precision in found.peaks else None
+
+
+def _draw(path: Path, image: str) -> None:
+    """Write the picture of a step. Raises ConfigError if it cannot be written."""
+    try:
+        path.write_text(image)
+    except OSError as error:
+        raise ConfigError(violation("--svg", path, f"cannot be written: {error.strerror}")) from None
+
+
+def _times(config: Config, plan: Plan, hardware: Hardware, tokens: float | None) -> dict[str, Any]:
+    """Return what `explain` says of the seconds of a step on a hardware, and of a run on so many `tokens`."""
     found = step_price(config, plan, hardware)
-    tokens = arguments.tokens or config.train.steps * plan.tokens_per_step
+    tokens = tokens or config.train.steps * plan.tokens_per_step
     return {
         "hardware": hardware.name,
         **asdict(found),

@@ -99,14 +99,14 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     inner *= config.pipeline.stages * config.parallel.context
     data = _replicas(config, inner, workers or inner)
     first, *others = kinds_of_context(config, data)
-    plan, memory = _made(config, data, first, stage_of), _stated_memory(config)
+    plan, memory = _of_kind(config, data, first, stage_of), _stated_memory(config)
     if not others or memory == inf:
         return plan
     parallel, cluster = replace(config.parallel, data=data), replace(config.cluster, device="auto")
     weighed = replace(config, parallel=parallel, cluster=cluster)
     if (needed := needed_bytes(weighed, plan)) > memory:
         for kind in others:
-            less = _made(config, data, kind, stage_of)
+            less = _of_kind(config, data, kind, stage_of)
             if needed_bytes(weighed, less) <= memory:
                 sizes = f"{needed / 1e9:.4g} of {memory / 1e9:.4g} GB"
                 why = f"with {first}, which moves fewer bytes, a worker needs {sizes}"
@@ -114,7 +114,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     return plan
 
 
-def _made(config: Config, data: int, kind: str, stage_of: Sequence[int] | None) -> Plan:
+def _of_kind(config: Config, data: int, kind: str, stage_of: Sequence[int] | None) -> Plan:
     """Build the plan of a run over `data` replicas whose contexts are of a `kind`; the rest as in `make_plan`."""
     scheme = scheme_of(config, data, kind)
     try:

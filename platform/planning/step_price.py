@@ -1,7 +1,8 @@
-"""Price of a configuration's step on a hardware of `conf/hardware/`."""
+"""Price of a configuration's step on a hardware of `conf/hardware/`, and its picture."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,15 +12,18 @@ from platform.boundary.refusals import ConfigError
 from platform.composition.composer import CONF
 from platform.config.fields import Config
 from platform.costs.machine import Hardware, HardwareMistake, hardware_of
-from platform.costs.price import StepPrice, price_of
+from platform.costs.price import StepPrice, price_of, simulated
 from platform.costs.step_work import EVEN, Execution, StepWork, step_work
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import accelerator
+from platform.plan.schedule.gantt import gantt_svg
+from platform.plan.schedule.simulate import simulate
 from platform.planning.choose_schedule import schedule_of
 
 FOLDER = CONF / "hardware"
+MOST_DRAWN = 4000  # passes in the picture of a step
 
 
 def names_of_hardware() -> list[str]:
@@ -74,3 +78,18 @@ def work_of(config: Config, plan: Plan, gradient_bytes: int = 0, kept_whole: boo
         kept_whole=kept_whole,
     )
     return step_work(plan, build_model(config.model), execution)
+
+
+def picture(config: Config, plan: Plan, hardware: Hardware | None) -> str:
+    """Draw what each pipeline stage does when in a step of a configuration under its plan, as the text of an SVG image:
+    in the predicted seconds of a hardware, or in nominal ones without. Of a step with more than MOST_DRAWN passes, one
+    of fewer microbatches is drawn."""
+    chunks, each = len(plan.chunks), plan.sizes["batch"]
+    most = max(1, MOST_DRAWN // (2 * chunks * plan.stages)) * plan.stages
+    drawn = plan.microbatches if config.pipeline.kind == "file" else min(plan.microbatches, most)
+    shorter = replace(config, train=replace(config.train, global_batch=drawn * each, ramp_from=0))
+    schedule = schedule_of(config if drawn == plan.microbatches else shorter, plan.replicas)
+    found = simulated(work_of(config, plan), hardware, schedule) if hardware else simulate(schedule)
+    some = f", {drawn} of {plan.microbatches} microbatches" if drawn < plan.microbatches else ""
+    when = f"predicted on {hardware.name}" if hardware else "with backward passes twice as long as forward ones"
+    return gantt_svg({f"{schedule.name}{some}, bubble {found.bubble:.1%}, {when}": found.timeline})

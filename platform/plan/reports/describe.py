@@ -10,6 +10,7 @@ from platform.plan.core.step_collectives import communication
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.layout import DIMS
 from platform.plan.language.numbers import count_of
+from platform.plan.reports.attention_work import attention_work
 
 STAGES_SHOWN = 8
 
@@ -48,10 +49,20 @@ def describe(plan: Plan) -> str:
         f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
         f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {most}{human(sum(moved.values()))}B per step: {traffic}{more}",
+        *_evenness_of_work(plan),
         *(f"  {f'at length {length}':<16}{_cost_of_step(shorter)}" for length, shorter in plan.shorter.items()),
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)
+
+
+def _evenness_of_work(plan: Plan) -> list[str]:
+    """Return the line of a plan's description on how evenly ranks that share sequences divide attention, if any do."""
+    work = attention_work(plan)
+    if not sum(work):
+        return []
+    share = max(work) * len(work) / sum(work)
+    return [f"  work            the busiest of {len(work)} ranks: {share:.3g} times the mean of attention's scores"]
 
 
 def _cost_of_step(plan: Plan) -> str:

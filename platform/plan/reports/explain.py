@@ -20,6 +20,7 @@ from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
 from platform.plan.memory.footprint import Footprint
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
+from platform.plan.reports.attention_work import attention_work
 from platform.plan.reports.describe import describe, human
 from platform.plan.reports.tier_traffic import count_messages, tier_traffic, with_axes_moved
 
@@ -64,6 +65,7 @@ def explain(
         "bytes_per_layer": bytes_per_layer(plan),
         "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places)]},
         **holds(plan.mesh.coordinates(0)),
+        "attention_work": attention_work(plan),
         "warnings": list(plan.warnings),
         **({"snapshots": dict(snapshots)} if snapshots else {}),
         **({"time": dict(times)} if times else {}),

@@ -275,7 +275,7 @@ def attend_parts(
 ) -> Tensor:
     """Compute attention of q, which all ranks along the axes `over` have, to keys and values of which each has a part,
     without a gradient. The greatest log-sum-exp of each row, then the rows' weighted results with their weights, are
-    reduced over the ranks: as many bytes whatever the number of keys."""
+    reduced over the ranks: their bytes grow with the rows, not with the keys."""
     whole = _attended(communicator, plan, given, hiding)
     out, lse = whole.begun(), whole.lse
     top = communicator.launch("all_reduce", lse.clone(), over, reduce="max", owned=True).wait()
