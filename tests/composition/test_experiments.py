@@ -16,6 +16,7 @@ EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
 )
 
 
+TENSORS.remove("auto")  # which plans nothing until it is chosen
 CASES = product({"experiment": EXPERIMENTS, "tensor": TENSORS, "branch": BRANCHES}, lambda case: True)
 COVER = cover(CASES, plain={"experiment": ["gpt_quick", "t5_large_mod"], "branch": ["none", "dsp"]})
 

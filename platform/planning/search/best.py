@@ -26,10 +26,14 @@ from platform.planning.search.estimate import Circumstances, Estimator, Mode
 from platform.planning.search.sketch import FEW, Columns, Sketch, sketched
 from platform.planning.step_price import step_price
 
-MOST, LEAST, LAYERS = 100, 8, 1000  # finalists of a search: of at most so many layers together
+MOST, LEAST, LAYERS = 50, 8, 1000  # finalists of a search: of at most so many layers together
 ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits;
 NEAR, LACKING = 2.0, 4  # up to so much more, a few are planned, to show why they lost
 TRUST = 2.0  # of two estimates, one may be so many times too high beside the other
+
+
+MOST_SKETCHES = 500
+_SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds those of the start
 
 
 class Rated(NamedTuple):
@@ -271,7 +275,11 @@ class Field:
         kind = CHOICES.get(config.parallel.context_kind, (config.parallel.context_kind,))[0]
         made = scheme_of(config, 4, kind)
         axes = tuple(a for a, n in made.mesh_axes(4).items() if n > 1)
-        return axes, sketched(c.model, made, axes)
+        if (key := repr((c.model, made))) not in _SKETCHES:
+            if len(_SKETCHES) >= MOST_SKETCHES:
+                _SKETCHES.clear()
+            _SKETCHES[key] = sketched(c.model, made, axes)
+        return axes, _SKETCHES[key]
 
     def _meshed(self, axes: Sequence[str], columns: Columns) -> Columns:
         """Return the columns of candidates by mesh axis; beside them all `replicas` and ranks of `contexts`."""
