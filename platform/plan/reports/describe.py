@@ -62,7 +62,7 @@ def _evenness_of_work(plan: Plan) -> list[str]:
     if not sum(work):
         return []
     share = max(work) * len(work) / sum(work)
-    return [f"  work            the busiest of {len(work)} ranks: {share:.3g} times the mean of attention's scores"]
+    return [f"  work            the busiest of {len(work)} ranks: {share:.2f} times the mean of attention's scores"]
 
 
 def _cost_of_step(plan: Plan) -> str:
