@@ -19,6 +19,7 @@ from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
 from platform.jobs.sizing import GIB, JobSize, job_size, workers_per_node
 from platform.launch import compose
+from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
 from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
@@ -71,13 +72,7 @@ def plan_job(
         raise ConfigError(violation("experiment", "", "must be given", ["+experiment=NAME"]))
     lacking_options(_needed(config, options, given))
     options = replace(options, name=options.name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"))
-    opened = config.parallel.data == -1 or bool(config.plan.search)
-    world = options.nodes * workers_per_node(options, 0) if opened else None
-    if config.plan.search and (found := choose_plan(config, world or 0)):
-        words = with_values(words, found.space.typed(found.fitting[0].choice))
-    plan = make_plan(config, world)
-    settled = [f"parallel.data={plan.replicas}"] if config.parallel.data == -1 else []
-    config.parallel.data = plan.replicas
+    plan, words = _settled(config, options, words)
     size = job_size(config, plan, options)
     memory = config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu)
     if size.device == "cuda" and memory and (line := lack_of_memory(config, plan, Device(memory, config.cluster.gpu))):
@@ -103,8 +98,20 @@ def plan_job(
     }
     own = [f"{key}={value}" for key, value in added.items() if value and key not in given]
     flags = ["--config-dir", config_dir] if config_dir else []
-    arguments = [*flags, *words, *settled, *own]
+    arguments = [*flags, *words, *own]
     return PlannedRun(config, options, size, plan.mesh.size, as_typed([*flags, *typed]), arguments)
+
+
+def _settled(config: Config, options: JobOptions, words: list[str]) -> tuple[Plan, list[str]]:
+    """Settle the open keys and the number of replicas of a job's run, in place, for its nodes; return its plan, and
+    `words`, its arguments, with these values."""
+    replicas, chooses = config.parallel.data == -1, bool(config.plan.search)
+    world = options.nodes * workers_per_node(options, 0) if replicas or chooses else None
+    if chooses and (found := choose_plan(config, world or 0)):
+        words, replicas = with_values(words, found.space.typed(found.fitting[0].choice)), False
+    plan = make_plan(config, world)
+    config.parallel.data = plan.replicas
+    return plan, [*words, *([f"parallel.data={plan.replicas}"] if replicas else [])]
 
 
 def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from platform.planning.search.sketch import Columns, Quantity, Sketch
 
 Column = NDArray[np.float64]
 FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
+KEPT, DELAYED = 0.8, 1.6  # of results counted, those that real plans keep; of these, with delayed weight gradients
 GROUPS = 4  # process groups of a rank, about
 
 
@@ -221,7 +222,8 @@ class Estimator:
         passes = m if mode.kind == "gpipe" else np.minimum(m, stages + more)
         stream = self._stream[rows] * self.size["compute"]
         kept = {"full": stream, "selective": outside}.get(mode.recompute, layer)
-        return passes * layers * kept + layer + ends / np.maximum(1, stages / 2)
+        share = KEPT * (DELAYED if mode.kind == "zb_h1" else 1.0)
+        return share * passes * layers * kept + layer + ends / np.maximum(1, stages / 2)
 
     def _reserved(self, memory: Column) -> Column:
         """Return the bytes of a worker with what its device's libraries reserve."""
