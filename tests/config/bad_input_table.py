@@ -180,6 +180,7 @@ model.experts=4 model.experts_every=9 | model.experts_every=9: must be <= model.
 model.shared_experts=1 | model.shared_experts=1: model.experts=0: the model has no experts | 0
 model.expert_d_ff=8 | model.expert_d_ff=8: model.experts=0: the model has no experts | 0
 model.query_key_norm_over=heads | model.query_key_norm_over=heads: model.query_key_norm=false is no norm | head
+data.end_token=X | data.end_token=X: says something of a tokenizer that data.tokenizer names | data.tokenizer=PATH
 model.experts_every=2 | model.experts_every=2: model.experts=0: the model has no experts | 1
 model.router_jitter=0.1 | model.router_jitter=0.1: model.experts=0: the model has no experts | 0
 model.router_bias=true | model.router_bias=true: model.experts=0: the model has no experts | false
