@@ -58,7 +58,7 @@ def test_the_configuration_is_shown(capsys):
             ["--help"],
             [
                 "+experiment=gpt_quick",
-                "tensor: 1d, 1d_sp, 2d, 2d_gather, 2p5d, 3d, 3d_literal, layout, mesh_tf_2d, mesh_tf_3d,",
+                "tensor: 1d, 1d_sp, 2d, 2d_gather, 2p5d, 3d, 3d_literal, auto, layout, mesh_tf_2d, mesh_tf_3d,",
                 "--config-dir",
                 "  train.steps=100                   updates; the learning-rate schedule spans them (>= 1)\n",
             ],
