@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from platform.costs.machine import Hardware
-from platform.costs.seconds import bytes_seconds, collective_seconds, computing_seconds, sent_seconds
+from platform.costs.seconds import bytes_seconds, collective_seconds, computing_seconds, sent_seconds, update_bytes
 from platform.costs.step_work import EVEN, Execution, Launches, PassWork, StepWork, step_work
 from platform.costs.work import Part
 from platform.plan.communication.planned import Collective
@@ -190,10 +190,7 @@ class _Clock:
 
     def update(self, masters: int, moments: int) -> float:
         """Return the seconds of an update of so many masters."""
-        # gradients are read for their norm, then read and cleared; masters and moments read and written; copies written
-        wide, narrow = self.plan.itemsize["master"], self.plan.itemsize["compute"]
-        per = wide * (3 + 2 * (1 + moments)) + (narrow if narrow != wide else 0)
-        return bytes_seconds(masters * per, self.hardware)
+        return bytes_seconds(masters * update_bytes(self.plan.itemsize, moments), self.hardware)
 
 
 def _makespan(

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import ceil, log2
+from math import ceil
+from typing import Any
 
-from platform.costs.machine import Hardware, Link
+import numpy as np
+
+from platform.costs.machine import Hardware
 from platform.costs.work import Part, Product
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import EVER
 from platform.plan.language.mesh import Mesh
+
+Number = Any  # a number, or an array of numbers
+Flag = Any  # True or False, or an array of them
 
 # Tiles in which libraries compute products, rows by columns, and the share that each reaches of the speed of the
 # largest: a smaller one reads more of its operands per product. A product takes the best of them, either way around.
@@ -68,54 +74,62 @@ def collective_seconds(c: Collective, mesh: Mesh, hardware: Hardware, itemsize: 
     if c.op == "send":
         return sent_seconds(size, mesh, hardware)
     here, n = seated_together(mesh, axes, hardware.ranks)
-    return _in_group(c.op, size, n, min(here, n), hardware)
+    return float(group_seconds(c.op, size, n, here, hardware))
 
 
 def sent_seconds(size: float, mesh: Mesh, hardware: Hardware) -> float:
     """Return the seconds in which a stage sends so many bytes to the next."""
     here, _ = seated_together(mesh, ("stage",), hardware.ranks)
-    link, share = _link(here > 1, hardware)
-    return link.latency + size / (link.bandwidth * share)
+    return float(message_seconds(size, here > 1, hardware))
 
 
-def _link(inside: bool, hardware: Hardware) -> tuple[Link, float]:
-    """Return the links inside a node or between nodes, and the share of their bandwidth that is reached."""
-    reached = hardware.reached
-    return (hardware.node, reached.node) if inside else (hardware.network, reached.network)
+def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
+    """Return the seconds of a message of `size` bytes `inside` a node, or between nodes: of one, or of many."""
+    node, network, reached = hardware.node, hardware.network, hardware.reached
+    near = node.latency + size / (node.bandwidth * reached.node)
+    return np.where(inside, near, network.latency + size / (network.bandwidth * reached.network))
 
 
-def _in_group(op: str, size: float, n: int, here: int, hardware: Hardware) -> float:
-    """Return the seconds of a collective of n ranks, `here` of which share a node, on an input of `size` bytes."""
+def group_seconds(op: str, size: Number, n: Number, here: Number, hardware: Hardware) -> Number:
+    """Return the seconds of a collective of n ranks, `here` of which share a node, on an input of `size` bytes: of one
+    group, or of many at once; 0 for groups of one rank."""
     node, network = hardware.node, hardware.network
     inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
-    across = here < n
+    across, others = here < n, np.maximum(n - 1, 1)
     # a ring leaves each node once, over the adapters of all of the group's ranks there
-    ring = min(inside, min(here, hardware.adapters) * outside) if across else inside
-    nodes = ceil(n / here)
-    steps = here - 1 + (nodes - 1) * (network.hop / node.hop) if across else n - 1
-    tree = (log2(here) if here > 1 else 0.0) + (log2(nodes) * network.hop / node.hop if across else 0.0)
-    base = network.latency if across else node.latency
+    ring = np.where(across, np.minimum(inside, np.minimum(here, hardware.adapters) * outside), inside)
+    nodes, far = np.ceil(n / here), network.hop / node.hop
+    steps = np.where(across, here - 1 + (nodes - 1) * far, n - 1)
+    tree = np.log2(here) + np.where(across, np.log2(nodes) * far, 0.0)
 
-    def around(turns: float, moved: float) -> float:
+    def around(turns: float, moved: Number) -> Number:
         """Return the seconds of `turns` times around the ring with `moved` bytes over each link, or down a tree."""
         by_ring = moved / ring + turns * steps * node.hop
-        by_tree = 1.15 * moved / ring * n / (n - 1) + 2 * turns * tree * node.hop
-        return base + min(by_ring, by_tree)
+        by_tree = 1.15 * moved / ring * n / others + 2 * turns * tree * node.hop
+        return np.minimum(by_ring, by_tree)
 
     match op:
         case "all_reduce":
-            return around(2, 2 * (n - 1) / n * size)
+            found = around(2, 2 * (n - 1) / n * size)
         case "all_gather":
-            return around(1, (n - 1) * size)
+            found = around(1, (n - 1) * size)
         case "reduce_scatter":
-            return around(1, (n - 1) / n * size)
+            found = around(1, (n - 1) / n * size)
         case "all_to_all" | "all_to_allv":
-            total = size * n / (n - 1) if op == "all_to_allv" else size
-            between = (n - here) / n * total / outside if across else 0.0
-            return base + max((here - 1) / n * total / inside, between) + (n - 1) * node.hop
+            total = size * n / others if op == "all_to_allv" else size
+            between = np.where(across, (n - here) / n * total / outside, 0.0)
+            found = np.maximum((here - 1) / n * total / inside, between) + (n - 1) * node.hop
         case "rotate":
-            return base + size / (outside if across else inside)
+            found = size / np.where(across, outside, inside)
         case "scatter" | "gather":
-            return base + (n - 1) * size / ring
+            found = (n - 1) * size / ring
         case _:  # broadcast, reduce
-            return base + size / ring + tree * node.hop
+            found = size / ring + tree * node.hop
+    return np.where(n > 1, np.where(across, network.latency, node.latency) + found, 0.0)
+
+
+def update_bytes(itemsize: Mapping[str, int], moments: int) -> int:
+    """Return the bytes that an update reads and writes per element, with so many `moments` beside each master."""
+    # gradients are read for their norm, then read and cleared; masters and moments read and written; copies written
+    wide, narrow = itemsize["master"], itemsize["compute"]
+    return wide * (3 + 2 * (1 + moments)) + (narrow if narrow != wide else 0)

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.costs.machine import Hardware
+from platform.costs.seconds import FUSED, bytes_seconds, group_seconds, message_seconds, update_bytes
+from platform.costs.work import FUSED_BACKWARD
 from platform.plan.core.buckets import BUCKET_BYTES
 from platform.plan.core.plan import ITEMSIZE
 from platform.plan.language.scheme import CONTEXT, REPLICAS
-from platform.plan.memory.hardware import CONTEXT as LIBRARIES
-from platform.plan.memory.hardware import GROUP, ROUNDING
+from platform.plan.memory.hardware import ROUNDING, reserved_bytes
 from platform.planning.search.sketch import Columns, Quantity, Sketch
 
 Column = NDArray[np.float64]
-FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
-KEPT, DELAYED = 0.8, 1.6  # of results counted, those that real plans keep; of these, with delayed weight gradients
+KEPT, DELAYED = 0.8, 1.6  # share of the results counted that plans keep; and times that, with delayed weight gradients
 GROUPS = 4  # process groups of a rank, about
 
 
@@ -86,16 +86,8 @@ class Estimator:
 
     def moved(self, op: str, axes: tuple[str, ...], size: Column) -> Column:
         """Return the seconds of a collective on an input of `size` bytes; 0 along axes of one rank."""
-        h = self.setting.hardware
-        n, here = self._extent(axes), prod((self._ranks[a][1] for a in axes), start=np.ones_like(size))
-        inside, outside = h.node.bandwidth * h.reached.node, h.network.bandwidth * h.reached.network
-        across = here < n
-        ring = np.where(across, np.minimum(inside, here * outside), inside)
-        share = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1}.get(op, (n - 1) / n)
-        hops = np.where(across, here - 1 + (n / here - 1) * h.network.hop / h.node.hop, n - 1)
-        steps = np.minimum(hops, 4 * np.log2(np.maximum(n, 2))) * h.node.hop * (2 if op == "all_reduce" else 1)
-        base = np.where(across, h.network.latency, h.node.latency)
-        return np.where(n > 1, base + steps + share * size / ring, 0.0)
+        here = prod((self._ranks[a][1] for a in axes), start=np.ones_like(size))
+        return group_seconds(op, size, self._extent(axes), here, self.setting.hardware)
 
     @cached_property
     def _passes(self) -> tuple[NDArray, NDArray, NDArray]:
@@ -110,12 +102,13 @@ class Estimator:
             if kind.what == "flops":
                 width, read = self.numbers[i + 1], self.numbers[i + 2] * size
                 one = number / (speed * width / (width + h.fill))
-                one = np.maximum(one, read / (h.bandwidth * h.reached.memory))
+                one = np.maximum(one, bytes_seconds(read, h))
                 computing[0, i], computing[1, i] = one, 2 * one
             elif kind.what == "fused":
-                computing[0, i], computing[1, i] = number / (speed * FUSED), 2.5 * number / (speed * FUSED)
+                one = number / (speed * FUSED)
+                computing[0, i], computing[1, i] = one, FUSED_BACKWARD * one
             elif kind.what == "touched":
-                one = number * size / (h.bandwidth * h.reached.memory)
+                one = bytes_seconds(number * size, h)
                 computing[0, i], computing[1, i] = kind.times[0] * one, kind.times[1] * one
             elif kind.what == "collective":
                 waiting[int(kind.phase == "backward"), i] = self.moved(kind.op, kind.axes, number * size)
@@ -183,9 +176,7 @@ class Estimator:
     @cached_property
     def _sent(self) -> Column:
         """Return the seconds in which a stage sends an activation to the next."""
-        h, inside = self.setting.hardware, self._ranks["stage"][1] > 1
-        rate = np.where(inside, h.node.bandwidth * h.reached.node, h.network.bandwidth * h.reached.network)
-        return np.where(inside, h.node.latency, h.network.latency) + self._stream * self.size["compute"] / rate
+        return message_seconds(self._stream * self.size["compute"], self._ranks["stage"][1] > 1, self.setting.hardware)
 
     @cached_property
     def _microbatches(self) -> Column:
@@ -211,7 +202,7 @@ class Estimator:
         state, moved, updated = (part[rows] / stages for part in self._parameters(mode.zero))
         hidden = (s.layers * back + ends_back) / stages / mode.chunks if s.overlap else 0.0
         exposed = (m if mode.zero > 1 else 1.0) * np.maximum(0.1 * moved, moved - hidden)
-        update = updated * self.size["master"] * 9 / (s.hardware.bandwidth * s.hardware.reached.memory)
+        update = bytes_seconds(updated * update_bytes(self.size, s.moments), s.hardware)
         held = self._held(mode, rows, m, mode.chunks * per)
         return Estimate(m * (slowest + handed) + bubble + exposed + update, self._reserved(state + held))
 
@@ -227,4 +218,4 @@ class Estimator:
 
     def _reserved(self, memory: Column) -> Column:
         """Return the bytes of a worker with what its device's libraries reserve."""
-        return memory * (1 + ROUNDING) + LIBRARIES + GROUPS * GROUP if self.setting.libraries else memory
+        return memory * (1 + ROUNDING) + reserved_bytes(GROUPS, 0, 0) if self.setting.libraries else memory
