@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import exp
 
+import numpy as np
+
 EXPECTED = 0.03  # usual error of a prediction, as a logarithm
 TRUSTED = 0.5  # by how much a constant's logarithm may leave its first value at the price of such an error
 TURNS, SETTLED, STEP = 12, 1e-5, 1e-3
@@ -25,10 +27,8 @@ def fit(errors: Errors, first: Mapping[str, float]) -> dict[str, float]:
 
     now = at(point)
     for _ in range(TURNS):
-        slopes = [[(b - a) / STEP for a, b in zip(now, at(_moved(point, i)), strict=True)] for i in range(len(names))]
-        normal = [[sum(map(float.__mul__, a, b)) for b in slopes] for a in slopes]
-        step = solve(normal, [-sum(map(float.__mul__, a, now)) for a in slopes])
-        step = [max(-0.5, min(0.5, s)) for s in step]
+        slopes = np.array([np.subtract(at(_moved(point, i)), now) / STEP for i in range(len(names))])
+        step = np.clip(np.linalg.solve(slopes @ slopes.T, -slopes @ now), -0.5, 0.5).tolist()
         scale = 1.0
         while True:
             tried = [x + scale * s for x, s in zip(point, step, strict=True)]
@@ -45,23 +45,6 @@ def fit(errors: Errors, first: Mapping[str, float]) -> dict[str, float]:
 def _moved(point: Sequence[float], i: int) -> list[float]:
     """Return the point a small step along coordinate i."""
     return [x + STEP * (j == i) for j, x in enumerate(point)]
-
-
-def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Return the solution of a few linear equations, by elimination; the matrix is positive definite.
-
-    >>> solve([[2.0, 0.0], [0.0, 4.0]], [2.0, 2.0])
-    [1.0, 0.5]
-    """
-    rows = [[*row, y] for row, y in zip(matrix, right, strict=True)]
-    for i, pivot in enumerate(rows):
-        for row in rows[i + 1 :]:
-            factor = row[i] / pivot[i]
-            row[i:] = [a - factor * b for a, b in zip(row[i:], pivot[i:], strict=True)]
-    out = [0.0] * len(rows)
-    for i in reversed(range(len(rows))):
-        out[i] = (rows[i][-1] - sum(a * b for a, b in zip(rows[i][i + 1 : -1], out[i + 1 :], strict=True))) / rows[i][i]
-    return out
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from platform.plan.communication.planned import Collective, EinsumGroup, PlannedOperation
+from platform.plan.communication.planner import Planner
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import kept_gathers
@@ -153,16 +154,16 @@ def chunk_work(
 
 def block_elements(plan: Plan, spec: Spec) -> float:
     """Return the elements of a rank's block of an activation; of experts' rows as many as an even routing sends."""
-    return prod(plan.local_shape(spec)) * _even(plan, spec)
+    return prod(plan.local_shape(spec)) * share_in_use(plan.planner, spec)
 
 
-def _even(plan: Plan, spec: Spec) -> float:
+def share_in_use(planner: Planner, spec: Spec) -> float:
     """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
     if "rows" not in spec.dims:
         return 1.0
-    planner, sizes = plan.planner, plan.planner.sizes
-    rows = sizes["length"] * sizes["batch"] * sizes["rows"] / plan.mesh.extent(planner.layout(spec)["rows"])
-    return rows / plan.local_shape(spec)[spec.dims.index("rows")]
+    sizes = planner.sizes
+    rows = sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.extent(planner.layout(spec)["rows"])
+    return rows / planner.shape(spec)[spec.dims.index("rows")]
 
 
 def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
@@ -249,7 +250,7 @@ def _shapes(plan: Plan, operation: Operation, group: EinsumGroup) -> list[Produc
     assert isinstance(x, Spec)
     here = dict(zip(group.x_dims, group.x.after, strict=True))
     if "rows" in here:
-        here["rows"] = max(1, round(here["rows"] * _even(plan, x)))
+        here["rows"] = max(1, round(here["rows"] * share_in_use(plan.planner, x)))
     found = []
     for e in group.einsums:
         sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **here}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.costs.work import ACCESSES, FUNCTION, RESIDUAL, USUAL
+from platform.costs.work import ACCESSES, FUNCTION, RESIDUAL, USUAL, share_in_use
 from platform.model import build_model
 from platform.plan.communication.planned import Collective, Einsum, EinsumGroup, PlannedOperation
 from platform.plan.communication.planner import Planner
@@ -166,7 +166,7 @@ def _grown_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str 
 def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, float]]:
     """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh."""
     out = o.outputs[0] if o.outputs else None
-    size = prod(planner.shape(out)) * _share_in_use(planner, out) if out else 0.0
+    size = prod(planner.shape(out)) * share_in_use(planner, out) if out else 0.0
     if o.kind in ("pointwise", "residual"):
         yield Quantity("touched", times=RESIDUAL if o.kind == "residual" else FUNCTION[len(o.inputs)]), size
         yield Quantity("kept"), size
@@ -185,7 +185,7 @@ def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, floa
     else:
         yield Quantity("touched", times=ACCESSES.get(o.kind, USUAL)), size
     if any(p.role == "in" for p in o.parameters) or not planned.groups and o.kind not in PASSING:
-        yield Quantity("kept"), sum(prod(planner.shape(t)) * _share_in_use(planner, t) for t in o.outputs)
+        yield Quantity("kept"), sum(prod(planner.shape(t)) * share_in_use(planner, t) for t in o.outputs)
     for p in o.parameters:
         axes = mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))
         yield Quantity("parameter", axes), prod(planner.shape(p))
@@ -216,19 +216,10 @@ def _shortest_side(group: EinsumGroup, e: Einsum, even: float) -> float:
     return max(1.0, min(inner, prod(weights.values()) / max(1, inner), rows))
 
 
-def _share_in_use(planner: Planner, spec: Spec) -> float:
-    """Return the share of the most rows of experts that an even routing gives a rank; 1 for other activations."""
-    if "rows" not in spec.dims:
-        return 1.0
-    sizes, ranks = planner.sizes, planner.mesh.extent(planner.layout(spec)["rows"])
-    rows = sizes["length"] * sizes["batch"] * sizes["rows"] / ranks
-    return rows / planner.shape(spec)[spec.dims.index("rows")]
-
-
 def _share_of_rows(planner: Planner, o: Operation) -> float:
-    """Return `_share_in_use` of the rows that an operation reads or makes."""
+    """Return `share_in_use` of the rows that an operation reads or makes."""
     found = (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
-    return next((_share_in_use(planner, t) for t in found), 1.0)
+    return next((share_in_use(planner, t) for t in found), 1.0)
 
 
 def _divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:
