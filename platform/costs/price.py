@@ -64,6 +64,13 @@ class StepPrice:
     peak: float
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of the parts of a step, by name."""
+        waits = {f"waiting for {axes}": seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])}
+        rest = {"bubble": self.bubble, "host": self.host, "optimizer": self.optimizer}
+        return {"computing": self.computing, **waits, **rest}
+
+    @property
     def speed(self) -> float:
         """Return the model FLOP/s of one device."""
         return self.model_flops / (self.seconds * self.devices)

@@ -46,7 +46,7 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
     return max(computing, bytes_seconds(p.elements * itemsize, hardware))
 
 
-def bytes_seconds(count: float, hardware: Hardware) -> float:
+def bytes_seconds(count: Number, hardware: Hardware) -> Number:
     """Return the seconds in which kernels read and write so many bytes of memory."""
     return count / (hardware.bandwidth * hardware.reached.memory)
 

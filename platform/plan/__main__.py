@@ -54,7 +54,7 @@ from platform.planning.step_price import hardware_named, picture, read_hardware,
 COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
 
 A row of the table is a run, see docs/planning.md. With `calibrate` the hardware's constants are fitted on a share of
-the rows, evenly spaced, or on those that a column marks, and the others are scored."""
+the rows, evenly spaced, or on rows that a column marks, and the others are scored."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -142,7 +142,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         for line in _shrink(config, arguments.memory * 1e9, arguments.json):
             print(visible(line), flush=True)
         return 0
-    hardware = _hardware(arguments.hardware or config.cluster.gpu, bool(arguments.hardware), config.precision)
+    hardware = _hardware(arguments.hardware, config)
     if arguments.svg:
         _draw(Path(arguments.svg), picture(config, plan, hardware))
     found = explain(
@@ -191,10 +191,16 @@ def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
     return {**price._asdict(), "every": price.interval if every == AUTO else every, "network": config.cluster.network}
 
 
-def _hardware(name: str, file: bool, precision: str) -> Hardware | None:
-    """Return the hardware of a `file`, or of a GPU's type; None if it, or its speed in a precision, is not known."""
-    found = read_hardware(name) if file else hardware_named(name) if name else None
-    return found if found and precision in found.peaks else None
+def _hardware(name: str | None, config: Config) -> Hardware | None:
+    """Return the hardware `name`, or that of cluster.gpu, None if it or its speed in the run's precision is not known.
+    Raises ConfigError for a `name` that is no hardware, or lacks that speed."""
+    found = read_hardware(name) if name else hardware_named(config.cluster.gpu) if config.cluster.gpu else None
+    if found and config.precision not in found.peaks:
+        if name:
+            constraint = f"its peaks lack {config.precision}, in which the run computes"
+            raise ConfigError(violation("--hardware", name, constraint))
+        return None
+    return found
 
 
 def _draw(path: Path, image: str) -> None:
@@ -212,6 +218,7 @@ def _times(config: Config, plan: Plan, hardware: Hardware, tokens: float | None)
     return {
         "hardware": hardware.name,
         **asdict(found),
+        "parts": found.parts,
         "mfu": found.mfu,
         "speed": found.speed,
         "days": {"tokens": tokens, "days": found.days(tokens)},

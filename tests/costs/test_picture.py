@@ -1,4 +1,4 @@
-"""The picture of a predicted step: every pass, and no more than a picture holds."""
+"""The picture of a predicted step: every pass, and no more than a picture holds; and hardware that cannot price it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from platform.composition.composer import CONF
 from platform.plan.__main__ import main
 from platform.planning.step_price import MOST_DRAWN, picture
 from tests.costs.test_price import A100, planned
@@ -42,3 +43,10 @@ def test_the_command_writes_it(tmp_path, capsys):
     capsys.readouterr()
     assert main([*arguments, "--svg", str(tmp_path / "none" / "step.svg")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_hardware_without_the_runs_precision_is_refused(tmp_path, capsys):
+    text = (CONF / "hardware" / "h100.yaml").read_text().replace("fp32: 67e12, ", "")
+    (tmp_path / "narrow.yaml").write_text(text)
+    assert main(["+experiment=gpt_quick", "--hardware", str(tmp_path / "narrow.yaml")]) == 2
+    assert "its peaks lack fp32, in which the run computes" in capsys.readouterr().err

@@ -101,9 +101,9 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Callabl
     """Find room as `reserve_workers` does; a refusal for want of GPUs ends with the best plan, as a `command`."""
     try:
         return resources.reserve_workers(config.cluster, size, say, **more)
-    except ConfigError as error:
+    except resources.TooFewGpus as error:
         *lines, last = error.violations
-        raise ConfigError([*lines, last + (_for_those_there(config, command) if "GPU" in last else "")]) from None
+        raise ConfigError([*lines, last + _for_those_there(config, command)]) from None
 
 
 def _for_those_there(config: Config, command: Command) -> str:

@@ -21,6 +21,10 @@ from platform.plan.language.numbers import count_of
 _CROWDED = 4  # workers per core
 
 
+class TooFewGpus(ConfigError):
+    """Refusal of a run that needs more GPUs than there are."""
+
+
 @dataclass(frozen=True)
 class Supply:
     """GPUs and CPUs that are free for workers, on this machine or in the Ray cluster (`where`, for messages). `cpus`
@@ -164,7 +168,7 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
                 return supply, device, lack
             if cluster.wait:
                 raise NoPlaces(f"waited {cluster.wait:g} s for {waiting}")
-            raise ConfigError(lack)
+            raise TooFewGpus(lack) if device == "cuda" else ConfigError(lack)
         if waiting != said:
             say(f"waiting for {waiting}, up to {cluster.wait:g} s")
             said = waiting

@@ -79,15 +79,14 @@ def memory_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
 
 def sharing(plan: Plan, texts: int, tokens: int) -> int:
     """Return how many ranks share each of so many `texts` of up to so many `tokens` in passes of generation."""
-    # short ones, and those of which each rank has its own, are shared by none
+    # a short text, and one of as many as there are ranks, is a single rank's
     few = texts < rows_at_once(plan.scheme, plan.mesh) and tokens > PIECE
     return plan.mesh.extent([axis for axis, _ in plan.scheme.context]) if few and _shares(plan) else 1
 
 
 def _shares(plan: Plan) -> bool:
     """Return True if ranks of a plan's contexts can share a text: the model's attention is in region core."""
-    kinds = ("fused_attention", "ring_attention", "softmax")
-    regions = {o.operation.outputs[0].region for (kind, _), o in plan.operations.items() if kind in kinds}
+    regions = {o.operation.outputs[0].region for o in plan.attentions}
     # an encoder reads its source whole
     encodes = any(unit.startswith("encoder.") for c in plan.chunks for unit in c.units)
     return bool(plan.scheme.context) and regions <= {"core"} and not encodes

@@ -114,6 +114,12 @@ class Plan:
         return {name: o for name, o in routes.items() if o.operation.states or self.scheme.lent}
 
     @cached_property
+    def attentions(self) -> list[PlannedOperation]:
+        """Return the operations in which queries see keys: one kernel, a ring, or a softmax between two products."""
+        kinds = ("fused_attention", "ring_attention", "softmax")
+        return [o for (kind, _), o in self.operations.items() if kind in kinds]
+
+    @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Map the name of each tied parameter to the stages that use it and sum its gradient once a step."""
         return {p.name: self.stages_of[p.name] for p in self.parameters if len(self.stages_of[p.name]) > 1}

@@ -14,9 +14,8 @@ def attention_work(plan: Plan) -> list[int]:
     """Return how many scores each rank of a context computes per head of a sequence, in mesh order; [] without."""
     sizes = dict(plan.scheme.context)
     places = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))] if sizes else []
-    first, kinds = plan.mesh.coordinates(0), ("fused_attention", "ring_attention", "softmax")
-    attentions = [o for (kind, _), o in plan.operations.items() if kind in kinds]
-    attentions = [o for o in attentions if "length" in o.operation.outputs[0].dims]
+    first = plan.mesh.coordinates(0)
+    attentions = [o for o in plan.attentions if "length" in o.operation.outputs[0].dims]
     return [sum(_keys_seen(plan, o, {**first, **at}) for o in attentions) for at in places]
 
 

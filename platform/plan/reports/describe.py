@@ -117,3 +117,8 @@ def human(x: float) -> str:
             return f"{x:.3g} {unit}"
         x /= 1000
     return f"{x:.3g} Z"
+
+
+def shown_seconds(seconds: float) -> str:
+    """Format a duration: "1.23 s", "45.6 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

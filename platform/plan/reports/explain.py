@@ -21,7 +21,7 @@ from platform.plan.language.tiers import Tiers
 from platform.plan.memory.footprint import Footprint
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.plan.reports.attention_work import attention_work
-from platform.plan.reports.describe import describe, human
+from platform.plan.reports.describe import describe, human, shown_seconds
 from platform.plan.reports.tier_traffic import count_messages, tier_traffic, with_axes_moved
 
 GROUPS_SHOWN, RANKS_SHOWN = 4, 8
@@ -236,15 +236,13 @@ def _sent(price: Mapping[str, Any]) -> list[list[str]]:
 
 def _seconds(time: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows (part, seconds, share) of the table of a step's predicted time."""
-    waits = [(f"waiting for {axes}", seconds) for axes, seconds in time["waiting"].items()]
-    parts = [("computing", time["computing"]), *sorted(waits, key=lambda wait: -wait[1])]
-    parts += [(name, time[name]) for name in ("bubble", "host", "optimizer")]
-    shown = [[name, f"{s:.3g} s", f"{s / time['seconds']:.1%}"] for name, s in parts if s / time["seconds"] >= 5e-4]
+    parts = [(name, s, s / time["seconds"]) for name, s in time["parts"].items()]
+    shown = [[name, shown_seconds(s), f"{share:.1%}"] for name, s, share in parts if share >= 5e-4]
     speed = f"{time['tokens'] / time['seconds']:,.0f} tokens/s, {human(time['speed'])}FLOP/s of a device"
     days = time["days"]
     return [
         *shown,
-        ["altogether", f"{time['seconds']:.3g} s", f"{speed}, MFU {time['mfu']:.1%}"],
+        ["altogether", shown_seconds(time["seconds"]), f"{speed}, MFU {time['mfu']:.1%}"],
         ["a run", _in_days(days["days"]), f"of {human(days['tokens'])}tokens"],
     ]
 

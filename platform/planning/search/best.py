@@ -1,4 +1,4 @@
-"""The search itself: every legal candidate estimated, the best planned, measured and priced, one chosen."""
+"""The search itself: every legal contender estimated, the best planned, measured and priced, one chosen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRUST = 2.0  # of two estimates, one may be so many times too high beside the ot
 
 
 MOST_SKETCHES = 500
-_SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds those of the start
+_SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds the start's sketches
 
 
 class Rated(NamedTuple):
@@ -66,7 +66,7 @@ class Finalist:
 @dataclass(frozen=True)
 class Standings:
     """Outcome of a search: its `space`, the finalists that fit, the best first, others, which lack memory, the
-    number of candidates that were `judged`, and the `budget` of memory."""
+    number of contenders that were `judged`, and the `budget` of memory."""
 
     space: Space
     workers: int
@@ -92,7 +92,7 @@ def search(config: Config, workers: int, memory: float, hardware: Hardware) -> S
 
 
 def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
-    """Yield the numbers of workers for which candidates are looked for, from the largest down."""
+    """Yield the numbers of workers for which contenders are looked for, from the largest down."""
     if not space.fixed:
         yield from range(workers, 0, -1)
         return
@@ -104,7 +104,7 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
 
 
 def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Standings:
-    """Plan, measure and price candidates, the best by estimate first, as many as can still be the quickest."""
+    """Plan, measure and price contenders, the best by estimate first, as many as can still be the quickest."""
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
     fitting: list[Finalist] = []
     lacking: list[Finalist] = []
@@ -131,7 +131,7 @@ def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Ha
 
 
 def _finalist(space: Space, choice: Contender, hardware: Hardware) -> Finalist | None:
-    """Plan, measure and price one candidate; None if it is refused."""
+    """Plan, measure and price one contender; None if it is refused."""
     config = space.configured(choice)
     if violations_of_configuration(config) or (plan := plan_quickly(config)) is None:
         return None
@@ -140,7 +140,7 @@ def _finalist(space: Space, choice: Contender, hardware: Hardware) -> Finalist |
 
 @dataclass(frozen=True)
 class Field:
-    """All candidates of a space for one number of `workers`."""
+    """All contenders of a space for one number of `workers`."""
 
     space: Space
     workers: int
@@ -149,7 +149,7 @@ class Field:
 
     @cached_property
     def setting(self) -> Circumstances:
-        """Return what all candidates share."""
+        """Return what all contenders share."""
         c = self.space.config
         few, libraries = min(FEW, c.model.layers), device_kind(c) == "cuda"
         return Circumstances(
@@ -158,7 +158,7 @@ class Field:
         )  # fmt: skip
 
     def rated(self) -> tuple[list[Rated], int]:
-        """Return the best candidates of every scheme and mode, the best by estimate first, and the number of all."""
+        """Return the best contenders of every scheme and mode, the best by estimate first, and the number of all."""
         found, judged = list[Rated](), 0
         for scheme in self.space.schemes:
             names = [*self.space.axes(scheme), "context", "stage", "data", "experts"]
@@ -171,7 +171,7 @@ class Field:
         return sorted(found), judged
 
     def _grid(self, scheme: str) -> NDArray[Any]:
-        """Return the candidates of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
+        """Return the contenders of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
         replicas that share experts."""
         space = self.space
         given = [*space.axes(scheme).values(), space.context, space.stages, space.data]
@@ -189,14 +189,14 @@ class Field:
         return np.column_stack([grid[rows], experts])
 
     def _of_pattern(self, scheme: str, columns: Columns) -> tuple[list[Rated], int]:
-        """Return the best candidates of a scheme among `columns`, which agree in the axes of several ranks,
+        """Return the best contenders of a scheme among `columns`, which agree in the axes of several ranks,
         and the number of all."""
         axes, sketch = self._sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
         columns = self._legal(sketch, self._meshed(axes, columns)) if sketch else {}
         if not sketch or not len(columns["stage"]):
             return [], 0
         estimator, modes = Estimator(sketch, self.setting, axes, columns), list(self._modes())
-        parts = []  # by mode: its number, and the rows, seconds and bytes of its best candidates
+        parts = []  # by mode: its number, and the rows, seconds and bytes of its best contenders
         judged = 0
         for number, mode in enumerate(modes):
             rows = np.flatnonzero(self._takes(mode, columns))
@@ -214,7 +214,7 @@ class Field:
         return [Rated(float(seconds[i]), c.rank, c, float(memory[i])) for i, c in chosen], judged
 
     def _promising(self, seconds: NDArray[Any], memory: NDArray[Any], most: int = MOST) -> NDArray[np.intp]:
-        """Return which candidates are worth a look: the `most` quickest that may fit, some quick ones that lack little
+        """Return which contenders are worth a look: the `most` quickest that may fit, some quick ones that lack little
         memory, and the one that takes least."""
         near = memory <= NEAR * self.memory
         fits = near & (memory <= ROUGH * self.memory)
@@ -223,7 +223,7 @@ class Field:
         return np.unique(np.concatenate([*chosen, [memory.argmin()]])).astype(np.intp)
 
     def _legal(self, sketch: Sketch, columns: Columns) -> Columns:
-        """Return the candidates of `columns` whose axes divide what they split, with each size of a microbatch."""
+        """Return the contenders of `columns` whose axes divide what they split, with each size of a microbatch."""
         legal = sketch.legal(columns)
         columns = {name: column[legal] for name, column in columns.items()}
         sizes = np.array(self.space.microbatches)
@@ -234,7 +234,7 @@ class Field:
         return {name: column[there] for name, column in columns.items()}
 
     def _modes(self) -> Iterator[Mode]:
-        """Yield the modes of candidates: schedules with chunks, recomputation, and ZeRO."""
+        """Yield the modes of contenders: schedules with chunks, recomputation, and ZeRO."""
         space = self.space
         for kind, chunks in dict.fromkeys((*space.without_stages, *space.schedules)):
             for recompute in space.recompute:
@@ -242,7 +242,7 @@ class Field:
                     yield Mode(kind, chunks, recompute, zero)
 
     def _takes(self, mode: Mode, columns: Columns) -> NDArray[Any]:
-        """Return which candidates a mode is for."""
+        """Return which contenders a mode is for."""
         stages, batch = columns["stage"], self.setting.batch
         alone = (mode.kind, mode.chunks) in self.space.without_stages
         several = (mode.kind, mode.chunks) in self.space.schedules
@@ -254,7 +254,7 @@ class Field:
         return found & ((columns["replicas"] * columns["contexts"] > 1) | (mode.zero in self.space.zero[:1]))
 
     def _contender(self, scheme: str, mode: Mode, columns: Columns, i: int) -> Contender:
-        """Return candidate number `i` of `columns` in a mode."""
+        """Return contender number `i` of `columns` in a mode."""
         sizes = {name: int(column[i]) for name, column in columns.items()}
         axes = tuple(sizes.get(axis, 1) for axis in self.space.axes(scheme))
         return Contender(
@@ -282,7 +282,7 @@ class Field:
         return axes, _SKETCHES[key]
 
     def _meshed(self, axes: Sequence[str], columns: Columns) -> Columns:
-        """Return the columns of candidates by mesh axis; beside them all `replicas` and ranks of `contexts`."""
+        """Return the columns of contenders by mesh axis; beside them all `replicas` and ranks of `contexts`."""
         c, data, shared = self.space.config, columns["data"], columns["experts"]
         inside = c.parallel.context_heads if c.parallel.context_kind == "nested" else 1
         exchange = columns["context"] if c.parallel.context_kind == "heads" else np.minimum(inside, columns["context"])
@@ -297,7 +297,7 @@ class Field:
 
 
 def _simpler_elsewhere(scheme: str, grid: NDArray[Any]) -> NDArray[Any]:
-    """Return which sizes of a scheme's axes, the first columns of `grid`, are a candidate of a simpler scheme too."""
+    """Return which sizes of a scheme's axes, the first columns of `grid`, are a contender of a simpler scheme too."""
     if scheme == "serial":
         return np.zeros(len(grid), dtype=bool)
     axes = len(shipped_schemes()[scheme].order)

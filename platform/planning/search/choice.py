@@ -45,18 +45,18 @@ class Contender(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Return the number of workers of a candidate's mesh, without branch axes."""
+        """Return the number of workers of a contender's mesh, without branch axes."""
         return prod(self.axes) * self.stages * self.data * self.context
 
     @property
     def rank(self) -> tuple:
-        """Return the order of candidates of equal price: fewer axes, then simpler schemes and schedules first."""
+        """Return the order of contenders of equal price: fewer axes, then simpler schemes and schedules first."""
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
         return self.split, *(names.index(own) if own in names else len(names) for own, names in words), self
 
     @property
     def split(self) -> int:
-        """Return how many mesh axes of a candidate have more than one rank, by which ties are broken."""
+        """Return how many mesh axes of a contender have more than one rank, by which ties are broken."""
         return sum(n > 1 for n in (*self.axes, self.stages, self.data, self.context, self.experts))
 
 
@@ -160,7 +160,7 @@ class Space:
         return ZERO[:1] if self.config.branch.only else ZERO
 
     def configured(self, choice: Contender) -> Config:
-        """Return the configuration of a candidate."""
+        """Return the configuration of a contender."""
         c, tensor = self.config, self.schemes[choice.scheme]
         kind, inner = c.parallel.context_kind, c.parallel.context_heads
         if kind == "nested" and (inner >= choice.context or choice.context % inner):
@@ -180,7 +180,7 @@ class Space:
         )
 
     def typed(self, choice: Contender) -> list[str]:
-        """Return the arguments by which a user types the parts of a candidate that the configuration leaves open."""
+        """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""
         names = axes_of(self.schemes[choice.scheme])
         sizes = {f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)}
         stages = {"pipeline.stages": choice.stages} if choice.kind != "none" else {}

@@ -8,9 +8,9 @@ from dataclasses import fields
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
-from platform.costs.price import StepPrice
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
+from platform.plan.reports.describe import shown_seconds
 from platform.planning.search.best import Finalist, Standings, search
 from platform.planning.step_price import hardware_named, read_hardware
 
@@ -75,7 +75,7 @@ def choice_line(found: Standings) -> str:
 
 def ranked_table(found: Standings, top: int) -> Iterator[str]:
     """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
-    yield f"{found.judged:,} candidates for {count_of(found.workers, 'worker')}; the best, and why others lost:"
+    yield f"{found.judged:,} plans for {count_of(found.workers, 'worker')}; the best, and why others lost:"
     best = found.fitting[0]
     quicker = [f for f in found.lacking if f.price.seconds < best.price.seconds]
     shown = sorted([*found.fitting[:top], *quicker[:top]], key=lambda f: f.order)[:top]
@@ -100,19 +100,7 @@ def lost_by(one: Finalist, best: Finalist, budget: float) -> str:
     behind = one.price.seconds - best.price.seconds
     if behind <= NEAR * best.price.seconds:
         return "as quick" + (", splits more axes" if one.choice.split > best.choice.split else "")
-    ours, theirs = parts(one.price), parts(best.price)
+    ours, theirs = one.price.parts, best.price.parts
     more = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in dict.fromkeys((*ours, *theirs))}
     name = max(more, key=lambda name: more[name])
     return f"{shown_seconds(more[name])} more {name}, {behind / best.price.seconds:.1%} slower"
-
-
-def parts(price: StepPrice) -> dict[str, float]:
-    """Return the seconds of the parts of a step, by name."""
-    waiting = {f"waiting for {axes}": seconds for axes, seconds in price.waiting.items()}
-    rest = {"computing": price.computing, "bubble": price.bubble, "launching": price.host, "update": price.optimizer}
-    return {**rest, **waiting}
-
-
-def shown_seconds(seconds: float) -> str:
-    """Return a duration for people: "1.23 s", "45.6 ms"."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

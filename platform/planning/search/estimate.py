@@ -1,4 +1,4 @@
-"""Estimate of many candidates at once, in closed form from a sketch: seconds of a step and bytes of a worker."""
+"""Estimate of many contenders at once, in closed form from a sketch: seconds of a step and bytes of a worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS = 4  # process groups of a rank, about
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Circumstances of all candidates of a search: the `hardware`, the `precision`, the model's `layers`, how many its
+    """Circumstances of all contenders of a search: the `hardware`, the `precision`, the model's `layers`, how many its
     sketch has (`few`), sequences of a step (`batch`), numbers of optimizer state (`moments`), whether collectives
     of parameters go on beside computation (`overlap`), and whether devices have libraries that reserve memory."""
 
@@ -41,7 +41,7 @@ class Circumstances:
 
 
 class Mode(NamedTuple):
-    """Part of a candidate that all candidates of one estimate share."""
+    """Part of a contender that all contenders of one estimate share."""
 
     kind: str
     chunks: int
@@ -50,18 +50,18 @@ class Mode(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Estimated `seconds` of a step and `memory` in bytes of the worker that needs most, of many candidates."""
+    """Estimated `seconds` of a step and `memory` in bytes of the worker that needs most, of many contenders."""
 
     seconds: Column
     memory: Column
 
 
 class Estimator:
-    """Estimates candidates of one scheme, whose axes of more than one rank are the same: `columns` gives, by variable,
-    the values of each candidate, `axes` the mesh axes, outer to inner."""
+    """Estimates contenders of one scheme, whose axes of more than one rank are the same: `columns` gives, by variable,
+    the values of each contender, `axes` the mesh axes, outer to inner."""
 
     def __init__(self, sketch: Sketch, setting: Circumstances, axes: tuple[str, ...], columns: Columns):
-        """Evaluate all numbers of a sketch for all candidates."""
+        """Evaluate all numbers of a sketch for all contenders."""
         self.setting, self.axes, self.columns = setting, axes, columns
         self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.at(columns)
         self.layer = sketch.numbers.layer
@@ -72,7 +72,7 @@ class Estimator:
 
     @cached_property
     def _ranks(self) -> dict[str, tuple[Column, Column]]:
-        """Return by axis the number of ranks along it, and how many of these share a node, for each candidate."""
+        """Return by axis the number of ranks along it, and how many of these share a node, for each contender."""
         found, stride = {}, np.ones_like(self.stages, dtype=float)
         for axis in reversed(("stage", *self.axes)):
             n = self.columns[axis].astype(float)
@@ -81,7 +81,7 @@ class Estimator:
         return found
 
     def _extent(self, axes: tuple[str, ...]) -> Column:
-        """Return the number of ranks along some axes, for each candidate."""
+        """Return the number of ranks along some axes, for each contender."""
         return prod((self._ranks[a][0] for a in axes), start=np.ones_like(self.stages, dtype=float))
 
     def moved(self, op: str, axes: tuple[str, ...], size: Column) -> Column:
@@ -92,7 +92,7 @@ class Estimator:
     @cached_property
     def _passes(self) -> tuple[NDArray, NDArray, NDArray]:
         """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: arrays of
-        [forward and backward, numbers, candidates]."""
+        [forward and backward, numbers, contenders]."""
         h, size = self.setting.hardware, self.size["compute"]
         speed = h.peak(self.setting.precision) * h.reached.products
         computing = np.zeros((2, *self.numbers.shape))
@@ -185,7 +185,7 @@ class Estimator:
         return np.ceil(self.setting.batch / (self.columns["microbatch"] * replicas))
 
     def estimate(self, mode: Mode, rows: NDArray[np.intp]) -> Estimate:
-        """Estimate the candidates `rows` in one mode."""
+        """Estimate the contenders `rows` in one mode."""
         s, stages, sent = self.setting, self.stages[rows], self._sent[rows]
         m = np.maximum(self._microbatches[rows], stages if mode.chunks > 1 else 1)
         there, back, ends_there, ends_back = (part[rows] for part in self._times)

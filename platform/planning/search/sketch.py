@@ -29,7 +29,7 @@ from platform.plan.language.scheme import REPLICAS, Scheme
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.words import flops, word_of
 
-Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each candidate
+Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
 PASSING = ("shift", "relayout", "expand_kv", "cross_entropy")  # operations that keep nothing of their own
 FEW = 4  # layers of a model from whose last one deeper ones follow
 SEQUENCES = "microbatch"  # variable beside the sizes of axes
@@ -64,7 +64,7 @@ class Monomials:
     layer: NDArray[np.float64]
 
     def at(self, columns: Columns) -> NDArray[np.float64]:
-        """Return every number for every candidate, [numbers, candidates]."""
+        """Return every number for every contender, [numbers, contenders]."""
         base = {SEQUENCES: BASE}
         logs = np.stack([np.log2(columns[v] / base.get(v, 2)) for v in self.variables])
         return self.values[:, None] * np.exp2(self.exponents @ logs)
@@ -80,7 +80,7 @@ class Sketch:
     batch: tuple[tuple[str, ...], ...]
 
     def legal(self, columns: Columns) -> NDArray[np.bool_]:
-        """Return which candidates' axes divide what they split, but for the batch of a replica."""
+        """Return which contenders' axes divide what they split, but for the batch of a replica."""
         ones = np.ones_like(columns["stage"])
         found = ones > 0
         for size, axes in self.splits:
@@ -88,7 +88,7 @@ class Sketch:
         return found
 
     def takes(self, columns: Columns) -> NDArray[np.bool_]:
-        """Return which candidates' axes divide the batch of a replica."""
+        """Return which contenders' axes divide the batch of a replica."""
         ones = np.ones_like(columns[SEQUENCES])
         found = ones > 0
         for axes in self.batch:

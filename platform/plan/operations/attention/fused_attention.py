@@ -48,6 +48,7 @@ class FusedAttentionOp(BlockOp):
         self, ops, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
         bias=None,
     ):  # fmt: skip
+        """Record attention in one kernel, with the data that it reads to hide scores."""
         if bias:
             ops.check(bias, scores_of(spec, kv))
         more = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel}

@@ -58,6 +58,7 @@ class RingAttentionOp(BlockOp):
         self, ops, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0, mask=None,
         begins=None, bias=None,
     ):  # fmt: skip
+        """Record attention whose keys and values go around the ranks that split its length."""
         if bias:
             ops.check(bias, scores_of(spec, kv))
         more = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel, "shared": shared}
