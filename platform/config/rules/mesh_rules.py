@@ -12,7 +12,7 @@ from platform.config.key import WORKERS, refused
 from platform.config.layout_map import axes_of, violations_of_tables
 from platform.config.rules.left_open import violations_of_search
 from platform.plan.language.numbers import divisors
-from platform.plan.language.scheme import NESTED, RESERVED, rules_of_region
+from platform.plan.language.scheme import NESTED, RESERVED, rules_of
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
 
@@ -102,7 +102,7 @@ def _context(config: Config) -> Iterator[str]:
 def _lent(config: Config) -> Iterator[str]:
     """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
     lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
-    split = rules_of_region(config.tensor.regions, "experts").get("experts", ())
+    split = rules_of(config.tensor.regions, "experts").get("experts", ())
     inside = [axis for axis in split if config.tensor.axes.get(axis, 1) > 1]
     if lent and shared < 2:
         yield refused(config, key, f"parallel.experts={shared}: every replica has all experts", [0])

@@ -111,11 +111,11 @@ def _replicas(data: int, zero: int, experts: int) -> dict[str, int]:
     return {"data": data // (max(zero, 1) * experts), **inner}
 
 
-def rules_of_region(table: Mapping[str, Rules], name: str) -> Rules:
+def rules_of(table: Mapping[str, Rules], name: str) -> Rules:
     """Return a tensor scheme's map from dims to mesh axes for a region of the model, from its `table` of regions."""
     if name == "experts" and name not in table:
-        wide = {dim: axes for dim, axes in rules_of_region(table, "mlp").items() if dim not in ("length", "d_model")}
-        free = [a for a in rules_of_region(table, "stream").get("d_model", ()) if a not in wide.get("batch", ())]
+        wide = {dim: axes for dim, axes in rules_of(table, "mlp").items() if dim not in ("length", "d_model")}
+        free = [a for a in rules_of(table, "stream").get("d_model", ()) if a not in wide.get("batch", ())]
         return {**wide, "d_model": free}
     fallback = "attention" if name == "core" and "attention" in table else "stream"
     return dict(table.get(name, table.get(fallback, {})))
@@ -184,9 +184,7 @@ def compose_scheme(
         rules = {dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}
         return Layout.of(rules, _at_zero_of(branch, name))
 
-    maps = {
-        r: _with_context(contexts, r, _with_branches(branch, r, rules_of_region(tensor["regions"], r))) for r in REGIONS
-    }
+    maps = {r: _with_context(contexts, r, _with_branches(branch, r, rules_of(tensor["regions"], r))) for r in REGIONS}
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
