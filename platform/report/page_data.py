@@ -1,0 +1,318 @@
+"""Data of a page: what its script draws of each run, as plain data, from the files of the run directories.
+
+The files may be in use, torn, of an older layout or anybody's: what cannot be read is said, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from platform.boundary import documents
+from platform.boundary.schema import Malformed
+from platform.cluster.run import traces
+from platform.config.fields import Config
+from platform.monitor.goodput import goodput
+from platform.monitor.records import events
+from platform.monitor.records.columns import Columns
+from platform.monitor.records.journal_event import JournalEvent
+from platform.monitor.records.records import JOURNAL, METRICS
+from platform.plan.reports.describe import human
+from platform.report import account
+from platform.report.first_line import first_line
+from platform.report.panels import all_panels, panel_table, shows
+
+_NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
+_POINTS = (60, 1000)
+_EVENTS, _SAMPLES = 400, 20  # most that are shown of a run
+_RECENT = 50  # steps whose median speed is shown
+_PLAN, _PICTURE = 16 << 20, 400 << 10  # most bytes that are read
+
+
+class WatchedRun:
+    """Run directory that is read on as it grows: `columns` of metrics, `journal`, `config`, and `faults`, a line for
+    each file that could not be read."""
+
+    def __init__(self, directory: Path):
+        """Prepare to read the run in a directory, of which nothing need be there yet."""
+        self.directory = directory
+        self.columns = Columns(directory / METRICS)
+        self.journal: list[JournalEvent] = []
+        self.config: Config | None = None
+        self.faults: list[str] = []
+
+    def look(self) -> int:
+        """Read what is new in the run directory; return the number of leading rows of metrics that are as they were."""
+        self.faults = []
+        kept = self._read(METRICS, self.columns.read_on) or 0
+        self.journal = self._read(JOURNAL, lambda: list(_events(self.directory))) or []
+        self.config = self._read(traces.CONFIG, lambda: traces.configuration(self.directory))
+        if self.columns.unread:
+            self.faults.append(f"{METRICS}: {self.columns.unread} lines are no rows, and were passed over")
+        return kept
+
+    def _read(self, name: str, read: Callable[[], Any]) -> Any:
+        """Return what `read` finds in a file of the run directory, None if it cannot be read."""
+        try:
+            return read()
+        except (OSError, Malformed) as error:
+            self.faults.append(f"{name} cannot be read: {documents.one_line(error)}")
+            return None
+
+
+def _events(directory: Path) -> Iterator[JournalEvent]:
+    """Yield the events of a run's journal up to the first line that is none. Raises Malformed if that is the first."""
+    found = 0
+    try:
+        for event in traces.journal(directory):
+            found += 1
+            yield event
+    except Malformed:
+        if not found:
+            raise
+
+
+def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
+    """Return all that a page draws: its sections of panels, and the runs, which have been looked at."""
+    curves = sum(_weight(run) for run in runs)
+    points = min(max(_NUMBERS // max(curves, 1), _POINTS[0]), _POINTS[1])
+    named = _names([run.directory for run in runs])
+    return {
+        "live": live,
+        "made": time.time(),
+        "sections": panel_table()["sections"],
+        "kinds": account.KINDS | {"rest": "saving, evaluating, between steps"},
+        "runs": [_run_data(run, name, points) for run, name in zip(runs, named, strict=True)],
+    }
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """Return a short name for each run directory: its last parts, as many as tell it from the others."""
+    for count in range(1, 6):
+        names = ["/".join(d.parts[-count:]) or str(d) for d in directories]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def _heats() -> list[str]:
+    """Return the metrics of the panels that show a mean alone, as colours."""
+    return [m for panel in all_panels() if panel.get("kind") == "heat" for m in panel["metrics"]]
+
+
+def _weight(run: WatchedRun) -> int:
+    """Return how many numbers a point of all the curves of a run has."""
+    heats = _heats()
+    return sum(1 if shows(heats, name) else 3 for name in run.columns.names)
+
+
+def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
+    """Return what a page draws of one run, with curves of at most about `points` points."""
+    journal, ledger = run.journal, account.account_of(run.journal, _seen(run) if account.goes_on(run.journal) else 0.0)
+    told, left_out = account.shown_events(journal, _EVENTS)
+    return {
+        "name": name,
+        "path": str(run.directory),
+        "verdict": first_line(journal, _seen(run), time.time(), _step_seconds(run.columns)),
+        "faults": run.faults,
+        "began": journal[0].time if journal else 0.0,
+        "tiles": list(_tiles(run)),
+        "curves": curves(run.columns, points),
+        "events": [
+            [round(e.time, 3), account.step_of(e), account.tone_of(e), account.line_of(e)] for e in told
+        ],
+        "left_out": left_out,
+        "stretches": [[s.kind, round(s.start, 3), round(s.end, 3)] for s in ledger.stretches[-2000:]],
+        "shares": account.shares(journal, ledger, _useful(run)),
+        "failures": [
+            [f.time, f.step, f.who, f.what, f.stopped, f.repeated, f.steps, f.fewer, f.seconds]
+            for f in ledger.failures[-_EVENTS:]
+        ],
+        "samples": [
+            [e.step, e.prompt[:500], e.text[:2000]] for e in journal if isinstance(e, events.Sampled)
+        ][-_SAMPLES:],
+        "traffic": next((e.rows[:20] for e in reversed(journal) if isinstance(e, events.Traffic)), []),
+        "plan": _plan(run),
+        "pictures": list(_pictures(run)),
+        "settings": _settings(run.config) if run.config else {},
+    }  # fmt: skip
+
+
+def _step_seconds(columns: Columns) -> float:
+    """Return the median seconds of the last steps in a run's metrics, 0 if there are none."""
+    return median([v for v in columns.column("perf/step_seconds")[-_RECENT:] if v == v] or [0.0])
+
+
+def _seen(run: WatchedRun) -> float:
+    """Return when a run last wrote a row of metrics or an event, seconds since the epoch."""
+    times = [event.time for event in run.journal[-1:]]
+    with suppress(OSError):
+        times.append((run.directory / METRICS).stat().st_mtime)
+    return max(times, default=0.0)
+
+
+def _useful(run: WatchedRun) -> float | None:
+    """Return the useful seconds of a run that goes on, of which the journal has only those up to its last checkpoint;
+    None for one that has ended."""
+    if not account.goes_on(run.journal):
+        return None
+    return float(np.nansum(run.columns.column("perf/step_seconds")))
+
+
+def curves(columns: Columns, points: int) -> dict[str, Any]:
+    """Return the curves of a run's metrics: `grids`, lists of the steps, tokens and hours of training of points, and by
+    W&B name [grid, means] or [grid, means, lowest, highest].
+
+    A metric of many rows is divided into `points` parts of as many rows each, so that no peak is lost; one that few
+    rows have is taken as it is, on a grid of its own.
+    """
+    steps = np.array(columns.steps, np.int64)
+    hours = np.cumsum(np.nan_to_num(np.asarray(columns.column("perf/step_seconds")))) / 3600
+    tokens = np.nan_to_num(np.asarray(columns.column("tokens")))
+    grids: list[dict[str, list[Any]]] = []
+    places: dict[bytes, int] = {}
+    found: dict[str, Any] = {}
+    heats = _heats()
+
+    def grid(rows: np.ndarray) -> int:
+        """Return the number of the grid of the points at these rows."""
+        key = rows.tobytes()
+        if key not in places:
+            places[key] = len(grids)
+            x = {"step": steps[rows].tolist(), "tokens": tokens[rows].astype(np.int64).tolist()}
+            grids.append({**x, "hours": _rounded(hours[rows])})
+        return places[key]
+
+    for name in columns.names:
+        values = np.asarray(columns.column(name))
+        rows = np.flatnonzero(~np.isnan(values)) if name.split("/")[0] in _SPARSE else np.arange(len(steps))
+        if not len(rows):
+            continue
+        if len(rows) <= points:
+            found[name] = [grid(rows), _rounded(values[rows])]
+            continue
+        edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
+        low, mean, high = _parts(values[rows], edges[:-1])
+        spread = [] if shows(heats, name) or np.array_equal(low, high, equal_nan=True) else [low, high]
+        found[name] = [grid(rows[edges[1:] - 1]), *map(_rounded, [mean, *spread])]
+    return {"grids": grids, "of": found, "rows": len(steps)}
+
+
+_SPARSE = ("val", "tasks", "layers")  # metrics that only some rows have: their points are not spread over all rows
+
+
+def _parts(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the lowest, mean and highest number of each part of `values`, without NaN; parts begin at `starts`."""
+    finite = np.where(np.isfinite(values), values, np.nan)
+    known = np.add.reduceat(~np.isnan(finite), starts, dtype=np.int64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.nan_to_num(finite), starts) / known
+    return np.fmin.reduceat(finite, starts), mean, np.fmax.reduceat(finite, starts)
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Return the numbers of a curve as JSON has them, with five digits; None for NaN and infinities."""
+    return [float(f"{v:.5g}") if isfinite(v) else None for v in values.tolist()]
+
+
+def _last(columns: Columns, name: str) -> float | None:
+    """Return the last number in a column of metrics, None if it has none."""
+    return next((v for v in reversed(columns.column(name)) if v == v), None)
+
+
+def _tiles(run: WatchedRun) -> Iterator[tuple[str, str, str]]:
+    """Yield the most important numbers of a run as (name, value, remark)."""
+    columns, cost = run.columns, goodput(run.journal)
+    done = columns.steps[-1] if columns.steps else max((account.step_of(e) or 0 for e in run.journal), default=0)
+    yield "step", f"{done:,}", f"of {run.config.train.steps:,}" if run.config else ""
+    if (loss := _last(columns, "train/loss")) is not None:
+        yield "loss", f"{loss:.4f}", ""
+    if (loss := _last(columns, "val/loss")) is not None:
+        yield "validation loss", f"{loss:.4f}", f"lowest {np.nanmin(columns.column('val/loss')):.4f}"
+    recent = [v for v in columns.column("perf/tokens_per_second")[-_RECENT:] if v == v]
+    if recent:
+        yield "tokens/s", f"{median(recent):,.0f}", f"median of {len(recent)} steps"
+    if (mfu := _last(columns, "perf/mfu")) is not None:
+        yield "MFU", f"{mfu:.1%}", ""
+    if (tokens := _last(columns, "tokens")) is not None:
+        yield "tokens", human(tokens).strip(), ""
+    if (workers := _last(columns, "elastic/world_size")) is not None:
+        yield "workers", f"{workers:,.0f}", ""
+    if (peak := _last(columns, "memory/peak_bytes")) is not None:
+        yield "peak memory", f"{human(peak)}B", "largest worker"
+    if cost.seconds and not account.goes_on(run.journal):
+        yield "goodput", f"{cost.goodput:.1%}", f"of {cost.seconds:,.0f} s"
+    if run.journal:
+        yield "failures", f"{cost.failures}", f"{len(cost.recoveries)} survived" if cost.failures else ""
+
+
+def _plan(run: WatchedRun) -> dict[str, Any]:
+    """Return the plan of a run as its plan.json has it: `facts`, and `table`, the layout of each region; {} without."""
+    try:
+        plan = documents.from_json(documents.read_bytes(run.directory / traces.PLAN, _PLAN), _PLAN)
+        mesh, regions = dict(plan["mesh"]), dict(plan["regions"])
+        dims = list(dict.fromkeys(dim for region in regions.values() for dim in region))
+        facts = {
+            "workers": " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n != 1) or "1",
+            "scheme": plan.get("scheme"),
+            "precision": plan.get("precision"),
+            "microbatches": plan.get("microbatches"),
+            "parameters": f"{plan['parameter_count']:,}, of which a worker has {plan['parameters_per_worker']:,}",
+            "bytes per step": {name: f"{human(n)}B" for name, n in plan.get("communication", {}).items()},
+        }
+        rows = [[name, *("+".join(region.get(dim, ())) or "-" for dim in dims)] for name, region in regions.items()]
+    except FileNotFoundError:
+        return {}
+    except (OSError, Malformed, ValueError, TypeError, KeyError, AttributeError) as error:
+        run.faults.append(f"{traces.PLAN} cannot be read: {documents.one_line(error)}")
+        return {}
+    return {"facts": {name: fact for name, fact in facts.items() if fact}, "table": [["region", *dims], *rows]}
+
+
+def _pictures(run: WatchedRun) -> Iterator[tuple[str, str]]:
+    """Yield the pictures of a run as (title, address with the picture in it): its schedule as planned, and as measured
+    where it wrote one. As images they run nothing and load nothing, whoever drew them."""
+    if run.config and run.config.pipeline.stages > 1 and not run.config.extend:  # no code of others is run
+        from platform.boundary.refusals import ConfigError
+        from platform.planning.make_plan import make_plan
+        from platform.planning.step_price import picture
+
+        with suppress(ConfigError):
+            plan = make_plan(run.config, None)
+            yield "as planned", _address(picture(run.config, plan, None).encode())
+    with suppress(FileNotFoundError):
+        try:
+            drawn = documents.read_bytes(run.directory / "timeline.svg", _PICTURE)
+        except Malformed:
+            run.faults.append(f"timeline.svg has more than {_PICTURE} bytes, and is not shown")
+        else:
+            yield "as measured", _address(drawn)
+
+
+def _address(svg: bytes) -> str:
+    """Return the address of an SVG picture that has the picture in itself."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """Return the keys of a run's configuration whose value is not the default, with their values as text."""
+    usual = dict(_flat_settings(Config().to_dict()))
+    own = dict(_flat_settings(config.to_dict()))
+    return {key: documents.one_line(value, 200) for key, value in own.items() if usual.get(key) != value}
+
+
+def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a nested configuration, joined by dots, with their values."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
