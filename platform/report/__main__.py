@@ -16,7 +16,7 @@ from pathlib import Path
 from platform.boundary.command_line import DONE, command_line, run_command
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import print_line
-from platform.report.page import render
+from platform.report.page import page_html
 from platform.report.page_data import WatchedRun, page_data
 
 
@@ -36,7 +36,7 @@ def _answer(given: argparse.Namespace) -> int:
     runs = [WatchedRun(run.resolve()) for run in given.runs]
     for run in runs:
         run.look()
-    text = render(page_data(runs))
+    text = page_html(page_data(runs))
     output = given.output or given.runs[0] / "report.html"
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     draft.write_text(text)

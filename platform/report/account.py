@@ -1,4 +1,4 @@
-"""Account of the time of a run, from its journal: stretches of training, starting, recovery and standstill, and what
+"""Account of the time of a run, from its journal: periods of training, starting, recovery and standstill, and what
 each failure cost in seconds of useful work."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from platform.monitor.records import events
 from platform.monitor.records.journal_event import End, JournalEvent
 from platform.monitor.story import LINES
 
-# kind of stretch -> its text for people, in the order of a legend
+# kind of period -> its text for people, in the order of a legend
 KINDS = {
     "useful": "training",
     "fewer": "training with fewer workers",
@@ -33,7 +33,7 @@ _TONES: dict[type[JournalEvent], str] = {
 }  # fmt: skip
 
 
-class Stretch(NamedTuple):
+class Period(NamedTuple):
     """Part of a run's time, of one of KINDS: from `start` to `end`, seconds since the epoch."""
 
     kind: str
@@ -64,15 +64,14 @@ class FailureCost:
 
 @dataclass
 class Account:
-    """Account of a run's time: `stretches` in order, and the failures with their costs."""
+    """Account of a run's time: `periods` in order, and the failures with their costs."""
 
-    stretches: list[Stretch] = field(default_factory=list)
+    periods: list[Period] = field(default_factory=list)
     failures: list[FailureCost] = field(default_factory=list)
 
 
 def account_of(journal: Iterable[JournalEvent], now: float = 0.0) -> Account:
-    """Return the account of a run's time from its journal's events, in order; `now`: when it was last seen at work, if
-    it goes on."""
+    """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work."""
     ledger = _Ledger()
     for event in journal:
         ledger.enter(event)
@@ -86,8 +85,8 @@ class _Ledger:
     def __init__(self) -> None:
         """Begin an account of a run's time in which nothing has happened."""
         self.account, self.last = Account(), 0.0
-        self._kind, self._since = "", 0.0  # of the open stretch; "": none
-        self._world, self._full = 0, 0  # workers of the mesh, and the most that there have been
+        self._kind, self._since = "", 0.0  # of the open period; "": none
+        self._workers, self._full = 0, 0  # workers of the mesh, and the most that there have been
         self._saved = self._before = 0.0  # time of the last checkpoint, and of the last event of the driver before
         self._failure: FailureCost | None = None  # the last one, as long as it costs
 
@@ -102,10 +101,10 @@ class _Ledger:
             case events.TookOver():
                 what = "died without an end"
                 self._fail(FailureCost(self._before, event.step, "the driver", what, steps=event.steps_lost))
-                trained = (s for s in self.account.stretches if s.kind in _TRAINING)
+                trained = (s for s in self.account.periods if s.kind in _TRAINING)
                 self._lose(sum(max(0.0, s.end - max(s.start, self._saved)) for s in trained))
             case events.Forming():
-                self._world, self._full = event.world_size, max(self._full, event.world_size)
+                self._workers, self._full = event.world_size, max(self._full, event.world_size)
             case events.Failure():
                 self._turn("recover", event.time)
                 who = f"rank {event.rank}" if event.rank is not None else f"worker {event.number}"
@@ -120,8 +119,8 @@ class _Ledger:
                     self._failure.steps += event.steps_lost
                 self._lose(event.lost_seconds)
             case events.FirstStep():
-                self._turn("fewer" if self._world < self._full else "useful", event.time)
-                self._failure = self._failure if self._world < self._full else None
+                self._turn("fewer" if self._workers < self._full else "useful", event.time)
+                self._failure = self._failure if self._workers < self._full else None
             case End():
                 self.close(event.time)
                 if self._failure:
@@ -132,25 +131,25 @@ class _Ledger:
         self.last = max(self.last, event.time)
 
     def close(self, time: float) -> None:
-        """End the open stretch of a run's time, if there is one."""
+        """End the open period of a run's time, if there is one."""
         if self._kind:
             self._book(self._kind, self._since, time)
         self._kind = ""
 
     def _turn(self, kind: str, time: float) -> None:
-        """Begin a stretch of a run's time of another kind, where the one before ends."""
+        """Begin a period of a run's time of another kind, where the one before ends."""
         self.close(time)
         self._kind, self._since = kind, time
 
     def _book(self, kind: str, start: float, end: float) -> None:
-        """Enter a stretch of a run's time, and charge the last failure for it."""
+        """Enter a period of a run's time, and charge the last failure for it."""
         if end <= start:
             return
-        self.account.stretches.append(Stretch(kind, start, end))
+        self.account.periods.append(Period(kind, start, end))
         if self._failure and kind in ("recover", "start"):
             self._failure.stopped += end - start
         elif self._failure and kind == "fewer":
-            self._failure.fewer += (end - start) * (1 - self._world / self._full)
+            self._failure.fewer += (end - start) * (1 - self._workers / self._full)
 
     def _fail(self, failure: FailureCost) -> None:
         """Enter a failure, which is charged for the time from now on."""
@@ -161,27 +160,27 @@ class _Ledger:
         """Turn the last `seconds` of training in the account into lost ones, and charge the last failure for them."""
         if self._failure:
             self._failure.repeated += seconds
-        found, later = self.account.stretches, list[Stretch]()
+        found, later = self.account.periods, list[Period]()
         while seconds > 0 and found:
             last = found.pop()
             if last.kind in _TRAINING:
                 cut = max(last.start, last.end - seconds)
                 seconds -= last.end - cut
-                parts = [Stretch(last.kind, last.start, cut), Stretch("lost", cut, last.end)]
+                parts = [Period(last.kind, last.start, cut), Period("lost", cut, last.end)]
                 later[:0] = [part for part in parts if part.end > part.start]
             else:
                 later.insert(0, last)
         found += later
 
 
-def shares(journal: Sequence[JournalEvent], account: Account, useful: float | None) -> dict[str, float]:
-    """Return where the seconds of a run's drivers went, by kind: `useful`, as goodput counts them (or as given, of a
-    run that goes on), `lost`, `start`, `recover`, `reshape`, and `rest`: saving, evaluating, waiting between steps."""
+def time_shares(journal: Sequence[JournalEvent], account: Account, useful: float | None) -> dict[str, float]:
+    """Return where the seconds of a run's drivers went, by kind; `useful`: seconds of a run that goes on, else None."""
     cost = goodput(journal)
-    total = sum(s.end - s.start for s in account.stretches if s.kind != "down")
+    total = sum(s.end - s.start for s in account.periods if s.kind != "down")
     found = {"useful": cost.useful_seconds if useful is None else useful}
     for kind in ("lost", "start", "recover", "reshape"):
-        found[kind] = sum(s.end - s.start for s in account.stretches if s.kind == kind)
+        found[kind] = sum(s.end - s.start for s in account.periods if s.kind == kind)
+    # the rest: saving, evaluating, what lies between steps
     return {**found, "rest": max(0.0, total - sum(found.values()))}
 
 
@@ -192,14 +191,13 @@ def goes_on(journal: Sequence[JournalEvent]) -> bool:
 
 
 def shown_events(journal: Sequence[JournalEvent], most: int) -> tuple[list[JournalEvent], int]:
-    """Return the events of a run's journal that people are shown, at most `most`, and how many are left out: the last
-    ones and, of those before, the ones that are bad news."""
-    told = [e for e in journal if line_of(e)]
-    left_out = max(0, len(told) - most)
+    """Return the newest events of a run's journal that are news, and older bad news, and how many are left out."""
+    news = [e for e in journal if line_of(e)]
+    left_out = max(0, len(news) - most)
     if left_out:
-        bad = [e for e in told[: -most // 2] if tone_of(e) == "bad"][-(most // 2) :]
-        told = bad + told[-(most - len(bad)) :]
-    return told, left_out
+        bad = [e for e in news[: -most // 2] if tone_of(e) == "bad"][-(most // 2) :]
+        news = bad + news[-(most - len(bad)) :]
+    return news, left_out
 
 
 def line_of(event: JournalEvent) -> str:

@@ -1,4 +1,4 @@
-"""First line of a page: how a run is, and if it ended or stands still, who and what was to blame."""
+"""First line of a page: the state of a run and, if it ended or stands still, the culprit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PATIENCE = 60.0  # seconds, or so many median steps, after which a run counts a
 _STEPS = 10
 
 
-def first_line(journal: Sequence[JournalEvent], seen: float, now: float, step_seconds: float) -> tuple[str, str]:
+def state_line(journal: Sequence[JournalEvent], seen: float, now: float, step_seconds: float) -> tuple[str, str]:
     """Return in one line how a run is, from its journal, as (tone, text). `seen`: when it last wrote something, `now`:
-    the time, both in seconds since the epoch; `step_seconds`: of its median step."""
+    the time, both in seconds since the epoch; `step_seconds`: length of its median step."""
     if not journal:
         return "warn", "Nothing has started here: there is no journal yet."
     start = max((i for i, event in enumerate(journal) if isinstance(event, events.Starting)), default=0)

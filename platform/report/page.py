@@ -10,7 +10,7 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from platform.report.panels import STATIC
+from platform.report.panel_table import STATIC
 
 _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "page.js")
@@ -44,9 +44,8 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def policy(live: bool) -> str:
-    """Return the content security policy of a page: its own scripts and styles, pictures in it, and if it is `live` the
-    server that it came from."""
+def content_policy(live: bool) -> str:
+    """Return the content security policy of a page, which may ask its server for rows if it is `live`."""
     scripts, styles = (" ".join(_digest(_static(name)) for name in names) for names in (_SCRIPTS, _STYLES))
     connect = "'self'" if live else "'none'"
     return (
@@ -60,7 +59,7 @@ def inert_json(data: Any) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_INERT)
 
 
-def render(data: Mapping[str, Any]) -> str:
+def page_html(data: Mapping[str, Any]) -> str:
     """Return the HTML of a page that draws such data (`page_data`). Its first lines, on how each run is, can be read
     without a script."""
     runs = data["runs"]
@@ -70,7 +69,7 @@ def render(data: Mapping[str, Any]) -> str:
         for run in runs
     )
     return _PAGE.format(
-        policy=policy(data["live"]),
+        policy=content_policy(data["live"]),
         title=escape(", ".join(run["name"] for run in runs)),
         styles="\n".join(f"<style>{_static(name)}</style>" for name in _STYLES),
         scripts="\n".join(f"<script>{_static(name)}</script>" for name in _SCRIPTS),

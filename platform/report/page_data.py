@@ -27,8 +27,8 @@ from platform.monitor.records.journal_event import JournalEvent
 from platform.monitor.records.records import JOURNAL, METRICS
 from platform.plan.reports.describe import human
 from platform.report import account
-from platform.report.first_line import first_line
-from platform.report.panels import all_panels, panel_table, shows
+from platform.report.first_line import state_line
+from platform.report.panel_table import all_panels, panel_table, shows
 
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
 _POINTS = (60, 1000)
@@ -50,16 +50,16 @@ class WatchedRun:
         self.faults: list[str] = []
 
     def look(self) -> int:
-        """Read what is new in the run directory; return the number of leading rows of metrics that are as they were."""
+        """Read the news of the run directory; return how many of the rows of metrics, from the first, still hold."""
         self.faults = []
-        kept = self._read(METRICS, self.columns.read_on) or 0
-        self.journal = self._read(JOURNAL, lambda: list(_events(self.directory))) or []
-        self.config = self._read(traces.CONFIG, lambda: traces.configuration(self.directory))
+        kept = self._read_file(METRICS, self.columns.read_on) or 0
+        self.journal = self._read_file(JOURNAL, lambda: list(_events(self.directory))) or []
+        self.config = self._read_file(traces.CONFIG, lambda: traces.configuration(self.directory))
         if self.columns.unread:
             self.faults.append(f"{METRICS}: {self.columns.unread} lines are no rows, and were passed over")
         return kept
 
-    def _read(self, name: str, read: Callable[[], Any]) -> Any:
+    def _read_file(self, name: str, read: Callable[[], Any]) -> Any:
         """Return what `read` finds in a file of the run directory, None if it cannot be read."""
         try:
             return read()
@@ -84,7 +84,7 @@ def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
     """Return all that a page draws: its sections of panels, and the runs, which have been looked at."""
     curves = sum(_weight(run) for run in runs)
     points = min(max(_NUMBERS // max(curves, 1), _POINTS[0]), _POINTS[1])
-    named = _names([run.directory for run in runs])
+    named = _unique_names([run.directory for run in runs])
     return {
         "live": live,
         "made": time.time(),
@@ -94,8 +94,8 @@ def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
     }
 
 
-def _names(directories: Sequence[Path]) -> list[str]:
-    """Return a short name for each run directory: its last parts, as many as tell it from the others."""
+def _unique_names(directories: Sequence[Path]) -> list[str]:
+    """Return a short name for each run directory: as many of its last parts as it takes to be unique."""
     for count in range(1, 6):
         names = ["/".join(d.parts[-count:]) or str(d) for d in directories]
         if len(set(names)) == len(names):
@@ -116,22 +116,25 @@ def _weight(run: WatchedRun) -> int:
 
 def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     """Return what a page draws of one run, with curves of at most about `points` points."""
-    journal, ledger = run.journal, account.account_of(run.journal, _seen(run) if account.goes_on(run.journal) else 0.0)
-    told, left_out = account.shown_events(journal, _EVENTS)
+    journal, ledger = (
+        run.journal,
+        account.account_of(run.journal, _last_written(run) if account.goes_on(run.journal) else 0.0),
+    )
+    news, left_out = account.shown_events(journal, _EVENTS)
     return {
         "name": name,
         "path": str(run.directory),
-        "verdict": first_line(journal, _seen(run), time.time(), _step_seconds(run.columns)),
+        "verdict": state_line(journal, _last_written(run), time.time(), _step_seconds(run.columns)),
         "faults": run.faults,
         "began": journal[0].time if journal else 0.0,
         "tiles": list(_tiles(run)),
-        "curves": curves(run.columns, points),
+        "curves": curves_of(run.columns, points),
         "events": [
-            [round(e.time, 3), account.step_of(e), account.tone_of(e), account.line_of(e)] for e in told
+            [round(e.time, 3), account.step_of(e), account.tone_of(e), account.line_of(e)] for e in news
         ],
         "left_out": left_out,
-        "stretches": [[s.kind, round(s.start, 3), round(s.end, 3)] for s in ledger.stretches[-2000:]],
-        "shares": account.shares(journal, ledger, _useful(run)),
+        "periods": [[s.kind, round(s.start, 3), round(s.end, 3)] for s in ledger.periods[-2000:]],
+        "shares": account.time_shares(journal, ledger, _useful(run)),
         "failures": [
             [f.time, f.step, f.who, f.what, f.stopped, f.repeated, f.steps, f.fewer, f.seconds]
             for f in ledger.failures[-_EVENTS:]
@@ -151,7 +154,7 @@ def _step_seconds(columns: Columns) -> float:
     return median([v for v in columns.column("perf/step_seconds")[-_RECENT:] if v == v] or [0.0])
 
 
-def _seen(run: WatchedRun) -> float:
+def _last_written(run: WatchedRun) -> float:
     """Return when a run last wrote a row of metrics or an event, seconds since the epoch."""
     times = [event.time for event in run.journal[-1:]]
     with suppress(OSError):
@@ -160,14 +163,13 @@ def _seen(run: WatchedRun) -> float:
 
 
 def _useful(run: WatchedRun) -> float | None:
-    """Return the useful seconds of a run that goes on, of which the journal has only those up to its last checkpoint;
-    None for one that has ended."""
+    """Return the useful seconds of a run that goes on, None for one that has ended."""
     if not account.goes_on(run.journal):
-        return None
+        return None  # the journal has them all; of one that goes on, only up to its last checkpoint
     return float(np.nansum(run.columns.column("perf/step_seconds")))
 
 
-def curves(columns: Columns, points: int) -> dict[str, Any]:
+def curves_of(columns: Columns, points: int) -> dict[str, Any]:
     """Return the curves of a run's metrics: `grids`, lists of the steps, tokens and hours of training of points, and by
     W&B name [grid, means] or [grid, means, lowest, highest].
 
@@ -200,7 +202,7 @@ def curves(columns: Columns, points: int) -> dict[str, Any]:
             found[name] = [grid(rows), _rounded(values[rows])]
             continue
         edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
-        low, mean, high = _parts(values[rows], edges[:-1])
+        low, mean, high = _extremes(values[rows], edges[:-1])
         spread = [] if shows(heats, name) or np.array_equal(low, high, equal_nan=True) else [low, high]
         found[name] = [grid(rows[edges[1:] - 1]), *map(_rounded, [mean, *spread])]
     return {"grids": grids, "of": found, "rows": len(steps)}
@@ -209,7 +211,7 @@ def curves(columns: Columns, points: int) -> dict[str, Any]:
 _SPARSE = ("val", "tasks", "layers")  # metrics that only some rows have: their points are not spread over all rows
 
 
-def _parts(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _extremes(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the lowest, mean and highest number of each part of `values`, without NaN; parts begin at `starts`."""
     finite = np.where(np.isfinite(values), values, np.nan)
     known = np.add.reduceat(~np.isnan(finite), starts, dtype=np.int64)
@@ -279,7 +281,7 @@ def _plan(run: WatchedRun) -> dict[str, Any]:
 
 def _pictures(run: WatchedRun) -> Iterator[tuple[str, str]]:
     """Yield the pictures of a run as (title, address with the picture in it): its schedule as planned, and as measured
-    where it wrote one. As images they run nothing and load nothing, whoever drew them."""
+    where it wrote one. Images run nothing and load nothing."""
     if run.config and run.config.pipeline.stages > 1 and not run.config.extend:  # no code of others is run
         from platform.boundary.refusals import ConfigError
         from platform.planning.make_plan import make_plan

@@ -32,9 +32,9 @@ class Columns:
     def __init__(self, path: Path):
         """Prepare to read the metrics file at `path`, which need not be there yet."""
         self._path = path
-        self._begin()
+        self._forget_rows()
 
-    def _begin(self) -> None:
+    def _forget_rows(self) -> None:
         """Forget all that was read of the metrics file."""
         self._place = self.unread = 0  # the place is behind the last whole line
         self._numbers: dict[str, array[float]] = {}
@@ -46,25 +46,23 @@ class Columns:
         return list(self._numbers)
 
     def column(self, name: str) -> array[float]:
-        """Return the column of a metrics file of that W&B name, with a number for each of `steps`; all NaN if there is
-        none."""
+        """Return a metrics file's column of that W&B name, as long as `steps`; all NaN if there is none."""
         found = self._numbers.get(name)
-        return _filled(array("d") if found is None else found, len(self.steps))
+        return _lengthened(array("d") if found is None else found, len(self.steps))
 
     def read_on(self) -> int:
-        """Read what has been written to the metrics file since the last time; return the number of leading rows that
-        are as they were. A file that has become shorter is read anew."""
-        kept = len(self.steps)
+        """Read the new lines of the metrics file; return how many leading rows still hold."""
+        kept = len(self.steps)  # a file that has become shorter is read anew
         with suppress(FileNotFoundError, NotADirectoryError):
             for line in self._new_lines():
-                kept = min(kept, self._take(line))
-        return kept
+                kept = min(kept, self._take_row(line))
+        return min(kept, len(self.steps))
 
     def _new_lines(self) -> Iterator[bytes]:
         """Yield the whole lines that the metrics file has got since the last time; what follows may be torn."""
         with documents.open_regular(self._path) as file:
             if file.seek(0, io.SEEK_END) < self._place:
-                self._begin()
+                self._forget_rows()
             file.seek(self._place)
             rest = b""
             while block := file.read(_BLOCK):
@@ -74,11 +72,11 @@ class Columns:
                 if len(rest) > LARGEST:
                     self._place, rest, self.unread = self._place + len(rest), b"", self.unread + 1
 
-    def _take(self, line: bytes) -> int:
+    def _take_row(self, line: bytes) -> int:
         """Add the row on a line of the metrics file; return the number of rows before it."""
         try:
-            row, _ = _DECODER.raw_decode(line.decode())
-            step = row["step"]
+            row, end = _DECODER.raw_decode(text := line.decode())
+            step = row["step"] if end == len(text) else None
         except (ValueError, RecursionError, TypeError, KeyError):
             row = step = None
         if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(row, dict):
@@ -92,17 +90,17 @@ class Columns:
         before = len(self.steps)
         self.steps.append(step)
         for name, value in _flat(row):
-            number = value if type(value) is float else _number(value)
+            number = value if type(value) is float else _as_number(value)
             if name not in self._numbers and number is not None and len(self._numbers) < _MOST_COLUMNS:
                 self._numbers[name] = array("d")
             if number is not None and name in self._numbers:
-                column = _filled(self._numbers[name], before)
+                column = _lengthened(self._numbers[name], before)
                 if len(column) == before:  # else a name comes twice
                     column.append(number)
         return before
 
 
-def _filled(column: array[float], length: int) -> array[float]:
+def _lengthened(column: array[float], length: int) -> array[float]:
     """Return a column of metrics after adding NaN at its end, in place, up to a length."""
     if len(column) < length:
         column.extend([nan] * (length - len(column)))
@@ -122,7 +120,7 @@ def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | None:
     """Return a value in a row of metrics as a float, None if it is none; NaN and infinities are texts there."""
     if isinstance(value, int):  # True is 1: the step was skipped
         return float(value) if abs(value) < 1 << 1000 else inf

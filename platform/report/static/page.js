@@ -33,7 +33,7 @@ const VIEWS = {
   },
   account(run, box, now) {
     const shares = Object.entries(run.shares).filter(([, seconds]) => seconds > 0), total = shares.reduce((sum, [, s]) => sum + s, 0);
-    if (!run.stretches.length || !total) return false;
+    if (!run.periods.length || !total) return false;
     now.textContent = `${duration(total)} of drivers`;
     box.append(strip(run));
     const bar = el("div", "share");
@@ -92,7 +92,7 @@ const VIEWS = {
 
 // Draws the time of a run as one bar, with marks where something failed.
 function strip(run) {
-  const from = run.stretches[0][1], to = run.stretches[run.stretches.length - 1][2], make = (tag, more) => {
+  const from = run.periods[0][1], to = run.periods[run.periods.length - 1][2], make = (tag, more) => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(more)) node.setAttribute(name, value);
     return node;
@@ -100,7 +100,7 @@ function strip(run) {
   const svg = make("svg", { viewBox: "0 0 1000 46", preserveAspectRatio: "none", class: "strip" });
   const x = (time) => (1000 * (time - from)) / (to - from || 1);
   const titled = (node, text) => (node.append(make("title", {})), (node.firstChild.textContent = text), node);
-  for (const [kind, start, end] of run.stretches)
+  for (const [kind, start, end] of run.periods)
     svg.append(titled(make("rect", { x: x(start), y: 12, width: Math.max(x(end) - x(start), 0.4), height: 34, fill: style(KIND_COLOURS[kind]) }),
       `${page.kinds[kind]}: ${duration(end - start)}, from ${duration(start - from)} on`));
   for (const [time, , who, what, , , , , cost] of run.failures)
