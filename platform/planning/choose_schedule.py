@@ -21,6 +21,7 @@ from platform.plan.schedule.generators import (
     generate,
     least_microbatches,
     legal_microbatches,
+    representative_microbatches,
 )
 from platform.plan.schedule.table import Schedule, ScheduleError, table
 
@@ -106,6 +107,26 @@ def schedule_of(config: Config, data: int) -> Schedule:
             raise ConfigError([violation("pipeline", kind, line) for line in error.violations]) from None
         reason = f"is {count_of(microbatches, 'microbatch')}; {'; '.join(error.violations)}"
         raise ConfigError(violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
+
+
+def short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
+    """Make the pipeline schedule that a configured run over `data` replicas follows, or one of fewer `microbatches`
+    with the same stages and the same peak memory, which is quicker to make. Raises ScheduleError for an illegal one."""
+    pipeline = config.pipeline
+    if pipeline.kind == "file":
+        return schedule_of(config, data)
+    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
+    return generate(kind, pipeline.stages, pipeline.chunks, few, generator_of(pipeline))
+
+
+def placement_of(config: Config, data: int) -> tuple[int, ...]:
+    """Return the pipeline stage of every model chunk of a configured run over `data` replicas. Raises ConfigError as
+    `schedule_of` does."""
+    try:
+        return short_schedule(config, data, count_microbatches(config, data)).placement
+    except ScheduleError:
+        return schedule_of(config, data).placement  # which says what is wrong
 
 
 def schedules_of(config: Config, data: int) -> list[Schedule]:

@@ -7,8 +7,8 @@ sends and receives, and gradients as they come, in the order of `platform.parall
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
 from platform.plan.core.counted import counted_stretches
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
+from platform.plan.memory.alike import likeness
 from platform.plan.memory.meter import Meter
 from platform.plan.memory.sums import MeteredSums
 from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
@@ -74,6 +75,16 @@ class Passes:
     standing: int
     left: Counter[int]
 
+    def renumbered(self, numbers: Mapping[int, int]) -> Passes:
+        """Return the same bytes with the numbers of buckets replaced."""
+        begun, gradients, parts = (
+            {numbers[n]: size for n, size in sizes.items()} for sizes in (self.begun, self.gradients, self.parts)
+        )
+        return replace(self, begun=begun, gradients=gradients, parts=parts)
+
+
+Measured = MutableMapping[tuple, Passes]  # chunk's likeness and other circumstances -> its passes, with its own buckets
+
 
 def footprint(
     plan: Plan,
@@ -84,13 +95,16 @@ def footprint(
     dropout: float,
     device: str = "cpu",
     scratch: int = 0,
+    measured: Measured | None = None,
 ) -> Footprint:
     """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
     in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
     and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
-    kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update."""
+    kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update; `measured`: passes of other stages
+    with the same arguments, to which this one's are added."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
-    sizes, walk = weight_bytes(plan, moments, at), _Walk(plan.at(stage), model, at, dropout, device)
+    walk = _Walk(plan.at(stage), model, at, dropout, device, {} if measured is None else measured)
+    sizes = weight_bytes(plan, moments, at)
     gradients, activations, working, live = walk.run(list(row), scratch)
     host = sum(size * n for size, n in walk.most_left.items())
     activations += host if device == "cpu" else 0
@@ -166,7 +180,15 @@ class _Walk:
     """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `kept`: bytes that
     forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
 
-    def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float, device: str):
+    def __init__(
+        self,
+        plan: Plan,
+        model: RecordableModel,
+        at: Mapping[str, int],
+        dropout: float,
+        device: str,
+        measured: Measured,
+    ):
         """Begin a memory forecast of one stage's schedule row, on the worker at mesh coordinates `at`."""
         self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
         self.kept = self.gradients = self.live = self.standing = 0
@@ -180,7 +202,9 @@ class _Walk:
         self.left: Counter[int] = Counter()  # activations in host memory by their bytes, where memory is used again
         self.most_left: Counter[int] = Counter()
         self.sending: deque[int] = deque()
-        self._measured: dict[tuple, Passes] = {}
+        self._alike, self._measured = measured, dict[tuple, Passes]()
+        self._likeness: dict[int, tuple] = {}
+        self._numbers: dict[int, dict[int, int]] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
     def run(self, row: Sequence[Action], scratch: int) -> tuple[int, int, int, int]:
@@ -207,14 +231,33 @@ class _Walk:
     def passes(self, chunk: int) -> Passes:
         """Return the bytes that passes of a chunk take (`Passes`), given the buckets whose gradients are already being
         summed; measured once for each such set."""
-        one = self.chunks[chunk]
-        here = {n for n, b in enumerate(self.plan.buckets) if not one.parameters.isdisjoint(b.ranges)}
-        summed, reduced = (frozenset(here & numbers) for numbers in (self.sums.keys(), self.parts))
+        here = self._buckets_of(chunk)
+        summed, reduced = (frozenset(here.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
         if (key := (chunk, summed, reduced)) not in self._measured:
-            meter = Meter(self.plan, self.dropout, self.at, self.device)
-            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
+            found = self._of_alike(chunk, here, summed, reduced)
             self._measured[key], self.standing = found, max(self.standing, found.standing)
         return self._measured[key]
+
+    def _buckets_of(self, chunk: int) -> dict[int, int]:
+        """Map the numbers of the buckets with parameters of a chunk to their numbers among these."""
+        if chunk not in self._numbers:
+            names, buckets = self.chunks[chunk].parameters, enumerate(self.plan.buckets)
+            self._numbers[chunk] = {n: i for i, n in enumerate(n for n, b in buckets if not names.isdisjoint(b.ranges))}
+        return self._numbers[chunk]
+
+    def _of_alike(
+        self, chunk: int, here: Mapping[int, int], summed: Collection[int], reduced: Collection[int]
+    ) -> Passes:
+        """Return the bytes that passes of a chunk take, measured on the first chunk that is alike."""
+        one = self.chunks[chunk]
+        if chunk not in self._likeness:
+            self._likeness[chunk] = likeness(self.plan, one, [self.plan.buckets[n] for n in here])
+        begun = (frozenset(here[n] for n in numbers) for numbers in (summed, reduced))
+        if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
+            meter = Meter(self.plan, self.dropout, self.at, self.device)
+            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
+            self._alike[key] = found.renumbered(here)
+        return self._alike[key].renumbered({i: n for n, i in here.items()})
 
     # passes
 
