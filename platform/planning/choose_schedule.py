@@ -110,8 +110,7 @@ def schedule_of(config: Config, data: int) -> Schedule:
 
 
 def short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
-    """Make the pipeline schedule that a configured run over `data` replicas follows, or one of fewer `microbatches`
-    with the same stages and the same peak memory, which is quicker to make. Raises ScheduleError for an illegal one."""
+    """Make the schedule of a configured run, of fewer `microbatches` where stages and peak memory are as of so many."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
         return schedule_of(config, data)
@@ -121,8 +120,7 @@ def short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
 
 
 def placement_of(config: Config, data: int) -> tuple[int, ...]:
-    """Return the pipeline stage of every model chunk of a configured run over `data` replicas. Raises ConfigError as
-    `schedule_of` does."""
+    """Return the pipeline stage of every chunk of a configured run, or refuse its schedule as `schedule_of` does."""
     try:
         return short_schedule(config, data, count_microbatches(config, data)).placement
     except ScheduleError:

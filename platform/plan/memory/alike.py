@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 class _Names:
     """Names in a chunk with its layers numbered in their order there: layers.7.mlp.up is layers.#0.mlp.up in the chunk
-    that begins with layer 7."""
+    whose first layer is number 7."""
 
     def __init__(self) -> None:
         """Begin with no layer."""
@@ -30,8 +30,8 @@ class _Names:
 
 
 def likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple:
-    """Return what decides the bytes of a chunk's passes: equal for chunks that are alike. `plan`: of the chunk's stage;
-    `buckets`: those with parameters of the chunk."""
+    """Return what decides the bytes of a chunk's passes: equal for chunks that are alike. `plan`: the plan of its stage;
+    `buckets`: the buckets of it with parameters of the chunk."""
     name = _Names()
     times = Counter(key for one in plan.chunks for key in one.operations)  # an operation of several is not begun ahead
     return (

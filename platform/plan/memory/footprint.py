@@ -229,8 +229,7 @@ class _Walk:
             self.most = self.gradients, self.kept + kept, working, self.live + bool(kept)
 
     def passes(self, chunk: int) -> Passes:
-        """Return the bytes that passes of a chunk take (`Passes`), given the buckets whose gradients are already being
-        summed; measured once for each such set."""
+        """Return the bytes that passes of a chunk take, given the buckets whose gradients are being summed."""
         here = self._buckets_of(chunk)
         summed, reduced = (frozenset(here.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
         if (key := (chunk, summed, reduced)) not in self._measured:
