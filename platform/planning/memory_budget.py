@@ -13,8 +13,9 @@ from platform.optimizer.scratch import Update, parts_of
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communicators
-from platform.plan.memory.footprint import Footprint, Measured, footprint
+from platform.plan.memory.footprint import Footprint, footprint
 from platform.plan.memory.hardware import reserved_bytes
+from platform.plan.memory.measured_passes import Measured
 from platform.plan.memory.metered_pass import answer_bytes, reading_shape, scoring_shape
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.plan.schedule.lowering import lower

@@ -30,7 +30,7 @@ class _Names:
 
 
 def likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple:
-    """Return what decides the bytes of a chunk's passes: equal for chunks that are alike. `plan`: the plan of its stage;
+    """Return what decides the bytes of a chunk's passes: equal for chunks that are alike. `plan`: the stage's plan;
     `buckets`: the buckets of it with parameters of the chunk."""
     name = _Names()
     times = Counter(key for one in plan.chunks for key in one.operations)  # an operation of several is not begun ahead

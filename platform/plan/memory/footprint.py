@@ -1,28 +1,27 @@
 """Peak memory of a worker: a walk along its row of the schedule in bytes, then the gradient reduction and the update.
 
-A chunk's passes are measured once, by `platform.plan.memory.meter`. The walk adds up passes in flight, buffers of
-sends and receives, and gradients as they come, in the order of `platform.parallel.pipeline`, then `platform.train`.
+Passes are measured once for all chunks that are alike. The walk adds up passes in flight, buffers of sends and
+receives, and gradients as they come, in the order of `platform.parallel.pipeline`, then `platform.train`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
 from platform.plan.core.buckets import SQUARED_AT_ONCE
-from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
+from platform.plan.core.chunks import FlowSpecs, RecordableModel
 from platform.plan.core.counted import counted_stretches
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
 from platform.plan.memory.alike import likeness
+from platform.plan.memory.measured_passes import Measured, Passes, measure
 from platform.plan.memory.meter import Meter
-from platform.plan.memory.sums import MeteredSums
-from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
-from platform.plan.operations.storages import GradientKey, MeteredStorage, Value
+from platform.plan.memory.worker_bytes import weight_bytes
 from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 
@@ -49,43 +48,6 @@ class Footprint:
         return tensors + self.reserved
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Predicted bytes that the passes of one chunk over a microbatch take and keep on a worker.
-
-    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above the
-    memory before it; `kept`: bytes kept from forward to backward; `given`: bytes of outputs not among `kept`;
-    `pending`: bytes kept from the input gradient to the weight gradient where they are split; `returned`: bytes of the
-    inputs' gradients not among `pending`; `standing`: bytes that the first pass makes and all share; `left`: bytes of
-    an activation -> how many such are in host memory from forward to backward. By number of the
-    bucket, `begun` and `gradients`: sums of gradients that are there after the input gradient where they are split, and
-    in the end, and were not before; `parts`: shards of sums reduced in the end, 0 if one was there before.
-    """
-
-    forward: int
-    kept: int
-    given: int
-    backward: int
-    pending: int
-    returned: int
-    weights: int
-    begun: Mapping[int, int]
-    gradients: Mapping[int, int]
-    parts: Mapping[int, int]
-    standing: int
-    left: Counter[int]
-
-    def renumbered(self, numbers: Mapping[int, int]) -> Passes:
-        """Return the same bytes with the numbers of buckets replaced."""
-        begun, gradients, parts = (
-            {numbers[n]: size for n, size in sizes.items()} for sizes in (self.begun, self.gradients, self.parts)
-        )
-        return replace(self, begun=begun, gradients=gradients, parts=parts)
-
-
-Measured = MutableMapping[tuple, Passes]  # chunk's likeness and other circumstances -> its passes, with its own buckets
-
-
 def footprint(
     plan: Plan,
     model: RecordableModel,
@@ -109,71 +71,6 @@ def footprint(
     host = sum(size * n for size, n in walk.most_left.items())
     activations += host if device == "cpu" else 0
     return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
-
-
-def measure(
-    meter: Meter,
-    model: RecordableModel,
-    chunk: Chunk,
-    *,
-    splits: bool,
-    summed: Collection[int] = (),
-    reduced: Collection[int] = (),
-) -> Passes:
-    """Measure the bytes that the passes of one chunk take on the worker of a new `meter`, by running the model on it.
-    `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers of the buckets whose
-    gradients are being summed already, and of which there are shards of reduced sums."""
-    ledger = meter.ledger
-    meter.deferred = [] if splits else None
-    meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
-    flow = {name: meter.block(spec) for name, spec in chunk.receives}
-    before = ledger.peak = ledger.now
-    out = _forward(meter, model, chunk, flow)
-    standing = sum(mask.nbytes for mask in meter.standing.values())
-    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
-    del out
-    kept, given, left = ledger.now - before - standing, full - ledger.now, meter.left
-    coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
-    start = ledger.peak = ledger.now
-    inputs, received = {v.key for v in flow.values()}, sum(v.storage.nbytes for v in flow.values() if v.storage)
-    meter.back(chunk)
-    meter.tape.unwind(coming, sums)
-    meter.end()
-    meter.of_pass.clear()
-    found = {key: g for key, g in coming.items() if key in inputs}
-    coming.clear()
-    if splits:
-        sums.flush()
-    else:
-        sums.passed()
-    backward, begun = ledger.peak - start, sums.begun() if splits else {}
-    flow.clear()
-    whole = ledger.now
-    found.clear()
-    pending = ledger.now - (before - received) - standing - sum(s.nbytes for s in sums.held())
-    returned = whole - ledger.now
-    start = ledger.peak = ledger.now
-    while meter.deferred:
-        meter.deferred.pop(0)()
-    weights = ledger.peak - start
-    if splits:
-        sums.passed()
-    more = {n: size for n, size in sums.begun().items() if n not in begun}
-    return Passes(
-        most - standing, kept, given, backward, pending, returned, weights, begun, more, sums.parts(), standing, left
-    )
-
-
-def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
-    """Run a chunk's forward pass on the memory `meter`, with the data that it reads, from the activations `flow` by
-    name; return its outputs by name."""
-    tokens = meter.data(chunk)
-    meter.begin(chunk)
-    out = run_chunk(meter, model, chunk, flow)
-    meter.turn()
-    del tokens
-    meter.of_pass.clear()
-    return out
 
 
 class _Walk:
