@@ -65,7 +65,7 @@ def page_html(data: Mapping[str, Any]) -> str:
     runs = data["runs"]
     first = "".join(
         f'<div class="run"><h1>{escape(run["path"])}</h1>'
-        f'<p class="verdict {run["verdict"][0]}">{escape(run["verdict"][1])}</p></div>'
+        f'<p class="verdict {run["state"]["tone"]}">{escape(run["state"]["line"])}</p></div>'
         for run in runs
     )
     return _PAGE.format(

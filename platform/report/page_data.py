@@ -7,77 +7,66 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from platform.boundary import documents
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.config.fields import Config
-from platform.monitor.goodput import goodput
 from platform.monitor.records import events
 from platform.monitor.records.columns import Columns
 from platform.monitor.records.journal_event import JournalEvent
-from platform.monitor.records.records import JOURNAL, METRICS
+from platform.monitor.records.records import METRICS
+from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import human
 from platform.report import account
-from platform.report.first_line import state_line
+from platform.report.headline import state_line, tiles
 from platform.report.panel_table import all_panels, panel_table, shows
+from platform.status.seen_run import Look, look
 
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
 _POINTS = (60, 1000)
 _EVENTS, _SAMPLES = 400, 20  # most that are shown of a run
-_RECENT = 50  # steps whose median speed is shown
-_PLAN, _PICTURE = 16 << 20, 400 << 10  # most bytes that are read
+_PICTURE = 400 << 10  # most bytes that are put into a page
 
 
 class WatchedRun:
-    """Run directory that is read on as it grows: `columns` of metrics, `journal`, `config`, and `faults`, a line for
-    each file that could not be read."""
+    """Run directory that is read on as it grows: `columns` of metrics, `found`, what else a look into it finds, None
+    without a run, and `faults`, a line for each file that could not be read."""
 
     def __init__(self, directory: Path):
         """Prepare to read the run in a directory, of which nothing need be there yet."""
         self.directory = directory
         self.columns = Columns(directory / METRICS)
-        self.journal: list[JournalEvent] = []
-        self.config: Config | None = None
+        self.found: Look | None = None
         self.faults: list[str] = []
+
+    @property
+    def journal(self) -> Sequence[JournalEvent]:
+        """Return the events of the run."""
+        return self.found.evidence.journal if self.found else []
 
     def look(self) -> int:
         """Read the news of the run directory; return how many of the rows of metrics, from the first, still hold."""
-        self.faults = []
-        kept = self._read_file(METRICS, self.columns.read_on) or 0
-        self.journal = self._read_file(JOURNAL, lambda: list(_events(self.directory))) or []
-        self.config = self._read_file(traces.CONFIG, lambda: traces.configuration(self.directory))
-        if self.columns.unread:
-            self.faults.append(f"{METRICS}: {self.columns.unread} lines are no rows, and were passed over")
-        return kept
-
-    def _read_file(self, name: str, read: Callable[[], Any]) -> Any:
-        """Return what `read` finds in a file of the run directory, None if it cannot be read."""
+        self.found, kept = None, 0
+        with suppress(ConfigError):
+            self.found = look(self.directory)
+        self.faults = list(self.found.torn) if self.found else []
         try:
-            return read()
-        except (OSError, Malformed) as error:
-            self.faults.append(f"{name} cannot be read: {documents.one_line(error)}")
-            return None
-
-
-def _events(directory: Path) -> Iterator[JournalEvent]:
-    """Yield the events of a run's journal up to the first line that is none. Raises Malformed if that is the first."""
-    found = 0
-    try:
-        for event in traces.journal(directory):
-            found += 1
-            yield event
-    except Malformed:
-        if not found:
-            raise
+            kept = self.columns.read_on()
+        except OSError as error:
+            self.faults.append(f"{METRICS} cannot be read: {documents.one_line(error)}")
+        if self.columns.unread:
+            lines = count_of(self.columns.unread, "line")
+            self.faults.append(f"{METRICS}: {lines} passed over, as no row of metrics")
+        return kept
 
 
 def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
@@ -116,18 +105,17 @@ def _weight(run: WatchedRun) -> int:
 
 def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     """Return what a page draws of one run, with curves of at most about `points` points."""
-    journal, ledger = (
-        run.journal,
-        account.account_of(run.journal, _last_written(run) if account.goes_on(run.journal) else 0.0),
-    )
+    journal, wrote = run.journal, run.found.evidence.wrote if run.found else 0.0
+    ledger = account.account_of(journal, wrote if account.goes_on(journal) else 0.0)
+    config = run.found.config if run.found else None
     news, left_out = account.shown_events(journal, _EVENTS)
     return {
         "name": name,
         "path": str(run.directory),
-        "verdict": state_line(journal, _last_written(run), time.time(), _step_seconds(run.columns)),
+        "state": state_line(run.found),
         "faults": run.faults,
         "began": journal[0].time if journal else 0.0,
-        "tiles": list(_tiles(run)),
+        "tiles": list(tiles(run.found, run.columns)),
         "curves": curves_of(run.columns, points),
         "events": [
             [round(e.time, 3), account.step_of(e), account.tone_of(e), account.line_of(e)] for e in news
@@ -143,23 +131,10 @@ def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
             [e.step, e.prompt[:500], e.text[:2000]] for e in journal if isinstance(e, events.Sampled)
         ][-_SAMPLES:],
         "traffic": next((e.rows[:20] for e in reversed(journal) if isinstance(e, events.Traffic)), []),
-        "plan": _plan(run),
-        "pictures": list(_pictures(run)),
-        "settings": _settings(run.config) if run.config else {},
+        "plan": _plan(run.found.plan, run.faults) if run.found else {},
+        "pictures": list(_pictures(run, config)),
+        "settings": _settings(config) if config else {},
     }  # fmt: skip
-
-
-def _step_seconds(columns: Columns) -> float:
-    """Return the median seconds of the last steps in a run's metrics, 0 if there are none."""
-    return median([v for v in columns.column("perf/step_seconds")[-_RECENT:] if v == v] or [0.0])
-
-
-def _last_written(run: WatchedRun) -> float:
-    """Return when a run last wrote a row of metrics or an event, seconds since the epoch."""
-    times = [event.time for event in run.journal[-1:]]
-    with suppress(OSError):
-        times.append((run.directory / METRICS).stat().st_mtime)
-    return max(times, default=0.0)
 
 
 def _useful(run: WatchedRun) -> float | None:
@@ -225,41 +200,9 @@ def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.5g}") if isfinite(v) else None for v in values.tolist()]
 
 
-def _last(columns: Columns, name: str) -> float | None:
-    """Return the last number in a column of metrics, None if it has none."""
-    return next((v for v in reversed(columns.column(name)) if v == v), None)
-
-
-def _tiles(run: WatchedRun) -> Iterator[tuple[str, str, str]]:
-    """Yield the most important numbers of a run as (name, value, remark)."""
-    columns, cost = run.columns, goodput(run.journal)
-    done = columns.steps[-1] if columns.steps else max((account.step_of(e) or 0 for e in run.journal), default=0)
-    yield "step", f"{done:,}", f"of {run.config.train.steps:,}" if run.config else ""
-    if (loss := _last(columns, "train/loss")) is not None:
-        yield "loss", f"{loss:.4f}", ""
-    if (loss := _last(columns, "val/loss")) is not None:
-        yield "validation loss", f"{loss:.4f}", f"lowest {np.nanmin(columns.column('val/loss')):.4f}"
-    recent = [v for v in columns.column("perf/tokens_per_second")[-_RECENT:] if v == v]
-    if recent:
-        yield "tokens/s", f"{median(recent):,.0f}", f"median of {len(recent)} steps"
-    if (mfu := _last(columns, "perf/mfu")) is not None:
-        yield "MFU", f"{mfu:.1%}", ""
-    if (tokens := _last(columns, "tokens")) is not None:
-        yield "tokens", human(tokens).strip(), ""
-    if (workers := _last(columns, "elastic/world_size")) is not None:
-        yield "workers", f"{workers:,.0f}", ""
-    if (peak := _last(columns, "memory/peak_bytes")) is not None:
-        yield "peak memory", f"{human(peak)}B", "largest worker"
-    if cost.seconds and not account.goes_on(run.journal):
-        yield "goodput", f"{cost.goodput:.1%}", f"of {cost.seconds:,.0f} s"
-    if run.journal:
-        yield "failures", f"{cost.failures}", f"{len(cost.recoveries)} survived" if cost.failures else ""
-
-
-def _plan(run: WatchedRun) -> dict[str, Any]:
-    """Return the plan of a run as its plan.json has it: `facts`, and `table`, the layout of each region; {} without."""
+def _plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+    """Return `facts` of a plan as plan.json has it, and `table`, the layout of each region; {} if it has none."""
     try:
-        plan = documents.from_json(documents.read_bytes(run.directory / traces.PLAN, _PLAN), _PLAN)
         mesh, regions = dict(plan["mesh"]), dict(plan["regions"])
         dims = list(dict.fromkeys(dim for region in regions.values() for dim in region))
         facts = {
@@ -271,25 +214,23 @@ def _plan(run: WatchedRun) -> dict[str, Any]:
             "bytes per step": {name: f"{human(n)}B" for name, n in plan.get("communication", {}).items()},
         }
         rows = [[name, *("+".join(region.get(dim, ())) or "-" for dim in dims)] for name, region in regions.items()]
-    except FileNotFoundError:
-        return {}
-    except (OSError, Malformed, ValueError, TypeError, KeyError, AttributeError) as error:
-        run.faults.append(f"{traces.PLAN} cannot be read: {documents.one_line(error)}")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        if plan:
+            faults.append(f"{traces.PLAN} is not a plan of this version")
         return {}
     return {"facts": {name: fact for name, fact in facts.items() if fact}, "table": [["region", *dims], *rows]}
 
 
-def _pictures(run: WatchedRun) -> Iterator[tuple[str, str]]:
+def _pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str]]:
     """Yield the pictures of a run as (title, address with the picture in it): its schedule as planned, and as measured
     where it wrote one. Images run nothing and load nothing."""
-    if run.config and run.config.pipeline.stages > 1 and not run.config.extend:  # no code of others is run
-        from platform.boundary.refusals import ConfigError
+    if config and config.pipeline.stages > 1 and not config.extend:  # no code of others is run
         from platform.planning.make_plan import make_plan
         from platform.planning.step_price import picture
 
         with suppress(ConfigError):
-            plan = make_plan(run.config, None)
-            yield "as planned", _address(picture(run.config, plan, None).encode())
+            plan = make_plan(config, None)
+            yield "as planned", _address(picture(config, plan, None).encode())
     with suppress(FileNotFoundError):
         try:
             drawn = documents.read_bytes(run.directory / "timeline.svg", _PICTURE)

@@ -77,7 +77,7 @@ def test_hostile_text_is_inert(evil: Path) -> None:
     assert scripts == [(STATIC / name).read_text() for name in ("uPlot.iife.min.js", "charts.js", "page.js")]
     assert not set("<>&\u2028") & set(data)
     [run] = json.loads(data)["runs"]
-    assert run["samples"] == [[1, EVIL, EVIL]] and EVIL.split()[0] in run["verdict"][1]
+    assert run["samples"] == [[1, EVIL, EVIL]] and EVIL.split()[0] in run["state"]["line"]
     assert [tag for tag, _ in page.tags if tag not in Elements.CDATA_CONTENT_ELEMENTS] == [
         *("html", "meta", "meta", "meta", "meta", "title", "header", "div", "h1", "p"),
         *("nav", "div", "main", "noscript", "footer", "div"),

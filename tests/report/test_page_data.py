@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from platform.report.first_line import state_line
 from platform.report.page import page_html
 from platform.report.page_data import WatchedRun, page_data
-from tests.report.test_account import FAILED, START
 
 KEPT = next(Path(__file__).parents[1].glob("commands/kept_runs/*/run"))
 
@@ -32,7 +30,7 @@ def kept(tmp_path: Path) -> Path:
 
 def test_a_run_of_an_older_version_is_drawn(kept: Path) -> None:
     [run] = looked(kept)["runs"]
-    assert run["faults"] == [] and run["verdict"] == ("good", "Done: step 5.") or run["verdict"][0] == "good"
+    assert run["faults"] == [] and run["state"] == {"tone": "good", "line": "done: step 5 of 5", "details": []}
     assert [f[2] for f in run["failures"]] == ["rank 1 on node-0"]
     assert {"train/loss", "time/forward", "elastic/world_size"} <= run["curves"]["of"].keys()
     assert run["plan"]["facts"]["workers"] and run["settings"]["elastic.faults"]
@@ -51,7 +49,7 @@ def test_a_torn_file_costs_what_it_held_alone(kept: Path, torn: str) -> None:
 def test_an_empty_or_missing_run_is_drawn(tmp_path: Path) -> None:
     data = looked(tmp_path, tmp_path / "none")
     assert [run["curves"]["of"] for run in data["runs"]] == [{}, {}]
-    assert all("Nothing has started" in run["verdict"][1] for run in data["runs"])
+    assert all(run["state"]["line"] == "no run has started here yet" for run in data["runs"])
     assert page_html(data)
 
 
@@ -100,19 +98,3 @@ def test_a_page_of_100000_steps_is_small_and_quick(tmp_path: Path) -> None:
     began = time.process_time()
     text = page_html(looked(tmp_path))
     assert len(text.encode()) < 2e6 and time.process_time() - began < 5
-
-
-@pytest.mark.parametrize(
-    "journal, seen, tone, text",
-    [
-        ([], 0, "warn", "Nothing has started here: there is no journal yet."),
-        (START, 995, "live", "Trains."),
-        (START[:2], 995, "live", "Starts: generation 0: 4 workers, data 4."),
-        (START, 900, "bad", "Has no end, and wrote nothing for 100 s"),
-        (FAILED[:5], 995, "warn", "Recovers from a failure: rank 3 on host-1 died in step(31): Killed"),
-        (FAILED[:5], 100, "bad", "Has no end, and wrote nothing for 900 s: rank 3 on host-1 died in step(31): Killed"),
-        (FAILED, 0, "good", "Done: step 54."),
-    ],
-)
-def test_the_first_line_says_how_a_run_is(journal: list[Any], seen: float, tone: str, text: str) -> None:
-    assert state_line(journal, seen, 1000.0, 0.5) == (tone, text)

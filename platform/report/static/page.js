@@ -124,11 +124,13 @@ function drawPanel(panel, place) {
   return true;
 }
 
+const drawDetails = (lines) => el("div", "details", ...lines.map((line) => el("div", "dim", line)));
+
 function drawHeader() {
   const header = document.getElementById("runs");
   header.replaceChildren(...page.runs.map((run) => {
     const tiles = el("div", "tiles", ...run.tiles.map(([name, value, remark]) => el("div", "", el("span", "", name), el("b", "", value), el("span", "", remark || "\u00a0"))));
-    return el("div", "run", el("h1", "", run.path), el("p", `verdict ${run.verdict[0]}`, run.verdict[1]), tiles, ...run.faults.map((f) => el("div", "warn", f)));
+    return el("div", "run", el("h1", "", run.path), el("p", `verdict ${run.state.tone}`, run.state.line), drawDetails(run.state.details), tiles, ...run.faults.map((f) => el("div", "warn", f)));
   }));
 }
 
