@@ -131,7 +131,7 @@ def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
             [e.step, e.prompt[:500], e.text[:2000]] for e in journal if isinstance(e, events.Sampled)
         ][-_SAMPLES:],
         "traffic": next((e.rows[:20] for e in reversed(journal) if isinstance(e, events.Traffic)), []),
-        "plan": _plan(run.found.plan, run.faults) if run.found else {},
+        "plan": _shown_plan(run.found.plan, run.faults) if run.found else {},
         "pictures": list(_pictures(run, config)),
         "settings": _settings(config) if config else {},
     }  # fmt: skip
@@ -200,7 +200,7 @@ def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.5g}") if isfinite(v) else None for v in values.tolist()]
 
 
-def _plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     """Return `facts` of a plan as plan.json has it, and `table`, the layout of each region; {} if it has none."""
     try:
         mesh, regions = dict(plan["mesh"]), dict(plan["regions"])
