@@ -15,7 +15,19 @@ from types import FrameType
 from typing import Any
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 75}  # exit status
-COMMANDS = ("launch", "generate", "evaluate", "doctor", "plan", "checkpoint", "weights", "data", "jobs")
+COMMANDS = (
+    "launch",
+    "generate",
+    "evaluate",
+    "doctor",
+    "plan",
+    "checkpoint",
+    "weights",
+    "data",
+    "jobs",
+    "report",
+    "status",
+)
 Handler = Callable[[int, FrameType | None], Any]
 _is_command = False  # this process was started as one of COMMANDS
 

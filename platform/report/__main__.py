@@ -2,7 +2,8 @@
 
 The page needs no network and no account: what a run learned, how fast, where its time and its bytes went, what failed
 and what that cost. The run may go on meanwhile.
-Exit status: 0 written; 1 it could not be written; 2 the command line is wrong.
+`--serve` keeps it up to date in a browser instead, on this machine alone unless --host says otherwise.
+Exit status: 0 written; 1 it could not be written, or not be served; 2 the command line is wrong.
 """
 
 from __future__ import annotations
@@ -19,13 +20,42 @@ from platform.boundary.terminal import print_line
 from platform.report.page import page_html
 from platform.report.page_data import WatchedRun, page_data
 
+PORT = 8600
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.report`; return its exit status."""
     parser = command_line("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directories, compared if several")
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the first RUN_DIR")
+    parser.add_argument(
+        "--serve", type=_port, nargs="?", const=PORT, metavar="PORT", help=f"serve it, at http://127.0.0.1:{PORT}/"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to serve it at; anyone may look")
     return run_command(parser, _answer, arguments, failures=(OSError,))
+
+
+def _port(text: str) -> int:
+    """Parse a port. Raises ArgumentTypeError unless it is one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port from 0 (any) to 65535, not {text!a}")
+    return int(text)
+
+
+def _serve(runs: Sequence[WatchedRun], host: str, port: int) -> int:
+    """Serve a live page of runs until this process is asked to end; return the exit status."""
+    from platform.report.live import LivePage, PageServer, serve
+
+    try:
+        server = PageServer(host, port, LivePage(runs))
+    except OSError as error:
+        nearest = [f"--serve {port + 1}", "--serve 0"] if port < 65535 else ["--serve 0"]
+        raise ConfigError(
+            [violation("--serve", f"{host}:{port}", f"cannot be used: {error.strerror}", nearest)]
+        ) from None
+    print_line(f"http://{server.address}/ until Ctrl-C")
+    serve(server)
+    return DONE
 
 
 def _answer(given: argparse.Namespace) -> int:
@@ -34,6 +64,8 @@ def _answer(given: argparse.Namespace) -> int:
     if missing:
         raise ConfigError([violation("RUN_DIR", run, "is no directory") for run in missing])
     runs = [WatchedRun(run.resolve()) for run in given.runs]
+    if given.serve is not None:
+        return _serve(runs, given.host, given.serve)
     for run in runs:
         run.look()
     text = page_html(page_data(runs))

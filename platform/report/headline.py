@@ -16,7 +16,7 @@ from platform.status.seen_run import Look
 _RECENT = 50  # steps whose median speed is shown
 
 
-def state_line(found: Look | None) -> dict[str, Any]:
+def state_line(found: Look | None, columns: Columns) -> dict[str, Any]:
     """Return the state of a run as `tone` (good, warn, bad, live), `line` and further `details`, lines of text."""
     if found is None:
         return {"tone": "warn", "line": "no run has started here yet", "details": []}
@@ -29,7 +29,7 @@ def state_line(found: Look | None) -> dict[str, Any]:
             "details": [f"{verdict.sure}: {verdict.why}", *verdict.details, *stack],
         }
     of = f" of {found.evidence.steps:,}" if found.evidence.steps else ""
-    line = f"{state_word(found).removeprefix('ended: ')}: step {found.evidence.step:,}{of}"
+    line = f"{state_word(found).removeprefix('ended: ')}: step {_step(found, columns):,}{of}"
     return {"tone": "good" if found.evidence.end else "live", "line": line, "details": []}
 
 
@@ -38,11 +38,16 @@ def last_number(columns: Columns, name: str) -> float | None:
     return next((v for v in reversed(columns.column(name)) if v == v), None)
 
 
+def _step(found: Look, columns: Columns) -> int:
+    """Return the last step of a run that is recorded."""
+    return columns.steps[-1] if columns.steps else found.evidence.step
+
+
 def tiles(found: Look | None, columns: Columns) -> Iterator[tuple[str, str, str]]:
     """Yield the most important numbers of a run as (name, value, remark)."""
     if found:
         of = f"of {found.evidence.steps:,}" if found.evidence.steps else ""
-        yield "step", f"{columns.steps[-1] if columns.steps else found.evidence.step:,}", of
+        yield "step", f"{_step(found, columns):,}", of
     if (loss := last_number(columns, "train/loss")) is not None:
         yield "loss", f"{loss:.4f}", ""
     if (loss := last_number(columns, "val/loss")) is not None:

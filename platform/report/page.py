@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from functools import cache
 from html import escape
@@ -26,7 +27,7 @@ _PAGE = """<!doctype html>
 <header id="runs">{first}</header>
 <nav><div id="contents"></div></nav>
 <main id="sections"><noscript>The charts below need JavaScript.</noscript></main>
-<footer><div id="missing"></div>Charts by uPlot (MIT).</footer>
+<footer><div id="live" aria-live="polite"></div><div id="missing"></div>{made} Charts by uPlot (MIT).</footer>
 <script type="application/json" id="data">{data}</script>
 {scripts}
 </html>
@@ -74,5 +75,6 @@ def page_html(data: Mapping[str, Any]) -> str:
         styles="\n".join(f"<style>{_static(name)}</style>" for name in _STYLES),
         scripts="\n".join(f"<script>{_static(name)}</script>" for name in _SCRIPTS),
         first=first,
+        made=time.strftime("Written on %Y-%m-%d at %H:%M:%S.", time.localtime(data["made"])),
         data=inert_json(data),
     )

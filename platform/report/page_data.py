@@ -23,7 +23,7 @@ from platform.config.fields import Config
 from platform.monitor.records import events
 from platform.monitor.records.columns import Columns
 from platform.monitor.records.journal_event import JournalEvent
-from platform.monitor.records.records import METRICS
+from platform.monitor.records.records import JOURNAL, METRICS
 from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import human
 from platform.report import account
@@ -34,6 +34,7 @@ from platform.status.seen_run import Look, look
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
 _POINTS = (60, 1000)
 _EVENTS, _SAMPLES = 400, 20  # most that are shown of a run
+_TIMELINE = "timeline.svg"
 _PICTURE = 400 << 10  # most bytes that are put into a page
 
 
@@ -55,18 +56,32 @@ class WatchedRun:
 
     def look(self) -> int:
         """Read the news of the run directory; return how many of the rows of metrics, from the first, still hold."""
-        self.found, kept = None, 0
+        self.found = None
         with suppress(ConfigError):
             self.found = look(self.directory)
         self.faults = list(self.found.torn) if self.found else []
-        try:
-            kept = self.columns.read_on()
-        except OSError as error:
-            self.faults.append(f"{METRICS} cannot be read: {documents.one_line(error)}")
+        kept = self.look_at_metrics()
         if self.columns.unread:
             lines = count_of(self.columns.unread, "line")
             self.faults.append(f"{METRICS}: {lines} passed over, as no row of metrics")
         return kept
+
+    def look_at_metrics(self) -> int:
+        """Read new rows of metrics of the run; return how many of the rows, from the first, still hold."""
+        try:
+            return self.columns.read_on()
+        except OSError as error:
+            self.faults.append(f"{METRICS} cannot be read: {documents.one_line(error)}")
+            return 0
+
+    def signature(self) -> list[tuple[int, int]]:
+        """Return what changes with the files of the run directory, but for its metrics."""
+        found = []
+        for name in (JOURNAL, traces.CONFIG, traces.PLAN, traces.LOCK, _TIMELINE):
+            with suppress(OSError):
+                state = (self.directory / name).stat()
+                found.append((state.st_mtime_ns, state.st_size))
+        return found
 
 
 def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
@@ -112,10 +127,8 @@ def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     return {
         "name": name,
         "path": str(run.directory),
-        "state": state_line(run.found),
-        "faults": run.faults,
+        **_headline(run),
         "began": journal[0].time if journal else 0.0,
-        "tiles": list(tiles(run.found, run.columns)),
         "curves": curves_of(run.columns, points),
         "events": [
             [round(e.time, 3), account.step_of(e), account.tone_of(e), account.line_of(e)] for e in news
@@ -144,6 +157,34 @@ def _useful(run: WatchedRun) -> float | None:
     return float(np.nansum(run.columns.column("perf/step_seconds")))
 
 
+def _headline(run: WatchedRun) -> dict[str, Any]:
+    """Return the state of a run, its most important numbers, and what of it cannot be read."""
+    return {
+        "state": state_line(run.found, run.columns),
+        "tiles": list(tiles(run.found, run.columns)),
+        "faults": run.faults,
+    }
+
+
+def headlines(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
+    """Return the headlines of runs that have been looked at."""
+    return [_headline(run) for run in runs]
+
+
+def new_rows(columns: Columns, first: int, most: int) -> dict[str, Any] | None:
+    """Return the rows of a run's metrics from `first` on, for curves that are drawn already; None if they are more than
+    `most`, or have numbers of metrics that few rows have."""
+    steps = columns.steps[first:]
+    sparse = [name for name in columns.names if _is_sparse(name)]
+    if len(steps) > most or any(v == v for name in sparse for v in columns.column(name)[first:]):
+        return None
+    tokens, hours = columns.column("tokens"), np.nan_to_num(np.asarray(columns.column("perf/step_seconds"))) / 3600
+    grid: dict[str, list[Any]] = {"step": list(steps), "tokens": [int(v) if isfinite(v) else 0 for v in tokens[first:]]}
+    grid |= {"hours": _rounded(np.cumsum(hours)[first:])}
+    dense = [name for name in columns.names if name not in sparse]
+    return {"grid": grid, "of": {name: _rounded(np.asarray(columns.column(name)[first:])) for name in dense}}
+
+
 def curves_of(columns: Columns, points: int) -> dict[str, Any]:
     """Return the curves of a run's metrics: `grids`, lists of the steps, tokens and hours of training of points, and by
     W&B name [grid, means] or [grid, means, lowest, highest].
@@ -168,22 +209,35 @@ def curves_of(columns: Columns, points: int) -> dict[str, Any]:
             grids.append({**x, "hours": _rounded(hours[rows])})
         return places[key]
 
+    def points_of(rows: np.ndarray) -> np.ndarray:
+        """Return the rows whose x is that of a point: all, or the last row of each part."""
+        return rows if len(rows) <= points else rows[_edges(len(rows), points)[1:] - 1]
+
+    every = np.arange(len(steps))
+    grid(points_of(every))  # the first: to which rows are added while the page is served
     for name in columns.names:
         values = np.asarray(columns.column(name))
-        rows = np.flatnonzero(~np.isnan(values)) if name.split("/")[0] in _SPARSE else np.arange(len(steps))
+        rows = np.flatnonzero(~np.isnan(values)) if _is_sparse(name) else every
         if not len(rows):
             continue
+        place = grid(points_of(rows))
         if len(rows) <= points:
-            found[name] = [grid(rows), _rounded(values[rows])]
+            found[name] = [place, _rounded(values[rows])]
             continue
-        edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
-        low, mean, high = _extremes(values[rows], edges[:-1])
+        low, mean, high = _extremes(values[rows], _edges(len(rows), points)[:-1])
         spread = [] if shows(heats, name) or np.array_equal(low, high, equal_nan=True) else [low, high]
-        found[name] = [grid(rows[edges[1:] - 1]), *map(_rounded, [mean, *spread])]
+        found[name] = [place, *map(_rounded, [mean, *spread])]
     return {"grids": grids, "of": found, "rows": len(steps)}
 
 
-_SPARSE = ("val", "tasks", "layers")  # metrics that only some rows have: their points are not spread over all rows
+def _is_sparse(name: str) -> bool:
+    """Return True if only some rows of a run have the metric of that W&B name: its points are joined over the rest."""
+    return name.split("/")[0] in ("val", "tasks", "layers") or name == "elastic/recovery_seconds"
+
+
+def _edges(rows: int, parts: int) -> np.ndarray:
+    """Return the edges of so many parts of as many rows each."""
+    return np.linspace(0, rows, parts + 1).astype(np.int64)
 
 
 def _extremes(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -233,9 +287,9 @@ def _pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str
             yield "as planned", _address(picture(config, plan, None).encode())
     with suppress(FileNotFoundError):
         try:
-            drawn = documents.read_bytes(run.directory / "timeline.svg", _PICTURE)
+            drawn = documents.read_bytes(run.directory / _TIMELINE, _PICTURE)
         except Malformed:
-            run.faults.append(f"timeline.svg has more than {_PICTURE} bytes, and is not shown")
+            run.faults.append(f"{_TIMELINE} has more than {_PICTURE} bytes, and is not shown")
         else:
             yield "as measured", _address(drawn)
 

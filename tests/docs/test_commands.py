@@ -37,6 +37,7 @@ from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import table
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.remedies import lack_of_memory
+from platform.report.__main__ import main as write_page
 from platform.status.__main__ import main as tell_status
 from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
@@ -252,6 +253,17 @@ def looks_at_a_run(typed: Typed, arguments: str, bench: Bench) -> None:
     assert bench.capfd.readouterr().out.startswith("run ")
 
 
+def reports(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Write the page of a kept run, in whose place a page names directories of its own; nothing is served."""
+    [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
+    for name in (word for word in shlex.split(arguments) if word.startswith("runs/")):
+        shutil.copytree(kept, name)
+    bench.monkeypatch.setattr("platform.report.live.serve", lambda server: server.server_close())
+    assert write_page(shlex.split(arguments)) == launch.DONE
+    out = re.sub(r"\d\.\d\d MB", "0.11 MB", bench.capfd.readouterr().out)
+    assert not typed.shown or out.splitlines() == list(typed.shown)
+
+
 def writers() -> dict[str, list[str]]:
     """Return the files that commands of the pages write as jobs, each with the words of its command."""
     found = {}
@@ -327,6 +339,7 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"python -m platform\.jobs ((?:kubernetes|slurm) .*)": writes_a_job,
     r"python -m platform\.jobs ((?:status|logs) .*)": tells_of_a_job,
     r"python -m platform\.status (.*)": looks_at_a_run,
+    r"python -m platform\.report (.*)": reports,
     r"sbatch (.*)": submits,
     r"kubectl apply (-[fk] .*)": applies,
     r"docker build -t elastic-platform:0\.1\.0 (.*)\.": builds,

@@ -142,6 +142,12 @@ function drawKeys(entries, box) {
   return values;
 }
 
+// Rows that come meanwhile wait as long as a part of a chart is looked at.
+function zoomed(u) {
+  const x = u.data[0];
+  state.zoomed = x.length > 1 && (u.scales.x.min > x[0] || u.scales.x.max < x[x.length - 1]);
+}
+
 const WHOLE = [...Array(16).keys()].flatMap((n) => [1, 2, 5].map((digit) => digit * 10 ** n)); // distances of ticks
 
 function chart(panel, axis, data, series, bands, box, say, y) {
@@ -155,7 +161,7 @@ function chart(panel, axis, data, series, bands, box, say, y) {
       { ...own, values: (_, ticks) => ticks.map(AXES[axis]), size: 26, space: 70, incrs: axis === "hours" ? undefined : WHOLE },
       { ...own, values: (_, ticks) => ticks.map((v) => (v == null ? "" : shown(v, panel.unit))), size: (_, texts) => 14 + 6.4 * Math.max(4, ...(texts || []).map((t) => t.length)) },
     ],
-    hooks: { draw: [(u) => drawMarks(u, axis)], setCursor: [(u) => say(u.cursor.idx)] },
+    hooks: { draw: [(u) => drawMarks(u, axis)], setCursor: [(u) => say(u.cursor.idx)], setScale: [(u, key) => key === "x" && zoomed(u)] },
   }, data, (_, start) => (box.prepend(_.root), start()));
   say(null);
   state.plots.push({ box, resize: () => u.setSize({ width: Math.max(box.clientWidth, 200), height: u.height }), end: () => u.destroy() });

@@ -2,7 +2,7 @@
 "use strict";
 
 let page = JSON.parse(document.getElementById("data").textContent);
-const state = { x: "", run: 0, off: new Set(), plots: [] };
+const state = { x: "", run: 0, off: new Set(), plots: [], charts: [], zoomed: false };
 const KIND_COLOURS = { useful: "c2", fewer: "c5", lost: "c6", start: "c7", recover: "c1", reshape: "c4", down: "line", rest: "c0" };
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" });
@@ -44,6 +44,11 @@ const VIEWS = {
       bar.append(part);
       keys.append(el("span", "", swatch(style(KIND_COLOURS[kind])), page.kinds[kind], " ", el("span", "dim", `${duration(seconds)}, ${short((100 * seconds) / total)} %`)));
     }
+    for (const kind of new Set(run.periods.map(([kind]) => kind)))
+      if (!run.shares[kind]) {
+        const seconds = run.periods.reduce((sum, [own, start, end]) => sum + (own === kind ? end - start : 0), 0);
+        keys.append(el("span", "", swatch(style(KIND_COLOURS[kind])), page.kinds[kind], " ", el("span", "dim", duration(seconds))));
+      }
     box.append(bar, keys);
     return true;
   },
@@ -53,7 +58,7 @@ const VIEWS = {
       [el("b", "", who), what, step, clock(time), duration(stopped), `${duration(repeated)}${steps ? ` (${steps} steps)` : ""}`, duration(fewer), el("b", "", duration(all))]);
     if (rows.length) now.textContent = `${duration(sum(8))} of work in all`;
     const numbers = ["until the next step", "done again", "missing workers", "cost"].map((name) => column(name, "number"));
-    box.append(table([column("who"), column("what", "text"), column("step", "number"), column("when"), ...numbers], rows));
+    box.append(table([column("who", "whole"), column("what", "text"), column("step", "number"), column("when", "whole"), ...numbers], rows));
     return rows.length;
   },
   events(run, box, now) {
@@ -85,7 +90,7 @@ const VIEWS = {
     const differs = (k) => new Set(runs.map((r) => r.settings[k])).size > 1;
     const rows = keys.filter((k) => !several || differs(k)).map((k) => [k, ...runs.map((r) => r.settings[k] ?? "default")]);
     if (several) box.append(el("div", "dim", "what differs between the runs"));
-    box.append(table([column("key"), ...runs.map((r) => column(several ? r.name : "value"))], rows));
+    box.append(table([column("key", "whole"), ...runs.map((r) => column(several ? r.name : "value"))], rows));
     return rows.length;
   },
 };
@@ -111,31 +116,50 @@ function strip(run) {
 // ---- the page
 
 const DRAWN = { line: drawLines, stack: drawStack, heat: drawHeat, bars: drawBars };
-const WIDE = new Set(["account", "failures", "events", "pictures", "samples", "settings", "plan"]);
+const WIDE = new Set(["account", "failures", "pictures", "samples"]);
 
 function drawPanel(panel, place) {
   const now = el("span", "now"), box = el("div", "box");
   const card = el("div", WIDE.has(panel.view) || panel.kind === "stack" ? "panel wide" : "panel", el("div", "head", el("h3", "", panel.title), now), box);
-  const curves = panel.metrics ? panelCurves(panel) : [];
   place.append(card); // a chart asks for its width
-  const some = panel.view ? VIEWS[panel.view](page.runs[state.run], box, now) : curves.length;
+  const drawChart = () => {
+    const curves = panelCurves(panel);
+    box.replaceChildren();
+    if (curves.length) DRAWN[panel.kind || "line"](panel, curves, box, now);
+    return curves.length;
+  };
+  const some = panel.view ? VIEWS[panel.view](page.runs[state.run], box, now) : drawChart();
   if (!some) return card.remove(), false;
-  if (!panel.view) DRAWN[panel.kind || "line"](panel, curves, box, now);
+  if (!panel.view) state.charts.push(drawChart);
   return true;
 }
 
 const drawDetails = (lines) => el("div", "details", ...lines.map((line) => el("div", "dim", line)));
 
+const drawTiles = (run) => el("div", "tiles", ...run.tiles.map(([name, value, remark]) => el("div", "", el("span", "", name), el("b", "", value), el("span", "", remark || "\u00a0"))));
+
+// Several runs are a table, a run for each line.
+function drawComparison() {
+  const names = [...new Set(page.runs.flatMap((run) => run.tiles.map(([name]) => name)))];
+  const rows = page.runs.map((run, i) => [el("span", "", swatch(colour(i)), run.name), ...names.map((n) => (run.tiles.find(([name]) => name === n) || [])[1])]);
+  return table([column("run", "whole"), ...names.map((n) => column(n, "number"))], rows, "panel");
+}
+
 function drawHeader() {
-  const header = document.getElementById("runs");
-  header.replaceChildren(...page.runs.map((run) => {
-    const tiles = el("div", "tiles", ...run.tiles.map(([name, value, remark]) => el("div", "", el("span", "", name), el("b", "", value), el("span", "", remark || "\u00a0"))));
-    return el("div", "run", el("h1", "", run.path), el("p", `verdict ${run.state.tone}`, run.state.line), drawDetails(run.state.details), tiles, ...run.faults.map((f) => el("div", "warn", f)));
-  }));
+  const one = page.runs.length === 1;
+  const heads = page.runs.map((run) => el("div", one ? "run" : "run several", el("h1", "", run.path), el("p", `verdict ${run.state.tone}`, run.state.line),
+    drawDetails(run.state.details), ...(one ? [drawTiles(run)] : []), ...run.faults.map((fault) => el("div", "warn", fault))));
+  document.getElementById("runs").replaceChildren(...heads, ...(one ? [] : [drawComparison()]));
+}
+
+function endCharts() {
+  state.plots.splice(0).forEach((plot) => plot.end());
+  state.zoomed = false;
 }
 
 function draw() {
-  state.plots.splice(0).forEach((plot) => plot.end());
+  endCharts();
+  state.charts = [];
   const main = document.getElementById("sections"), nav = document.getElementById("contents"), missing = [];
   const top = window.scrollY;
   main.replaceChildren();
@@ -172,3 +196,44 @@ function tools() {
 draw();
 new ResizeObserver(() => state.plots.forEach((plot) => plot.resize())).observe(document.getElementById("sections"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+
+// ---- a page that is served: what is new comes as events
+
+// Replaces the rows of a run from the first new one on.
+function addRows(run, news) {
+  const [dense] = run.curves.grids, from = dense.step.findIndex((step) => step >= news.grid.step[0]);
+  const kept = from < 0 ? dense.step.length : from;
+  for (const axis of Object.keys(dense)) dense[axis].splice(kept, Infinity, ...news.grid[axis]);
+  for (const [name, [place, ...columns]] of Object.entries(run.curves.of)) {
+    if (place !== 0) continue;
+    const values = news.of[name] || news.grid.step.map(() => null);
+    for (const column of columns) column.splice(kept, Infinity, ...values);
+  }
+}
+
+function redraw() {
+  if (state.zoomed || document.hidden || !state.stale) return; // it waits until someone can see it
+  state.stale = false;
+  endCharts();
+  state.charts.forEach((drawChart) => drawChart());
+}
+
+function follow() {
+  const source = new EventSource(`events?change=${page.change}`), live = document.getElementById("live");
+  const on = (kind, act) => source.addEventListener(kind, (event) => act(JSON.parse(event.data)));
+  const heads = (states) => (states.forEach((head, i) => Object.assign(page.runs[i], head)), drawHeader());
+  on("page", (data) => ((page = data), draw()));
+  on("state", ({ states }) => heads(states));
+  on("rows", ({ states, rows }) => {
+    rows.forEach((news, i) => news.grid.step.length && page.runs[i].curves.grids.length && addRows(page.runs[i], news));
+    heads(states);
+    state.stale = true;
+    redraw();
+  });
+  source.onopen = () => (live.textContent = "live");
+  source.onerror = () => (live.textContent = "not connected: what is shown may be old");
+  document.addEventListener("visibilitychange", redraw);
+  setInterval(redraw, 1000);
+}
+
+if (page.live) follow();

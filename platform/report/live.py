@@ -1,0 +1,194 @@
+"""A page that is served while its runs go on: the page itself, and server-sent events with what is new.
+
+Events, as JSON: `page`, all data anew; `rows`, the newest rows of metrics of each run; `state`, the headlines. Each has
+a number, with which a browser that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from platform.report.page import content_policy, page_html
+from platform.report.page_data import WatchedRun, headlines, new_rows, page_data
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_PERIOD = 1.0  # seconds between looks at the metrics,
+_FULL = 10.0  # and at most between looks at all else
+_BEAT = 15.0  # seconds after which a silent stream sends something, to find out whether it is still read
+_KEPT = 256  # newest changes that a browser can miss and catch up with
+_MOST_ROWS = 500  # of a change: more are sent as a page
+_STREAMS = 32  # browsers at once
+
+
+class LivePage:
+    """Data of a served page of runs, and the changes of it; `look_forever` watches them in a thread of its own."""
+
+    def __init__(self, runs: Sequence[WatchedRun]):
+        """Look at the runs for the first time."""
+        self._runs, self._changed = runs, threading.Condition()
+        self._session = secrets.token_hex(4)  # numbers of another server's changes mean nothing here
+        self._number, self._changes = 0, deque[tuple[list[int], str]](maxlen=_KEPT)  # (rows that hold, kind)
+        self._looked = 0.0
+        self._files = [run.signature() for run in runs]
+        self._states = self._look_at_all()
+
+    def data(self) -> dict[str, Any]:
+        """Return the data of the page now, with the number of the last change in it."""
+        with self._changed:
+            return page_data(self._runs, live=True) | {"change": f"{self._session}-{self._number}"}
+
+    def look_forever(self) -> None:
+        """Look at the runs again and again, and note each change."""
+        while True:
+            time.sleep(_PERIOD)
+            self.look_once()
+
+    def look_once(self) -> None:
+        """Look at the runs, and note a change: kind `page` if more than metrics has changed, `rows` or `state`."""
+        with self._changed:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """Look at the runs under the lock, and note a change."""
+        before = [len(run.columns.steps) for run in self._runs]
+        known = [set(run.columns.names) for run in self._runs]
+        kept = [run.look_at_metrics() for run in self._runs]
+        kind = "rows" if any(_grew(run, k, b) for run, k, b in zip(self._runs, kept, before, strict=True)) else ""
+        if kind and any(set(run.columns.names) != names for run, names in zip(self._runs, known, strict=True)):
+            kind = "page"
+        files = [run.signature() for run in self._runs]
+        if files != self._files or time.monotonic() - self._looked > _FULL:
+            states, kind = self._look_at_all(), "page" if files != self._files else kind
+            kind = kind or ("state" if states != self._states else "")
+            self._files, self._states = files, states
+        if kind:
+            self._number += 1
+            self._changes.append((kept, kind))
+            self._changed.notify_all()
+
+    def news(self, change: str) -> Iterator[tuple[str, str, Any]]:
+        """Yield the changes after `change`, each as (its number, kind, data), as they come; ("", "", None) if there was
+        none for a while."""
+        session, _, number = change.partition("-")
+        with self._changed:
+            known = session == self._session and re.fullmatch("[0-9]{1,9}", number)
+            seen = int(number) if known and 0 <= self._number - int(number) <= len(self._changes) else -1
+        while True:
+            with self._changed:
+                if seen == self._number:
+                    self._changed.wait(_BEAT)
+                missed = list(self._changes)[-(self._number - seen) :] if 0 <= seen < self._number else []
+                found = ("", "", None) if seen == self._number else self._since(missed)
+                seen = self._number
+            yield found
+
+    def _look_at_all(self) -> list[Any]:
+        """Look at all files of the runs; return their headlines."""
+        for run in self._runs:
+            run.look()
+        self._looked = time.monotonic()
+        return headlines(self._runs)
+
+    def _since(self, missed: Sequence[tuple[list[int], str]]) -> tuple[str, str, Any]:
+        """Return as one change what a browser has missed; all data if nothing is known of it."""
+        number, kinds = f"{self._session}-{self._number}", {kind for _, kind in missed}
+        if missed and "page" not in kinds:
+            states = headlines(self._runs)
+            if "rows" not in kinds:
+                return number, "state", {"states": states}
+            firsts = [min(kept) for kept in zip(*(kept for kept, _ in missed), strict=True)]
+            rows = [new_rows(run.columns, first, _MOST_ROWS) for run, first in zip(self._runs, firsts, strict=True)]
+            if None not in rows:
+                return number, "rows", {"states": states, "rows": rows}
+        return number, "page", page_data(self._runs, live=True)
+
+
+def _grew(run: WatchedRun, kept: int, before: int) -> bool:
+    """Return True if a run's metrics have other rows than the `before` ones, of which `kept` hold."""
+    return kept < before or len(run.columns.steps) > before
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers a browser that looks at a live page."""
+
+    protocol_version, server_version, sys_version, timeout = "HTTP/1.1", "platform.report", "", 30
+    server: PageServer
+
+    def do_GET(self) -> None:
+        """Send the page, or the stream of its changes."""
+        path, _, query = self.path.partition("?")
+        if not self.server.is_for(self.headers.get("Host", "")):  # a page of elsewhere, under a name that it chose
+            self.send_error(HTTPStatus.FORBIDDEN, "this page is served under its own address alone")
+        elif path == "/":
+            text = page_html(self.server.page.data()).encode()
+            self._head("text/html; charset=utf-8", length=len(text))
+            self.wfile.write(text)
+        elif path == "/events":
+            self._stream(self.headers.get("Last-Event-ID") or query.removeprefix("change="))
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _head(self, kind: str, length: int | None = None) -> None:
+        """Send the head of an answer to a browser."""
+        self.send_response(HTTPStatus.OK)
+        more = {"Content-Length": str(length)} if length is not None else {"Connection": "close"}
+        fixed = {"Content-Security-Policy": content_policy(live=True), "X-Content-Type-Options": "nosniff"}
+        fixed |= {"X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+        for name, value in {"Content-Type": kind, **fixed, **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _stream(self, change: str) -> None:
+        """Send changes of the page to a browser until it leaves."""
+        if not self.server.streams.acquire(blocking=False):
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, f"{_STREAMS} browsers are looking")
+            return
+        try:
+            self.close_connection = True
+            self._head("text/event-stream")
+            for number, kind, data in self.server.page.news(change):
+                text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+                self.wfile.write((f"id: {number}\nevent: {kind}\ndata: {text}\n\n" if kind else ":\n\n").encode())
+                self.wfile.flush()
+        except OSError:
+            return  # it has left
+        finally:
+            self.server.streams.release()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Print nothing of an answer to a browser."""
+
+
+class PageServer(ThreadingHTTPServer):
+    """Server of a live page of runs."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, page: LivePage):
+        """Listen at an address; raises OSError if it cannot be used."""
+        self.page, self.streams = page, threading.Semaphore(_STREAMS)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
+
+    def is_for(self, name: str) -> bool:
+        """Return True if a browser asked for the page under a name that is its own: on loopback, one of loopback."""
+        host = name.rpartition(":")[0] if not name.endswith("]") and ":" in name else name
+        return self.server_address[0] not in LOOPBACK or host.strip("[]") in LOOPBACK
+
+
+def serve(server: PageServer) -> None:
+    """Serve a live page of runs until this process is asked to end."""
+    threading.Thread(target=server.page.look_forever, daemon=True).start()
+    with server:
+        server.serve_forever()

@@ -1,0 +1,170 @@
+"""A served page: whoever looks sees what a run writes, whoever was cut off goes on, and nobody else is answered."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from platform.monitor.records import events, journal
+from platform.report.__main__ import main
+from platform.report.live import LivePage, PageServer
+from platform.report.page_data import WatchedRun
+
+
+def add_rows(run: Path, *steps: int, **more: Any) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            row = {"step": step, "loss": step / 4, "tokens": 10 * step, "step_seconds": 36.0} | more
+            file.write(json.dumps(row) + "\n")
+
+
+def add_event(run: Path, event: events.JournalEvent) -> None:
+    lines = journal.Journal(run / "journal.jsonl")
+    lines.write(event)
+    lines.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    add_event(tmp_path, events.Starting(world_size=1, cluster="inline", device="cpu"))
+    add_rows(tmp_path, 1, 2, 3)
+    return tmp_path
+
+
+@pytest.fixture
+def page(run: Path) -> LivePage:
+    return LivePage([WatchedRun(run)])
+
+
+def change_of(page: LivePage) -> str:
+    return page.data()["change"]
+
+
+def test_new_rows_come_as_rows(page: LivePage, run: Path) -> None:
+    news = page.news(change_of(page))
+    add_rows(run, 4, 5)
+    page.look_once()
+    number, kind, data = next(news)
+    assert kind == "rows" and number == change_of(page)
+    [rows] = data["rows"]
+    assert rows["grid"] == {"step": [4, 5], "tokens": [40, 50], "hours": [0.04, 0.05]}
+    assert rows["of"]["train/loss"] == [1.0, 1.25]
+    assert data["states"][0]["tiles"][0][1] == "5"
+
+
+def test_a_rollback_takes_rows_back(page: LivePage, run: Path) -> None:
+    news = page.news(change_of(page))
+    add_rows(run, 4)
+    page.look_once()
+    add_rows(run, 2, 3, loss="NaN")
+    page.look_once()
+    _, kind, data = next(news)  # of two changes at once
+    assert (kind, data["rows"][0]["grid"]["step"], data["rows"][0]["of"]["train/loss"]) == (
+        "rows",
+        [2, 3],
+        [None, None],
+    )
+
+
+@pytest.mark.parametrize("more", [{"val_loss": 3.0}, {"lr": 0.5}, {"comm_bytes": {"send/stage": 7}}])
+def test_what_charts_do_not_have_yet_comes_as_a_page(page: LivePage, run: Path, more: dict[str, Any]) -> None:
+    news = page.news(change_of(page))
+    add_rows(run, 4, **more)
+    page.look_once()
+    _, kind, data = next(news)
+    assert kind == "page" and data["runs"][0]["curves"]["grids"][0]["step"] == [1, 2, 3, 4]
+
+
+def test_an_event_comes_as_a_page(page: LivePage, run: Path) -> None:
+    news = page.news(change_of(page))
+    add_event(run, events.Done(step=3, saved=3))
+    page.look_once()
+    _, kind, data = next(news)
+    assert kind == "page" and data["live"] and data["runs"][0]["state"]["tone"] == "good"
+
+
+def test_without_a_change_there_is_no_news(page: LivePage, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.report.live._BEAT", 0.01)
+    news = page.news(change_of(page))
+    page.look_once()
+    assert next(news) == ("", "", None)
+
+
+@pytest.mark.parametrize("change", ["", "x", "other-0", "{session}-99", "{session}-x", "{session}--1"])
+def test_a_browser_of_another_server_gets_a_page(page: LivePage, change: str) -> None:
+    session = change_of(page).partition("-")[0]
+    assert next(page.news(change.replace("{session}", session)))[1] == "page"
+
+
+@pytest.fixture
+def server(page: LivePage) -> Iterator[PageServer]:
+    found = PageServer("127.0.0.1", 0, page)
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield found
+    found.shutdown()
+    found.server_close()
+    thread.join()
+
+
+def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=5)
+    connection.request(method, path, headers=headers)
+    return connection.getresponse()
+
+
+def test_the_page_is_served_with_its_policy(server: PageServer) -> None:
+    answer = ask(server, "/")
+    text = answer.read().decode()
+    assert answer.status == 200 and '"live":true' in text and "connect-src 'self'" in text
+    assert "connect-src 'self'" in answer.headers["Content-Security-Policy"]
+    assert answer.headers["X-Frame-Options"] == "DENY" and answer.headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "path, method, host, status",
+    [
+        ("/", "GET", "localhost:80", 200),
+        ("/", "GET", "[::1]:80", 200),
+        ("/", "GET", "evil.example", 403),
+        ("/events", "GET", "127.0.0.1.evil.example:8600", 403),
+        ("/../journal.jsonl", "GET", "localhost", 404),
+        ("/journal.jsonl", "GET", "localhost", 404),
+        ("/", "POST", "localhost", 501),
+    ],
+)
+def test_nothing_else_is_answered(server: PageServer, path: str, method: str, host: str, status: int) -> None:
+    assert ask(server, path, method, Host=host).status == status
+
+
+def test_changes_are_streamed(server: PageServer, run: Path) -> None:
+    answer = ask(server, f"/events?change={change_of(server.page)}")
+    assert answer.headers["Content-Type"] == "text/event-stream"
+    add_rows(run, 4)
+    server.page.look_once()
+    number, kind, data, end = (answer.readline().decode() for _ in range(4))
+    assert (number, kind, end) == (f"id: {change_of(server.page)}\n", "event: rows\n", "\n")
+    assert json.loads(data.removeprefix("data: "))["rows"][0]["grid"]["step"] == [4]
+    again = ask(server, "/events", **{"Last-Event-ID": "gone-1"})
+    again.readline()
+    assert again.readline() == b"event: page\n"
+
+
+@pytest.mark.parametrize(
+    "port, says", [("x", "must be a port"), ("70000", "must be a port"), ("taken", "nearest legal")]
+)
+def test_a_port_that_cannot_be(
+    server: PageServer, run: Path, capfd: pytest.CaptureFixture[str], port: str, says: str
+) -> None:
+    given = port.replace("taken", str(server.server_address[1]))
+    try:
+        status = main([str(run), "--serve", given])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and says in capfd.readouterr().err
