@@ -278,10 +278,12 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
     from platform.data.data_checks import violations_of_sources
     from platform.planning.make_plan import make_plan
     from platform.planning.snapshot_price import NODE, settle_interval
+    from platform.planning.step_price import violations_of_hardware
 
     lines = [*wrong] or [
         *violations_of_surroundings(config),
         *violations_of_sources(config.data, vocab=config.model.vocab),
+        *violations_of_hardware(config),
     ]
     if any(key.startswith(PLANNED) for key in violations_of_values(config)) or [*too_many_workers(config)]:
         return None, lines

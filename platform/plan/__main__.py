@@ -49,7 +49,7 @@ from platform.planning.measured_runs import read_runs
 from platform.planning.memory_budget import footprints
 from platform.planning.replan import shrinking
 from platform.planning.snapshot_price import snapshot_price
-from platform.planning.step_price import hardware_named, picture, read_hardware, step_price
+from platform.planning.step_price import chosen_hardware, hardware_named, picture, read_hardware, step_price
 
 COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
 
@@ -192,9 +192,9 @@ def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
 
 
 def _hardware(name: str | None, config: Config) -> Hardware | None:
-    """Return the hardware `name`, or that of cluster.gpu, None if it or its speed in the run's precision is not known.
-    Raises ConfigError for a `name` that is no hardware, or lacks that speed."""
-    found = read_hardware(name) if name else hardware_named(config.cluster.gpu) if config.cluster.gpu else None
+    """Return the hardware `name`, or that of cluster.hardware or cluster.gpu, None if it or its speed in the run's
+    precision is not known. Raises ConfigError for a `name` that is no hardware, or lacks that speed."""
+    found = read_hardware(name) if name else chosen_hardware(config) or hardware_named(config.cluster.gpu)
     if found and config.precision not in found.peaks:
         if name:
             constraint = f"its peaks lack {config.precision}, in which the run computes"

@@ -290,6 +290,8 @@ resume.allow=[nope] run.dir=x | resume.allow=nope: no key of a run's identity
 resume.allow=[optimizer.lr] | resume.allow=optimizer.lr: needs the run to go on from | run.dir=DIRECTORY
 monitor.project='a/b c#' | monitor.project=a/b c#: W&B takes
 monitor.project='' | monitor.project=: W&B takes
+cluster.hardware=h10 | cluster.hardware=h10: there is no such file | h100
+cluster.hardware=mine.yaml | cluster.hardware=mine.yaml: there is no such file | FILE.yaml
 run.dir=/ | run.dir=/: is the root of the file system | a directory
 run.dir=//// | run.dir=/: is the root
 run.dir=~nosuchuser/x | run.dir=~nosuchuser/x: there is no user nosuchuser | ./~nosuchuser/x

@@ -8,6 +8,7 @@ from math import log
 from platform.cluster.control.forming.context import Generation
 from platform.config.fields import Config
 from platform.config.ramps.length_ramp import length_at
+from platform.costs.parts import REST
 from platform.monitor import MetricsRow
 from platform.train.protocol.replies import StepReport
 
@@ -29,13 +30,15 @@ def metrics_row(
 
     `step_seconds` is `wall_seconds`, the driver's time from sending the step out to the last rank's answer, so that
     dispatch counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput
-    counts this step's tokens; `mfu` is relative to the peak of a worker, None if that is unknown. `config`: the run's.
-    `stalled`: seconds for which saving has held up the run since the step before; `bubble`: planned and measured
-    pipeline bubble, None without timeline or pipeline; `val_losses`: losses by source of the data, "" being all of
-    them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC; `recovery_seconds`: time
-    since the first failure since the step before, None if there was none.
+    counts this step's tokens; `parts` add up to its seconds; `mfu` is relative to the peak of a worker, None if that is
+    unknown. `config`: the run's. `stalled`: seconds for which saving has held up the run since the step before;
+    `bubble`: planned and measured pipeline bubble, None without timeline or pipeline; `val_losses`: losses by source of
+    the data, "" being all of them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC;
+    `recovery_seconds`: time since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
+    full = end - first == config.train.global_batch and length_at(config, report.step) == config.model.length
+    rest = {REST: wall_seconds - sum(report.parts.values())} if report.parts else {}
     tokens_per_second = (end - first) * config.model.length / wall_seconds
     plan = generation.plan.of_length(length_at(config, report.step))
     flops_per_worker = tokens_per_second * plan.flops_per_token / report.world_size
@@ -59,6 +62,8 @@ def metrics_row(
         skipped=report.skipped or None,
         loss_scale=report.loss_scale,
         length=plan.sizes["length"] if config.train.length_ramp else None,
+        parts=report.parts | rest or None,
+        predicted_seconds=generation.predicted_seconds if full else None,
         bubble=bubble,
         val_loss=None if val_losses is None else val_losses[""],
         val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,

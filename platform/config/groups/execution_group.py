@@ -10,7 +10,7 @@ from platform.config.key import SECONDS, WORKERS, key
 
 RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
 
-AUTO = "auto"  # elastic.snapshot_every, until the plan settles it
+AUTO = "auto"  # elastic.snapshot_every, until the plan settles it; cluster.hardware: by the device
 
 ON_RAY = ("placement", "labels", "runtime_env", "autoscale")  # keys of Cluster that only cluster=ray reads
 
@@ -114,6 +114,10 @@ class Cluster:
     )
     memory: str = key("refuse", "if a plan needs more memory than a device has", ("refuse", "warn"))
     gpu: str = key("", "GPU type to plan for, such as A100-80GB: its memory counts where no GPU is seen")
+    hardware: str = key(
+        "auto",
+        "hardware for which steps and plans are priced: a name in conf/hardware/, or FILE.yaml; auto = by the device",
+    )
     device_memory: float = key(
         0.0, "GB of memory per device; 0 = as seen, else as cluster.gpu says", ">= 0", most=10**6
     )

@@ -195,6 +195,22 @@ class Traffic(JournalEvent):
     rows: list[dict[str, Any]]
 
 
+class Predicted(JournalEvent):
+    """Seconds that a full step of this generation should take on a `hardware`, and its `parts` as clocks show them."""
+
+    hardware: str
+    seconds: Seconds
+    parts: dict[str, Seconds]
+
+
+class Measured(JournalEvent):
+    """Parts of a typical step of the last generation, in seconds, from so many `steps`."""
+
+    steps: Steps
+    seconds: Seconds
+    parts: dict[str, Seconds]
+
+
 class Injected(JournalEvent):
     """Faults of the configuration key elastic.faults are about to strike in a step, to test recovery."""
 

@@ -160,7 +160,7 @@ class Trainer:
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
         scale, overflowed = self.loss_scale, not differences and self._rescale(loss, norm, skipped)
-        samples, seconds = samples_of(self.config.train, step), (reading := clock.read()).seconds
+        samples, reading = samples_of(self.config.train, step), clock.read()
         return StepReport(
             step=step,
             loss=loss,
@@ -171,8 +171,9 @@ class Trainer:
             loss_scale=scale.scale if scale else None,
             tokens=samples[1] * plan.sizes["length"],
             samples=samples,
-            step_seconds=sum(seconds.values()),
-            seconds={name: seconds.get(name, 0.0) for name in SECTIONS},
+            step_seconds=sum(reading.seconds.values()),
+            seconds={name: reading.seconds.get(name, 0.0) for name in SECTIONS},
+            waits=reading.waits,
             comm_bytes=dict(communicator.moved),
             peak_memory_bytes=peak_memory(communicator.device),
             world_size=plan.mesh.size,
