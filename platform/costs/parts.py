@@ -15,8 +15,8 @@ def waiting_for(axes: str) -> str:
 
 
 def measurable(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return predicted parts of a step as clocks can tell them apart: launching kernels is in the time of computing,
-    and waiting for another stage's message in the bubble."""
+    """Return predicted parts of a step as a clock measures them: launches of kernels are in the time of computing, and
+    messages between stages in the bubble."""
     found = dict(parts)
     found[COMPUTING] += found.pop(HOST)
     found[BUBBLE] += found.pop(waiting_for(STAGE), 0.0)

@@ -57,7 +57,7 @@ class StepForecast(NamedTuple):
 class Timeline:
     """Collects what all ranks did in a run's last steps, to write it as a trace and a picture. `schedules`: schedules
     of steps, ascending by their number of microbatches; `rows`: per stage, the actions of each, lowered; `names`,
-    `stages`: name and stage of each rank; `forecast`: what was predicted of a full step, None until that is known."""
+    `stages`: name and stage of each rank; `forecast`: the forecast of a full step, None until there is one."""
 
     def __init__(
         self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
@@ -139,7 +139,7 @@ class Timeline:
             yield {"ph": "M", "name": "process_name", "pid": len(self._names), "args": named}
         zero, threads = self._steps[0][1], set()
         for step, began, ranks, parts in self._steps:
-            yield from self._parts(step, began - zero, parts)
+            yield from self._beside(step, began - zero, parts)
             for rank, own in enumerate(ranks):
                 for thread, start, end, more in self._events(rank, step, own):
                     if (rank, thread) not in threads:
@@ -148,7 +148,7 @@ class Timeline:
                     time, length = (began - zero + start) * 1e6, (end - start) * 1e6  # microseconds
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
-    def _parts(self, step: int, began: float, parts: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    def _beside(self, step: int, began: float, parts: Mapping[str, float]) -> Iterator[dict[str, Any]]:
         """Yield the trace events of the parts of a step, one after the other from its beginning, as predicted and, on a
         thread beside, as measured."""
         if not self.forecast:

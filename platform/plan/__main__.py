@@ -192,7 +192,7 @@ def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
 
 
 def _hardware(name: str | None, config: Config) -> Hardware | None:
-    """Return the hardware `name`, or that of cluster.hardware or cluster.gpu, None if it or its speed in the run's
+    """Return the hardware `name`, or the one of cluster.hardware or cluster.gpu, None if it or its speed in the run's
     precision is not known. Raises ConfigError for a `name` that is no hardware, or lacks that speed."""
     found = read_hardware(name) if name else chosen_hardware(config) or hardware_named(config.cluster.gpu)
     if found and config.precision not in found.peaks:

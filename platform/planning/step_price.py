@@ -90,8 +90,8 @@ def violations_of_hardware(config: Config) -> list[str]:
 
 
 def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None:
-    """Return the hardware for which a run's steps are priced on a `device` (cpu | cuda), a GPU being of type `gpu`: as
-    cluster.hardware says, or that of the device; None if no file describes it, or its speed in the run's precision."""
+    """Return the hardware of a run's workers: the one of cluster.hardware, or of their `device` (cpu | cuda) and `gpu`;
+    None if no file describes it, or its speed in the run's precision."""
     found = chosen_hardware(config) or (read_hardware("cpu") if device == "cpu" else hardware_named(gpu))
     return found if found and config.precision in found.peaks else None
 

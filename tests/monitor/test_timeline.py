@@ -182,7 +182,7 @@ def test_a_run_by_processes(tmp_path, capsys):
         assert sum(e["name"] == "step" for e in own) == 12
     assert "planned: 1f1b, bubble 25.0%" in (tmp_path / "run" / "timeline.svg").read_text()
     journal = {event["event"]: event for event in JsonLines.read(tmp_path / "run" / "journal.jsonl")}
-    predicted, measured = journal["predicted"], journal["measured"]
+    predicted, measured = journal["predicted_step"], journal["measured_step"]
     assert predicted["hardware"] == "cpu" and sum(predicted["parts"].values()) == pytest.approx(predicted["seconds"])
     assert {row.get("predicted_seconds") for row in rows} == {None, predicted["seconds"]}, "None of the first step"
     assert measured["steps"] == 11 and measured["seconds"] == pytest.approx(sum(measured["parts"].values()))

@@ -157,7 +157,7 @@ class Controller:
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
                 self._report_traffic(generation)
-                self.forecast.begin(generation, row)
+                self.forecast.predict(generation, row)
             self._save_if_due(crew, step)
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)

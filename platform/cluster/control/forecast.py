@@ -34,7 +34,7 @@ class Forecast:
         self._hardware: Hardware | None = None
         self._work: StepWork | None = None
 
-    def begin(self, generation: Generation, row: MetricsRow) -> None:
+    def predict(self, generation: Generation, row: MetricsRow) -> None:
         """Predict the steps of a generation, in the journal and for its timeline, if their parts are measured. Done
         after its first step, with that `row`, as it may take a second, which no recovery is to pay."""
         config, run = generation.formed.config, self._run
@@ -52,7 +52,7 @@ class Forecast:
         price = price_of(self._work, self._hardware)
         self.parts, generation.predicted_seconds = measurable(price.parts), price.seconds
         name = self._hardware.name
-        run.journal.write(events.Predicted(hardware=name, seconds=price.seconds, parts=self.parts))
+        run.journal.write(events.PredictedStep(hardware=name, seconds=price.seconds, parts=self.parts))
         if generation.timeline:
             drawn = partial(simulated, self._work, self._hardware)
             generation.timeline.forecast = StepForecast(name, self.parts, drawn)
@@ -63,11 +63,10 @@ class Forecast:
             self._steps.append(row.parts)
 
     def report(self) -> None:
-        """Report to journal and user the parts of a typical step of the last generation beside their prediction, if it
-        was long enough."""
+        """Report a typical step of the last generation, part by part, to journal and user, if it had enough steps."""
         if len(self._steps) < FEWEST or not self._hardware:
             return
         measured, count = typical(self._steps), len(self._steps)
-        event = events.Measured(steps=count, seconds=sum(measured.values()), parts=measured)
+        event = events.MeasuredStep(steps=count, seconds=sum(measured.values()), parts=measured)
         self._run.journal.write(event)
         self._run.monitor.say("\n".join(beside(self.parts, measured, self._hardware.name, count)))

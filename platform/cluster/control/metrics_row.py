@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log
+from typing import Any
 
 from platform.cluster.control.forming.context import Generation
 from platform.config.fields import Config
@@ -37,8 +38,6 @@ def metrics_row(
     `recovery_seconds`: time since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
-    full = end - first == config.train.global_batch and length_at(config, report.step) == config.model.length
-    rest = {REST: wall_seconds - sum(report.parts.values())} if report.parts else {}
     tokens_per_second = (end - first) * config.model.length / wall_seconds
     plan = generation.plan.of_length(length_at(config, report.step))
     flops_per_worker = tokens_per_second * plan.flops_per_token / report.world_size
@@ -62,8 +61,7 @@ def metrics_row(
         skipped=report.skipped or None,
         loss_scale=report.loss_scale,
         length=plan.sizes["length"] if config.train.length_ramp else None,
-        parts=report.parts | rest or None,
-        predicted_seconds=generation.predicted_seconds if full else None,
+        **_parts_of_step(report, generation, wall_seconds, config),
         bubble=bubble,
         val_loss=None if val_losses is None else val_losses[""],
         val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,
@@ -74,6 +72,20 @@ def metrics_row(
         experts=_load(report.routed) if any(report.routed) else None,
         expert_load=report.routed[: len(report.routed) // 2] if any(report.routed) else None,
     )
+
+
+def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: float, config: Config) -> dict[str, Any]:
+    """Return what a row says of the parts of a step, if they were measured: their seconds, which add up to
+    `wall_seconds`, and the seconds predicted of a full step, if it is one."""
+    if not report.parts:
+        return {}
+    first, end = report.samples
+    full = end - first == config.train.global_batch and length_at(config, report.step) == config.model.length
+    rest = wall_seconds - sum(report.parts.values())
+    return {
+        "parts": {**report.parts, REST: rest},
+        "predicted_seconds": generation.predicted_seconds if full else None,
+    }
 
 
 def _load(routed: Sequence[int]) -> dict[str, float]:

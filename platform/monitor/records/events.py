@@ -15,6 +15,8 @@ from platform.boundary.schema import OpenMap, Text
 from platform.monitor.records import records
 from platform.monitor.records.journal_event import EVENTS, Committed, End, JournalEvent
 from platform.monitor.records.records import Number, Seconds, Steps
+from platform.monitor.records.step_events import MeasuredStep as MeasuredStep
+from platform.monitor.records.step_events import PredictedStep as PredictedStep
 
 _WORD = Annotated[str, Text(r"\w{1,40}", "a word")]
 _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generation", "event"))]
@@ -193,22 +195,6 @@ class Traffic(JournalEvent):
     """A step sends so much inside a node and between nodes and larger parts. `rows`: rows of `tier_traffic`."""
 
     rows: list[dict[str, Any]]
-
-
-class Predicted(JournalEvent):
-    """Seconds that a full step of this generation should take on a `hardware`, and its `parts` as clocks show them."""
-
-    hardware: str
-    seconds: Seconds
-    parts: dict[str, Seconds]
-
-
-class Measured(JournalEvent):
-    """Parts of a typical step of the last generation, in seconds, from so many `steps`."""
-
-    steps: Steps
-    seconds: Seconds
-    parts: dict[str, Seconds]
 
 
 class Injected(JournalEvent):

@@ -65,7 +65,7 @@ class Combiner:
             peak_memory_bytes=int(memory.max()),
             slow=self._slower(work.flatten()),
             waits={},
-            parts=self._parts(sections, waits),
+            parts=self._parts_of_step(sections, waits),
             layer_gradients=of_gradients,
             layer_activations=of_activations,
             routed=list(map(int, routed.sum(0).tolist())),
@@ -86,7 +86,7 @@ class Combiner:
             {layer: (x / sequences) ** 0.5 for layer, x in seen.items() if x},
         )
 
-    def _parts(self, sections: torch.Tensor, waits: torch.Tensor) -> dict[str, float]:
+    def _parts_of_step(self, sections: torch.Tensor, waits: torch.Tensor) -> dict[str, float]:
         """Return the seconds of the parts of a training step, as means over the ranks of the stage that computes
         longest. `sections`, `waits`: seconds by rank, and by clock section, or by the axes of collectives."""
         computing = [SECTIONS.index(section) for section in PASSES]

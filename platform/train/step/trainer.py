@@ -171,9 +171,7 @@ class Trainer:
             loss_scale=scale.scale if scale else None,
             tokens=samples[1] * plan.sizes["length"],
             samples=samples,
-            step_seconds=sum(reading.seconds.values()),
-            seconds={name: reading.seconds.get(name, 0.0) for name in SECTIONS},
-            waits=reading.waits,
+            **_clock_times(reading),
             comm_bytes=dict(communicator.moved),
             peak_memory_bytes=peak_memory(communicator.device),
             world_size=plan.mesh.size,
@@ -338,6 +336,12 @@ class Trainer:
             total += passes.evaluate(self.rows.forward, split, first, end)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))
+
+
+def _clock_times(reading: ClockReading) -> dict[str, Any]:
+    """Return the seconds of a training step from the clock's reading, for the rank's report."""
+    seconds = {name: reading.seconds.get(name, 0.0) for name in SECTIONS}
+    return {"step_seconds": sum(reading.seconds.values()), "seconds": seconds, "waits": reading.waits}
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:

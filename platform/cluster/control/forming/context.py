@@ -46,7 +46,7 @@ class Generation:
     """Mesh of seated workers that has formed, between two failures. `number`: counts from the run's first; `formed`:
     seats and configuration; `tiers`: cluster tiers that its ranks are in; `step`: updates in the state that it starts
     from; `device`: name of a worker's; `peak_flops`: its FLOP/s, None if unknown; `timeline`: None unless
-    monitor.timeline is set; `predicted_seconds`: of a full step, None where they are not known, or not yet."""
+    monitor.timeline is set; `predicted_seconds`: seconds of a full step, None until they are predicted."""
 
     number: int
     plan: Plan
