@@ -15,8 +15,7 @@ def waiting_for(axes: str) -> str:
 
 
 def measurable(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return predicted parts of a step as a clock measures them: launches of kernels are in the time of computing, and
-    messages between stages in the bubble."""
+    """Return predicted parts of a step as measured ones: computing includes `host`, the bubble waiting for `stage`."""
     found = dict(parts)
     found[COMPUTING] += found.pop(HOST)
     found[BUBBLE] += found.pop(waiting_for(STAGE), 0.0)

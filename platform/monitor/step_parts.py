@@ -32,7 +32,7 @@ def typical(steps: Sequence[Parts]) -> dict[str, float]:
     return {name: fmean(parts.get(name, 0.0) for parts in middle) for name in names}
 
 
-def beside(predicted: Parts, measured: Parts, hardware: str, steps: int) -> Iterator[str]:
+def parts_table(predicted: Parts, measured: Parts, hardware: str, steps: int) -> Iterator[str]:
     """Yield the lines of a table of the parts of a step, predicted on a `hardware` and measured over so many `steps`,
     and of the largest cause of the difference."""
     expected, taken = sum(predicted.values()), sum(measured.values())

@@ -3,7 +3,7 @@
 import pytest
 
 from platform.costs.parts import measurable
-from platform.monitor.step_parts import beside, cause, typical
+from platform.monitor.step_parts import cause, parts_table, typical
 
 PREDICTED = {"computing": 1.0, "waiting for t": 0.2, "bubble": 0.0, "optimizer": 0.1}
 
@@ -22,7 +22,7 @@ def test_steps_that_are_far_from_the_others_do_not_count():
 
 def test_the_table_adds_up():
     measured = {**PREDICTED, "waiting for t": 0.7, "data": 0.05, "snapshot": 0.001, "rest": 0.02}
-    title, _, *rows, line = beside(PREDICTED, measured, "cpu", 40)
+    title, _, *rows, line = parts_table(PREDICTED, measured, "cpu", 40)
     assert title == "a step on cpu, measured in 40 steps"
     assert [row.split() for row in rows] == [
         ["computing", "1", "s", "1", "s", "+0", "ms"],

@@ -12,8 +12,8 @@ from platform.costs.parts import measurable
 from platform.costs.price import price_of, simulated
 from platform.costs.step_work import StepWork
 from platform.monitor import MetricsRow
-from platform.monitor.records import events
-from platform.monitor.step_parts import beside, typical
+from platform.monitor.records import step_events
+from platform.monitor.step_parts import parts_table, typical
 from platform.monitor.timeline import StepForecast
 from platform.planning.step_price import hardware_of_device, work_of
 
@@ -52,7 +52,7 @@ class Forecast:
         price = price_of(self._work, self._hardware)
         self.parts, generation.predicted_seconds = measurable(price.parts), price.seconds
         name = self._hardware.name
-        run.journal.write(events.PredictedStep(hardware=name, seconds=price.seconds, parts=self.parts))
+        run.journal.write(step_events.PredictedStep(hardware=name, seconds=price.seconds, parts=self.parts))
         if generation.timeline:
             drawn = partial(simulated, self._work, self._hardware)
             generation.timeline.forecast = StepForecast(name, self.parts, drawn)
@@ -67,6 +67,6 @@ class Forecast:
         if len(self._steps) < FEWEST or not self._hardware:
             return
         measured, count = typical(self._steps), len(self._steps)
-        event = events.MeasuredStep(steps=count, seconds=sum(measured.values()), parts=measured)
+        event = step_events.MeasuredStep(steps=count, seconds=sum(measured.values()), parts=measured)
         self._run.journal.write(event)
-        self._run.monitor.say("\n".join(beside(self.parts, measured, self._hardware.name, count)))
+        self._run.monitor.say("\n".join(parts_table(self.parts, measured, self._hardware.name, count)))

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 from platform.boundary import schema
 from platform.boundary.schema import OpenMap, Text
 from platform.monitor.records import records
+from platform.monitor.records import step_events as step_events
 from platform.monitor.records.journal_event import EVENTS, Committed, End, JournalEvent
 from platform.monitor.records.records import Number, Seconds, Steps
-from platform.monitor.records.step_events import MeasuredStep as MeasuredStep
-from platform.monitor.records.step_events import PredictedStep as PredictedStep
 
 _WORD = Annotated[str, Text(r"\w{1,40}", "a word")]
 _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generation", "event"))]
@@ -58,8 +57,7 @@ class CheckpointRefused(JournalEvent):
 
 
 class Waiting(JournalEvent):
-    """The next generation cannot form with the members that are alive, and waits for more; `reason`: its shortage, in
-    words."""
+    """The next generation waits for more members than the ones alive; `reason`: its shortage, in words."""
 
     alive: int
     reason: str
@@ -280,7 +278,7 @@ class Notice(JournalEvent):
 
 class Failure(Committed):
     """A call of a method failed on a member, which ends the generation. `kind`: class of the failure; `step`: the one
-    that was not done."""
+    not done; `seen`: lines on other ranks' waits for it; `stack`: frames of the member itself, the innermost last."""
 
     number: int
     rank: int | None
@@ -291,6 +289,8 @@ class Failure(Committed):
     cause: str
     log: str | None
     step: Steps
+    seen: list[str] | None = None
+    stack: list[str] | None = None
 
 
 class Reforming(Committed):
