@@ -1,6 +1,6 @@
-"""The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines. A field that is
-None by default is left out where it is None. One that a later version adds needs a default, as older journals lack it;
-unknown kinds and fields are passed over.
+"""The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines. A field
+that is None by default is left out where it is None. One that a later version adds needs a default, as older journals
+lack it; unknown kinds and fields are passed over.
 """
 
 from __future__ import annotations
