@@ -156,8 +156,9 @@ def _reason_of_checkpoints(config: Config, price: CheckpointPrice, own: OwnCosts
 
 def _in_words(cost: float, mean: float, measured: bool) -> str:
     """Return a cost, the time between failures and the best interval that follows, for the user."""
-    how, best = "measured" if measured else "predicted", in_units(best_interval(cost, mean))
-    return f"{shown_seconds(cost)}, as {how}, and a failure comes every {mean / HOUR:.3g} h: least is lost every {best}"
+    how, best, hours = "measured" if measured else "predicted", in_units(best_interval(cost, mean)), mean / HOUR
+    often = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    return f"{shown_seconds(cost)}, as {how}, and workers fail every {often} h: least is lost by one every {best}"
 
 
 def _reason_of_snapshots(price: SnapshotPrice, own: OwnCosts) -> str:

@@ -73,6 +73,7 @@ run.time_margin -1.0 0 1e+300 100000000
 elastic.wait -1.0 0 1e+300 100000000
 elastic.hang_seconds 0.0 - 1e+300 100000000
 cluster.network 0.0 - 1e+300 1000000000000
+elastic.mean_hours_between_failures -1.0 0 1e+300 1000000
 elastic.slow -1.0 0 1e+300 1000000000000
 cluster.wait -1.0 0 1e+300 100000000
 """
