@@ -258,7 +258,9 @@ def reports(typed: Typed, arguments: str, bench: Bench) -> None:
     [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
     for name in (word for word in shlex.split(arguments) if word.startswith("runs/")):
         shutil.copytree(kept, name)
-    bench.monkeypatch.setattr("platform.report.live.serve", lambda server: server.server_close())
+    at = type("Address", (), {"__init__": lambda self, host, port, page: setattr(self, "address", f"{host}:{port}")})
+    bench.monkeypatch.setattr("platform.report.live.PageServer", at)
+    bench.monkeypatch.setattr("platform.report.live.serve", lambda server: None)
     assert write_page(shlex.split(arguments)) == launch.DONE
     out = re.sub(r"\d\.\d\d MB", "0.11 MB", bench.capfd.readouterr().out)
     assert not typed.shown or out.splitlines() == list(typed.shown)
