@@ -42,9 +42,9 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _serve(runs: Sequence[WatchedRun], host: str, port: int) -> int:
+def _serve_runs(runs: Sequence[WatchedRun], host: str, port: int) -> int:
     """Serve a live page of runs until this process is asked to end; return the exit status."""
-    from platform.report.live import LivePage, PageServer, serve
+    from platform.report.live import LivePage, PageServer, serve_page
 
     try:
         server = PageServer(host, port, LivePage(runs))
@@ -54,7 +54,7 @@ def _serve(runs: Sequence[WatchedRun], host: str, port: int) -> int:
             [violation("--serve", f"{host}:{port}", f"cannot be used: {error.strerror}", nearest)]
         ) from None
     print_line(f"http://{server.address}/ until Ctrl-C")
-    serve(server)
+    serve_page(server)
     return DONE
 
 
@@ -65,7 +65,7 @@ def _answer(given: argparse.Namespace) -> int:
         raise ConfigError([violation("RUN_DIR", run, "is no directory") for run in missing])
     runs = [WatchedRun(run.resolve()) for run in given.runs]
     if given.serve is not None:
-        return _serve(runs, given.host, given.serve)
+        return _serve_runs(runs, given.host, given.serve)
     for run in runs:
         run.look()
     text = page_html(page_data(runs))

@@ -29,7 +29,7 @@ def state_line(found: Look | None, columns: Columns) -> dict[str, Any]:
             "details": [f"{verdict.sure}: {verdict.why}", *verdict.details, *stack],
         }
     of = f" of {found.evidence.steps:,}" if found.evidence.steps else ""
-    line = f"{state_word(found).removeprefix('ended: ')}: step {_step(found, columns):,}{of}"
+    line = f"{state_word(found).removeprefix('ended: ')}: step {_last_step(found, columns):,}{of}"
     return {"tone": "good" if found.evidence.end else "live", "line": line, "details": []}
 
 
@@ -38,7 +38,7 @@ def last_number(columns: Columns, name: str) -> float | None:
     return next((v for v in reversed(columns.column(name)) if v == v), None)
 
 
-def _step(found: Look, columns: Columns) -> int:
+def _last_step(found: Look, columns: Columns) -> int:
     """Return the last step of a run that is recorded."""
     return columns.steps[-1] if columns.steps else found.evidence.step
 
@@ -47,14 +47,14 @@ def tiles(found: Look | None, columns: Columns) -> Iterator[tuple[str, str, str]
     """Yield the most important numbers of a run as (name, value, remark)."""
     if found:
         of = f"of {found.evidence.steps:,}" if found.evidence.steps else ""
-        yield "step", f"{_step(found, columns):,}", of
+        yield "step", f"{_last_step(found, columns):,}", of
     if (loss := last_number(columns, "train/loss")) is not None:
         yield "loss", f"{loss:.4f}", ""
     if (loss := last_number(columns, "val/loss")) is not None:
         lowest = min(v for v in columns.column("val/loss") if v == v)
         yield "validation loss", f"{loss:.4f}", f"lowest {lowest:.4f}"
     if recent := [v for v in columns.column("perf/tokens_per_second")[-_RECENT:] if v == v]:
-        yield "tokens/s", f"{median(recent):,.0f}", f"median of {len(recent)} steps"
+        yield "tokens/s", f"{median(recent):,.0f}", f"median of {len(recent)}"
     if (mfu := last_number(columns, "perf/mfu")) is not None:
         yield "MFU", f"{mfu:.1%}", ""
     if (tokens := last_number(columns, "tokens")) is not None:

@@ -1,4 +1,4 @@
-"""A page that is served while its runs go on: the page itself, and server-sent events with what is new.
+"""Server of a page whose runs go on: the page itself, and server-sent events with their news.
 
 Events, as JSON: `page`, all data anew; `rows`, the newest rows of metrics of each run; `state`, the headlines. Each has
 a number, with which a browser that was cut off goes on.
@@ -187,7 +187,7 @@ class PageServer(ThreadingHTTPServer):
         return self.server_address[0] not in LOOPBACK or host.strip("[]") in LOOPBACK
 
 
-def serve(server: PageServer) -> None:
+def serve_page(server: PageServer) -> None:
     """Serve a live page of runs until this process is asked to end."""
     threading.Thread(target=server.page.look_forever, daemon=True).start()
     with server:

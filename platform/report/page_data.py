@@ -210,7 +210,7 @@ def curves_of(columns: Columns, points: int) -> dict[str, Any]:
         return places[key]
 
     def points_of(rows: np.ndarray) -> np.ndarray:
-        """Return the rows whose x is that of a point: all, or the last row of each part."""
+        """Return the rows that give points their x: all, or the last row of each part."""
         return rows if len(rows) <= points else rows[_edges(len(rows), points)[1:] - 1]
 
     every = np.arange(len(steps))

@@ -260,7 +260,7 @@ def reports(typed: Typed, arguments: str, bench: Bench) -> None:
         shutil.copytree(kept, name)
     at = type("Address", (), {"__init__": lambda self, host, port, page: setattr(self, "address", f"{host}:{port}")})
     bench.monkeypatch.setattr("platform.report.live.PageServer", at)
-    bench.monkeypatch.setattr("platform.report.live.serve", lambda server: None)
+    bench.monkeypatch.setattr("platform.report.live.serve_page", lambda server: None)
     assert write_page(shlex.split(arguments)) == launch.DONE
     out = re.sub(r"\d\.\d\d MB", "0.11 MB", bench.capfd.readouterr().out)
     assert not typed.shown or out.splitlines() == list(typed.shown)

@@ -46,7 +46,7 @@ const UNITS = {
   s: duration,
   share: (v) => `${short(v * 100)} %`,
 };
-const shown = (value, unit) => (value == null || Number.isNaN(value) ? "–" : (UNITS[unit] || ((v) => short(v, 4)))(value));
+const shown = (value, unit) => (typeof value !== "number" || Number.isNaN(value) ? "–" : (UNITS[unit] || ((v) => short(v, 4)))(value));
 
 // ---- which curves a panel has
 
@@ -85,7 +85,7 @@ function drawLines(panel, curves, box, now) {
     const first = series.length, stroke = colour(order(c)), show = !state.off.has(c.name);
     const paths = panel.steps ? uPlot.paths.stepped({ align: 1 }) : undefined;
     series.push({ stroke, show, paths, width: 1.5, points: { show: c.curve[1].length < 40, size: 5, fill: stroke } });
-    for (let edge = 0; edge < 2; edge++) series.push({ stroke, show, width: 0, points: { show: false } });
+    for (let edge = 0; edge < 2; edge++) series.push({ stroke: `${stroke}60`, show, width: c.curve[2] ? 1 : 0, points: { show: false } });
     if (show) bands.push({ series: [first + 2, first + 1], fill: `${stroke}40` });
   }
   const log = panel.log && data.slice(1).every((column) => column.every((v) => v == null || v > 0));
@@ -154,7 +154,7 @@ function chart(panel, axis, data, series, bands, box, say, y) {
   const own = { stroke: style("dim"), font: "11px system-ui, sans-serif", grid: { stroke: style("grid"), width: 1 }, ticks: { show: false } };
   const u = new uPlot({
     width: Math.max(box.clientWidth, 200), height: panel.kind === "stack" ? 250 : 200, legend: { show: false }, series, bands,
-    padding: [8, 12, 0, 0],
+    padding: [8, 22, 0, 0],
     cursor: { sync: { key: axis }, y: false, points: { show: panel.kind !== "stack", size: 6 } },
     scales: { x: { time: false }, y },
     axes: [

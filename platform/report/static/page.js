@@ -128,7 +128,12 @@ function drawPanel(panel, place) {
     if (curves.length) DRAWN[panel.kind || "line"](panel, curves, box, now);
     return curves.length;
   };
-  const some = panel.view ? VIEWS[panel.view](page.runs[state.run], box, now) : drawChart();
+  let some = true;
+  try {
+    some = panel.view ? VIEWS[panel.view](page.runs[state.run], box, now) : drawChart();
+  } catch (error) {
+    box.replaceChildren(el("div", "warn", `cannot be drawn: ${error.message}`)); // no panel keeps others from being drawn
+  }
   if (!some) return card.remove(), false;
   if (!panel.view) state.charts.push(drawChart);
   return true;
