@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
 from platform.boundary.files.undo import missing_directories, remove_empty
@@ -27,6 +28,7 @@ from platform.cluster.run.commands import Command
 from platform.cluster.run.demonstration import demonstration
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.phases import Phases
+from platform.cluster.run.pulse import Pulse
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.extending.own_settings import shown_settings
 from platform.config.fields import Config, objective_of
@@ -37,6 +39,7 @@ from platform.data.tokens import cache
 from platform.data.vocabulary import Vocabulary, given_vocabulary
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
+from platform.monitor.records.live import Live
 from platform.optimizer.learning_rate import short_of_peak
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
@@ -151,7 +154,8 @@ def _check_and_drive(
         worker=worker or WORKER,
     )
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
-    _drive(run, state, orphan)
+    with Pulse(directory.path, partial(_sight, state)) as pulse:
+        _drive(run, state, orphan, pulse)
     status = end(None, state)
     if config.cluster.check:
         status = state.status = _print_cluster(checkpoints, journal, monitor) or status
@@ -262,10 +266,24 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     return journal, monitor
 
 
-def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
+def _sight(state: DriverState) -> Live:
+    """Return the driver's own part of live.json, in the thread that writes it."""
+    controller, saving = state.controller, state.checkpoints.saving if state.checkpoints else None
+    return Live(
+        time=0.0,
+        generation=state.journal.generation if state.journal else 0,
+        step=state.done,
+        usual=controller.pace.usual(0) if controller else None,
+        held=controller.held if controller else None,
+        saving=saving[0] if saving else None,
+        saving_since=time() - (monotonic() - saving[1]) if saving else None,
+    )
+
+
+def _drive(run: RunContext, state: DriverState, orphan: int | None, pulse: Pulse) -> None:
     """Start the run's crew of workers and train to the last step, re-forming the mesh as often as it takes. `orphan`:
-    the last step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the
-    last step was to be saved and is not."""
+    the last step of a driver before that died without an end, None if none did; `pulse`: is shown the workers. Raises
+    Unsaved if the state after the last step was to be saved and is not."""
     job, say = run.job, run.monitor.say
     run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
@@ -289,6 +307,7 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
         say(f"the driver before died after step {orphan}: this one goes on in its place after {run.checkpoints.step}")
     try:
         with relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
+            pulse.outlook = crew.outlook
             if crew.came is not None:
                 state.phases.reach("first_process", crew.came)
             from platform.cluster.control.controller import Controller

@@ -12,6 +12,7 @@ from platform.monitor.records import events
 from platform.monitor.records.journal_event import End
 from platform.monitor.verdict.ended import of_failure
 from platform.monitor.verdict.evidence import GONE, PHASES, STOPPED
+from platform.monitor.verdict.stalled import stalled_call
 from platform.plan.language.numbers import count_of
 from platform.status.seen_run import Look, goodput_so_far
 
@@ -68,11 +69,18 @@ def state_word(found: Look) -> str:
         return "died"
     if evidence.driver == STOPPED:
         return "stopped"
+    if evidence.live and stalled_call(evidence):
+        return "stalled"
+    if evidence.live and evidence.live.doing and evidence.phase and evidence.live.time >= evidence.phase.time:
+        return evidence.live.doing
     return PHASES[type(evidence.phase)] if evidence.phase else "starting"
 
 
 def _snapshot(found: Look) -> int | None:
     """Return the last step that is in the workers' memory, None if there is none or the workers are gone."""
+    live = found.evidence.live
+    if live and live.held and not found.evidence.end and found.evidence.driver != GONE:
+        return live.held
     every = found.config.elastic.snapshot_every if found.config else 0
     if found.evidence.end or found.evidence.driver == GONE or not isinstance(every, int) or not every:
         return None

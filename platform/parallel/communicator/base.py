@@ -48,13 +48,14 @@ class Launch:
 
 
 class Launched(NamedTuple):
-    """Collective as a timeline shows it: what it is called, its operation, its axes, and the bytes that its group
-    moves, as counted."""
+    """Collective as a timeline shows it: what it is called, its operation, its axes, the bytes that its group moves, as
+    counted, and the rank at the other end of a message."""
 
     name: str
     op: str
     axes: tuple[str, ...]
     bytes: int
+    peer: int = -1
 
 
 class Aborted(RuntimeError):
@@ -73,14 +74,16 @@ class Handle:
         finish: Callable[[], Tensor],
         section: str = "exposed_comm",
         flight: Flight | None = None,
+        what: Launched | None = None,
     ):
         """Wrap a collective in progress: `wait` blocks until it is done, `finish` returns its result tensor, and the
-        waiting is booked in the section `section` of `clock`."""
+        waiting is booked in the section `section` of `clock`, as for `what`."""
         self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
+        self._what = what
 
     def wait(self) -> Tensor:
         """Wait until the collective or message of this handle is done, and return its result tensor."""
-        with self._clock.section(self._section, waiting=True):
+        with self._clock.section(self._section, True, self._what):
             self._wait()
         if self._flight:
             self._clock.landed(self._flight)
@@ -188,7 +191,7 @@ class Communicator(ABC):
         begin = clock.mark() if clock.detailed else None
         wait = start()
         flight = None if begin is None else clock.launched(what, begin, wait, given)
-        return Handle(clock, wait, finish, flight=flight)
+        return Handle(clock, wait, finish, flight=flight, what=what)
 
     @abstractmethod
     def _start(
@@ -221,14 +224,16 @@ class Communicator(ABC):
         x, peer = x.contiguous(), self._peer(stage)
         self.moved[label("send", ("stage",))] += x.nbytes
         self._log_transfer((self.rank, peer), x.numel())
-        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble")
+        what = Launched("", "send", ("stage",), x.nbytes, peer)
+        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble", what=what)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
         """Start receiving the next tensor of `shape` and `dtype` that the rank of pipeline stage `stage` with this
         rank's index along all other axes sends here; `wait` returns it."""
         out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
         self._log_transfer((peer, self.rank), out.numel())
-        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble")
+        what = Launched("", "receive", ("stage",), out.nbytes, peer)
+        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble", what=what)
 
     def _peer(self, stage: int) -> int:
         """Return the global rank in pipeline stage `stage` that has this rank's index along all other axes."""

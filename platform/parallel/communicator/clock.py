@@ -95,10 +95,10 @@ class Clock:
         return len(marks) - 1
 
     @contextmanager
-    def section(self, name: str, waiting: bool = False) -> Iterator[None]:
+    def section(self, name: str, waiting: bool = False, what: Any = None) -> Iterator[None]:
         """Book the time inside the context to the section `name`, but for sections opened within it, and show it as
-        this process's progress. `waiting`: the rank only waits for other ranks in it."""
-        before = PROGRESS.enter(name, waiting)
+        this process's progress. `waiting`: the rank only waits for other ranks in it, for the collective `what`."""
+        before = PROGRESS.enter(name, waiting, False, what)
         begin = self.mark()
         self._open.append((name, waiting))
         try:
