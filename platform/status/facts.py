@@ -39,7 +39,7 @@ def facts(found: Look) -> dict[str, Any]:
         "steps": evidence.steps,
         "step_seconds": seconds,
         "tokens_per_second": last.get("tokens_per_second"),
-        "seconds_left": None if evidence.end else left,
+        "seconds_left": None if evidence.end or found.verdict and found.verdict.attention else left,
         "loss": last.get("loss"),
         "val_loss": validated.get("val_loss"),
         "val_step": validated.get("step"),
@@ -93,7 +93,7 @@ def rows_of(found: Look) -> Iterator[tuple[str, str]]:
     yield "run", found.directory
     yield "state", f["state"] + (f", driver {f['driver']}" if f["driver"] and not found.evidence.end else "")
     if f["wrote"]:
-        yield "ended" if found.evidence.end else "wrote last", _how_long_ago(now, f["wrote"])
+        yield "ended" if found.evidence.end else "wrote last", ago_text(now, f["wrote"])
     yield "step", _progress_row(f)
     if f["loss"] is not None:
         validation = f", validation {f['val_loss']:.4f} at step {f['val_step']}" if f["val_loss"] is not None else ""
@@ -105,7 +105,7 @@ def rows_of(found: Look) -> Iterator[tuple[str, str]]:
     if f["checkpoint"]:
         yield (
             "checkpoint",
-            f"step {f['checkpoint_step']}, {_how_long_ago(now, f['checkpoint_time'])}, {f['checkpoint']}",
+            f"step {f['checkpoint_step']}, {ago_text(now, f['checkpoint_time'])}, {f['checkpoint']}",
         )
     elif f["step"]:
         yield "checkpoint", "none"
@@ -136,14 +136,16 @@ def _failure_got_over(found: Look) -> Iterator[tuple[str, str]]:
         if first := next(steps, None):
             verdict = of_failure(evidence, failure)
             took = f"; training again after {first.time - failure.time:.2f} s"
-            yield "got over", f"{verdict.line}, {_how_long_ago(evidence.now, failure.time)}{took}"
+            yield "got over", f"{verdict.line}, {ago_text(evidence.now, failure.time)}{took}"
 
 
-def _how_long_ago(now: float, moment: float) -> str:
+def ago_text(now: float, moment: float) -> str:
     """Return in words how long ago a moment was, both in seconds since the epoch."""
     seconds = max(0.0, now - moment)
     text = f"{seconds:.0f} s" if seconds < 100 else hms(int(seconds))
-    if seconds >= 86400:
-        text = time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
-        return f"on {text}"
-    return f"{text} ago"
+    return f"{text} ago" if seconds < 86400 else f"on {clock_text(moment)}"
+
+
+def clock_text(moment: float) -> str:
+    """Format a moment, in seconds since the epoch, as a local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

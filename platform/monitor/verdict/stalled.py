@@ -163,9 +163,7 @@ def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> 
         return _verdict(evidence, live, devices[0], "hung", what, beat.seconds if beat else 0.0)
     waits = {wait_text(beat.wait) if beat.wait else beat.section for _, beat in beats}
     seconds = min(beat.seconds for _, beat in beats)
-    line = (
-        f"all {len(beats)} workers that {live.call} waits for wait for each other, in {' and '.join(sorted(waits)[:3])}"
-    )
+    line = f"{live.call}: all {len(beats)} workers wait for each other, in {' and '.join(sorted(waits)[:3])}"
     details = [f"seen: {text}" for text in _witnesses(workers)]
     stack = beats[0][1].stack
     return Verdict(

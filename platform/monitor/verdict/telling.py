@@ -8,11 +8,11 @@ from platform.parallel.communicator.progress import Activity, Wait
 
 
 def activity_text(beat: Activity) -> str:
-    """Format what a worker does, by its heartbeat, as a verb with its object: waits in all_reduce over data."""
+    """Format what a worker does, by its heartbeat, as "waiting in all_reduce over data"."""
     if not beat.waiting:
         where = f"in {beat.section}" if beat.section else f"in {beat.call}"
-        return f"prepares {where}" if beat.preparing else f"works {where}"
-    return f"waits in {wait_text(beat.wait) if beat.wait else beat.section}"
+        return f"preparing {where}" if beat.preparing else f"at work {where}"
+    return f"waiting in {wait_text(beat.wait) if beat.wait else beat.section}"
 
 
 def wait_text(wait: Wait) -> str:
