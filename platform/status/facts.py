@@ -11,7 +11,7 @@ from platform.config.durations import hms
 from platform.monitor.records import events
 from platform.monitor.records.journal_event import End
 from platform.monitor.verdict.ended import of_failure
-from platform.monitor.verdict.evidence import GONE, PHASES, STOPPED
+from platform.monitor.verdict.evidence import GONE, STOPPED
 from platform.monitor.verdict.stalled import stalled_call
 from platform.plan.language.numbers import count_of
 from platform.status.seen_run import Look, goodput_so_far
@@ -73,7 +73,7 @@ def state_word(found: Look) -> str:
         return "stalled"
     if evidence.live and evidence.live.doing and evidence.phase and evidence.live.time >= evidence.phase.time:
         return evidence.live.doing
-    return PHASES[type(evidence.phase)] if evidence.phase else "starting"
+    return evidence.phase_word or "starting"
 
 
 def _snapshot(found: Look) -> int | None:

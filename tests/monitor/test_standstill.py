@@ -39,8 +39,8 @@ def live(workers=(), links=(), elapsed=6.0, usual=0.5, call="step(5)", **more):
     )  # fmt: skip
 
 
-def link(here, there, rate=1e7, queued=0, quiet=0.0):
-    return SeenLink(f"n{here}", f"10.0.0.{here}", f"10.0.0.{there}", rate, queued, quiet)
+def link(here, there, rate=1e7, queued=0, quiet=0.0, best=1e7):
+    return SeenLink(f"n{here}", f"10.0.0.{here}", f"10.0.0.{there}", rate, best, queued, quiet)
 
 
 ALL = [(here, there) for here in range(3) for there in range(3) if here != there]
@@ -90,6 +90,12 @@ CASES = {  # what is seen -> why, rank, words of the line
         None,
         "is slow: 0.8 Mbit/s from n2 to n0",
     ),
+    "a node slow from the start": (
+        live(workers(beat()), [link(a, b, 1e5 if 2 in (a, b) else 1e7, best=1e5) for a, b in ALL]),
+        "link",
+        None,
+        "the network of n2 is slow: 0.8 Mbit/s",
+    ),
     "a slow save": (live(saving=4, saving_since=NOW - 61.0, call=""), "storage", None, "has taken 60 s, 1.0 s for"),
 }
 
@@ -132,7 +138,7 @@ def test_a_silent_driver_is_named():
         live(workers(beat("forward", False, 5.0, busy=1.0)), elapsed=5.0, usual=4.0),
         live(workers(beat("compile f", False, 8.0, preparing=True)), usual=None, elapsed=8.0),
         live(workers(), elapsed=6.0, call="build(...)"),
-        live(links=[link(a, b, 1e7) for a, b in ALL], call=""),
+        live(links=[link(a, b, 1e5 if 2 in (a, b) else 1e7, best=1e5) for a, b in ALL], call=""),
         live(saving=4, saving_since=NOW - 3.0, call=""),
     ],
 )

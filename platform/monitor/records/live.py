@@ -14,7 +14,7 @@ from platform.monitor.records.records import Seconds, Steps
 from platform.parallel.communicator.progress import Activity
 
 LIVE = "live.json"  # in the run directory
-MOST = 64  # workers and links that are listed, the most telling ones
+MOST = 64  # workers and links that are listed, the suspects first
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class SeenWorker:
 @dataclass(frozen=True)
 class SeenLink:
     """Connections from a worker's node to another address. `rate`: bytes per second in which the network alone held up
-    more, None if it hardly did; `queued`: bytes not acknowledged, nothing of them for `quiet` seconds."""
+    more, lately, None if it hardly did; `best`: the highest that it was; `queued`: bytes not acknowledged, nothing of
+    them for `quiet` seconds."""
 
     node: str
     here: str
     there: str
     rate: Annotated[float, Span(0, 1e15)] | None = None
+    best: Annotated[float, Span(0, 1e15)] | None = None
     queued: Count = 0
     quiet: Seconds = 0.0
 
@@ -51,7 +53,7 @@ class Live:
     """Sight of a run's driver at `time`, in seconds since the epoch. `doing`: its state in a word, since `since`;
     `step`: the last one done; `usual`: median seconds of a step; `held`: newest step in the workers' memory; `call`:
     the call under way, "" between calls, since `called`, which `pending` workers have not answered; `saving`: the step
-    of the checkpoint under way, since `saving_since`; `workers`, `links`: at most MOST of them, the most telling ones;
+    of the checkpoint under way, since `saving_since`; `workers`, `links`: at most MOST of them, the suspects first;
     `stack`: frames of the driver itself."""
 
     time: Seconds

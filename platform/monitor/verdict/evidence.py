@@ -54,6 +54,11 @@ class Evidence:
         """Return the event with which the run's last driver entered the state that it is in."""
         return next((e for e in reversed(self.life) if type(e) in PHASES), None)
 
+    @property
+    def phase_word(self) -> str:
+        """Return the state of the run's last driver by its journal, in a word or two; "" before its first event."""
+        return PHASES[type(self.phase)] if self.phase else ""
+
     @cached_property
     def step(self) -> int:
         """Return the last training step that the run has done."""

@@ -13,6 +13,7 @@ JUDGES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     ended.of_driver,
     stalled.of_pulse,
     stalled.of_call,
+    stalled.of_itself,
     running.of_waiting,
     running.of_recovery,
     running.of_bad_save,

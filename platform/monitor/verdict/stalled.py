@@ -9,7 +9,7 @@ from itertools import groupby
 
 from platform.monitor.records.live import Live, SeenWorker
 from platform.monitor.verdict.evidence import ALIVE, Evidence
-from platform.monitor.verdict.links import cut_link, slow_link
+from platform.monitor.verdict.links import cut_link, slow_link, slowest_link
 from platform.monitor.verdict.telling import activity_text, ranks_text, wait_text
 from platform.monitor.verdict.verdict import CERTAIN, GUESS, LIKELY, Verdict
 from platform.plan.language.numbers import count_of
@@ -117,7 +117,7 @@ def _silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Ve
 
 
 def _blocked(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
-    """Return the verdict on a worker that stands still, at work on nothing and waiting for nobody."""
+    """Return the verdict on a worker that stands still, neither at work nor waiting for others."""
     for worker in workers:
         beat = worker.activity
         if beat and not (beat.waiting or beat.preparing) and beat.call and beat.seconds >= STILL_SECONDS:
@@ -151,7 +151,7 @@ def _at_work(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> V
 
 def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that all wait for each other: a link, or ranks that wait for different things."""
-    if link := cut_link(live) or slow_link(live):
+    if link := cut_link(live) or slow_link(live) or slowest_link(live):
         return link
     beats = [(worker, worker.activity) for worker in workers if worker.activity]
     if not beats:
@@ -169,6 +169,19 @@ def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> 
     return Verdict(
         "link", line, step=live.step + 1, since=live.time - seconds, sure=GUESS, details=details, stack=stack
     )
+
+
+def of_itself(evidence: Evidence) -> Verdict | None:
+    """Return the verdict on a driver that has called no worker for long although the run trains."""
+    live = evidence.live
+    if live is None or live.call or live.doing != "training" or evidence.phase_word != "training":
+        return None
+    seconds = live.time - live.called
+    if not live.called or seconds < max(UNKNOWN_SECONDS, LONG * (live.usual or 0.0)):
+        return None
+    where = f" in {live.stack[-1]}" if live.stack else ""
+    line = f"the driver itself stands still after step {live.step}: no call of a worker for {seconds:.0f} s{where}"
+    return Verdict("driver", line, step=live.step, since=live.called, sure=LIKELY, stack=live.stack)
 
 
 def of_saving(evidence: Evidence) -> Verdict | None:

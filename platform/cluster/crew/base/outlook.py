@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Mapping
+from statistics import median
 from time import monotonic
+from typing import NamedTuple
 
 from platform.cluster.crew.base.failures import Member
 from platform.monitor.records.live import MOST, SeenLink, SeenWorker
@@ -17,6 +19,7 @@ LOOK_SECONDS = 2.0  # of a call, after which its workers are asked where they ar
 ROUND_SECONDS = 10.0  # between two questions at least, for the speed of links while all goes well
 WORKERS_A_SECOND = 500  # are asked at most
 _BUSY_SECONDS = 0.05  # of a link between two heartbeats, from which on its speed is known
+_SPEEDS = 3  # of a link, whose median is its rate
 _DOING = {  # method of a call -> state of the run meanwhile
     "evaluate": "evaluating",
     "hold": "saving",
@@ -28,6 +31,28 @@ _DOING = {  # method of a call -> state of the run meanwhile
     "leave": "releasing",
 }
 _OTHERWISE = "forming"
+
+
+class _Counted(NamedTuple):
+    """Counters of a worker's link as its last heartbeat had them; its last speeds, and the best `rate`."""
+
+    link: Link
+    speeds: tuple[float, ...] = ()
+    best: float | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Return the speed of the link lately, in bytes per second, None if it is not known."""
+        return median(self.speeds) if self.speeds else None
+
+    def after(self, link: Link) -> _Counted:
+        """Return the counters of a worker's link after a later heartbeat."""
+        if link.sent < self.link.sent or link.busy < self.link.busy:  # other connections than before
+            return _Counted(link, (), self.best)
+        if (busy := link.busy - self.link.busy) < _BUSY_SECONDS:
+            return self._replace(link=link)
+        found = self._replace(link=link, speeds=(*self.speeds, (link.sent - self.link.sent) / busy)[-_SPEEDS:])
+        return found._replace(best=max(self.best or 0.0, found.rate or 0.0))
 
 
 class Outlook:
@@ -49,7 +74,7 @@ class Outlook:
         self._beats: dict[int, tuple[Activity, float]] = {}  # by member number, of this call
         self._asked: dict[int, float] = {}  # members that owe a heartbeat, since when
         self._next = self._round = 0.0  # when to ask again in this call; when to ask even if it is young
-        self._counted: dict[tuple[int, str, str], tuple[Link, float | None]] = {}  # by member and address: last; speed
+        self._counted: dict[tuple[int, str, str], _Counted] = {}  # by member, its address, the other address
 
     def begin(
         self, method: str, call: str, ranks: Mapping[int, int], members: Mapping[int, Member], pending: Collection[int]
@@ -92,17 +117,12 @@ class Outlook:
             self._asked.pop(number, None)
             self._beats[number] = beat, now
         for link in beat.links:
-            before, speed = self._counted.get(place := (number, link.here, link.there), (link, None))
-            busy = link.busy - before.busy
-            if busy >= _BUSY_SECONDS and link.sent >= before.sent:
-                speed = (link.sent - before.sent) / busy
-            elif link.sent < before.sent:
-                speed = None  # other connections than before
-            self._counted[place] = link, speed
+            place = number, link.here, link.there
+            self._counted[place] = self._counted.get(place, _Counted(link)).after(link)
 
     def workers(self) -> list[SeenWorker]:
-        """Return what is known of the seated workers in the call under way, the most telling ones first: silent ones,
-        ones that wait for nobody, ones that wait, ones that have answered."""
+        """Return the sight of the seated workers in the call under way: silent ones first, then ones at work, then ones
+        that wait for others, then ones that have answered."""
         now, beats, asked, pending = monotonic(), dict(self._beats), dict(self._asked), set(self.pending)
         found = []
         for number, rank in self._ranks.items():
@@ -113,13 +133,13 @@ class Outlook:
             age = now - heard
             activity = beat if number in pending else None
             found.append(SeenWorker(rank, number, node, number not in pending, owes, process, age, activity))
-        return sorted(found, key=_telling)[:MOST]
+        return sorted(found, key=_explains)[:MOST]
 
     def links(self) -> list[SeenLink]:
         """Return the links of the seated workers: the longest without an acknowledgement first, then the slowest."""
         found = [
-            SeenLink(member.node, link.here, link.there, speed, link.queued, link.quiet)
-            for (number, _, _), (link, speed) in list(self._counted.items())
+            SeenLink(member.node, c.link.here, c.link.there, c.rate, c.best, c.link.queued, c.link.quiet)
+            for (number, _, _), c in list(self._counted.items())
             if (member := self._members.get(number)) and number in self._ranks
         ]
         return sorted(found, key=lambda link: (-link.quiet, link.rate is None, link.rate or 0.0))[:MOST]
@@ -141,8 +161,8 @@ class Outlook:
 NOTHING = Outlook()
 
 
-def _telling(worker: SeenWorker) -> tuple[int, int]:
-    """Order the workers of a run by how much each tells of a standstill, the most telling first."""
+def _explains(worker: SeenWorker) -> tuple[int, int]:
+    """Order the workers of a run by how much each explains of a standstill, the most first."""
     beat = worker.activity
     kind = 3 if worker.answered else 0 if worker.owes is not None else 1 if beat and not beat.waiting else 2
     return kind, worker.rank

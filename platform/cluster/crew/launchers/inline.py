@@ -28,7 +28,7 @@ class OwnOutlook(Outlook):
     """Outlook of the driver on the worker in its own process, whose heartbeat is read when it is wanted."""
 
     def workers(self) -> list[SeenWorker]:
-        """Return what is known of the only worker, by a heartbeat of now."""
+        """Return the sight of the only worker, by a heartbeat of now."""
         self.heard(0, PROGRESS.beat(), monotonic(), True)
         return super().workers()
 
