@@ -66,8 +66,8 @@ def status_text(found: Look) -> Iterator[str]:
     if verdict := found.verdict:
         width = max(60, shutil.get_terminal_size((120, 24)).columns)
         yield from textwrap.wrap(visible(verdict.line), width, break_on_hyphens=False, break_long_words=False)
-        since = f"since {clock_text(verdict.since)}, {ago_text(found.evidence.now, verdict.since)}; "
-        more = [f"{since if verdict.since else ''}{verdict.sure}"]
+        when, now = verdict.since, found.evidence.now
+        more = [f"since {clock_text(when)}, {ago_text(now, when)}; {verdict.sure}" if when else verdict.sure]
         more += verdict.details
         more += ["where it was, the innermost call last:", *(f"  {frame}" for frame in verdict.stack)] * bool(
             verdict.stack

@@ -60,7 +60,6 @@ class Controller:
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
         self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
-        self.held: int | None = None
         self._advisor = ReformAdvisor(run, former.recruiter)
         self._failed: float | None = None  # time of the first failure since the last step
         self.held: int | None = None

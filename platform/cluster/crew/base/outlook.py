@@ -111,8 +111,7 @@ class Outlook:
         return max(0.0, min(self._next, self._round) - now)
 
     def heard(self, number: int, beat: Activity, now: float, current: bool) -> None:
-        """Record the heartbeat of worker `number`, received at `now`; one not `current`, of an earlier call, shows its
-        links alone."""
+        """Record the heartbeat of worker `number` at `now`; unless it is `current`, its links alone count."""
         if current:
             self._asked.pop(number, None)
             self._beats[number] = beat, now
@@ -133,7 +132,7 @@ class Outlook:
             age = now - heard
             activity = beat if number in pending else None
             found.append(SeenWorker(rank, number, node, number not in pending, owes, process, age, activity))
-        return sorted(found, key=_explains)[:MOST]
+        return sorted(found, key=_suspicion)[:MOST]
 
     def links(self) -> list[SeenLink]:
         """Return the links of the seated workers: the longest without an acknowledgement first, then the slowest."""
@@ -161,7 +160,7 @@ class Outlook:
 NOTHING = Outlook()
 
 
-def _explains(worker: SeenWorker) -> tuple[int, int]:
+def _suspicion(worker: SeenWorker) -> tuple[int, int]:
     """Order the workers of a run by how much each explains of a standstill, the most first."""
     beat = worker.activity
     kind = 3 if worker.answered else 0 if worker.owes is not None else 1 if beat and not beat.waiting else 2
