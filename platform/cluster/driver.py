@@ -16,6 +16,7 @@ from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.cluster.control.forming.context import RunContext
+from platform.cluster.control.pulse import Pulse
 from platform.cluster.crew.base.job import WORKER, Job, gpu_count
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
@@ -28,7 +29,6 @@ from platform.cluster.run.commands import Command
 from platform.cluster.run.demonstration import demonstration
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.phases import Phases
-from platform.cluster.run.pulse import Pulse
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.extending.own_settings import shown_settings
 from platform.config.fields import Config, objective_of
@@ -154,8 +154,7 @@ def _check_and_drive(
         worker=worker or WORKER,
     )
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
-    with Pulse(directory.path, partial(_sight, state)) as pulse:
-        _drive(run, state, orphan, pulse)
+    _drive(run, state, orphan)
     status = end(None, state)
     if config.cluster.check:
         status = state.status = _print_cluster(checkpoints, journal, monitor) or status
@@ -280,10 +279,10 @@ def _sight(state: DriverState) -> Live:
     )
 
 
-def _drive(run: RunContext, state: DriverState, orphan: int | None, pulse: Pulse) -> None:
+def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
     """Start the run's crew of workers and train to the last step, re-forming the mesh as often as it takes. `orphan`:
-    the last step of a driver before that died without an end, None if none did; `pulse`: is shown the workers. Raises
-    Unsaved if the state after the last step was to be saved and is not."""
+    the last step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the
+    last step was to be saved and is not."""
     job, say = run.job, run.monitor.say
     run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
@@ -306,7 +305,8 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None, pulse: Pulse
         run.journal.write(events.TookOver(step=orphan, steps_lost=lost))
         say(f"the driver before died after step {orphan}: this one goes on in its place after {run.checkpoints.step}")
     try:
-        with relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
+        pulse = Pulse(state.directory.path, partial(_sight, state))
+        with relay_log("platform.cluster", say), pulse, open_crew(kind, job, beside) as crew:
             pulse.outlook = crew.outlook
             if crew.came is not None:
                 state.phases.reach("first_process", crew.came)

@@ -13,6 +13,7 @@ from platform.monitor.records.journal_event import End
 from platform.monitor.verdict.ended import of_failure
 from platform.monitor.verdict.evidence import GONE, STOPPED
 from platform.monitor.verdict.stalled import stalled_call
+from platform.monitor.verdict.verdict import Verdict
 from platform.plan.language.numbers import count_of
 from platform.status.seen_run import Look, goodput_so_far
 
@@ -52,6 +53,7 @@ def facts(found: Look) -> dict[str, Any]:
         "checkpoint_time": saved.time if saved else None,
         "snapshot_step": _snapshot(found),
         "goodput": cost.goodput if cost and evidence.end else None,
+        "last_failure": failure.plain() if (failure := last_failure(found)) else None,
         "failures": cost.failures if cost else 0,
         "steps_lost": cost.steps_lost if cost else 0,
         "torn": found.torn,
@@ -126,6 +128,12 @@ def _progress_row(f: dict[str, Any]) -> str:
     if f["tokens_per_second"]:
         text += f", {f['tokens_per_second']:,.0f} tokens/s"
     return text + (f", {hms(round(f['seconds_left']))} left" if f["seconds_left"] is not None else "")
+
+
+def last_failure(found: Look) -> Verdict | None:
+    """Return the verdict on the last failure of a worker under the run's last driver, got over or not."""
+    failure = found.evidence.last(events.Failure)
+    return of_failure(found.evidence, failure) if failure else None
 
 
 def _failure_got_over(found: Look) -> Iterator[tuple[str, str]]:

@@ -143,7 +143,7 @@ class Sick:
 
     def named(self, found: dict[str, Any]) -> bool:
         """Return True if the verdict is the one on this ailment."""
-        said, wanted = found["verdict"], self.ailment
+        said, wanted = found["verdict"] or found.get("last_failure"), self.ailment
         return (
             bool(said) and (said["why"], said.get("rank")) == (wanted.why, wanted.rank) and wanted.words in said["line"]
         )

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary.schema import Count, Many, Span
-from platform.parallel.communicator.sockets import Link, links
+from platform.parallel.communicator.sockets import TcpLink, links
 
 SYNCHRONIZE = "synchronize"  # section in which the host waits for its device
 STILL_SECONDS = 1.0  # in one section, from which on a heartbeat says where in the code that is
@@ -62,7 +62,7 @@ class Activity:
     preparing: bool = False
     wait: Wait | None = None
     stack: Annotated[list[str], Many(0, _FRAMES)] = field(default_factory=list)
-    links: Annotated[list[Link], Many(0, 64)] = field(default_factory=list)
+    links: Annotated[list[TcpLink], Many(0, 64)] = field(default_factory=list)
 
 
 _Now = tuple[str, bool, bool, Any, float]  # section, waiting for other ranks, preparing, what it waits for, since

@@ -24,7 +24,7 @@ _LAST_ACKNOWLEDGED, _ACKNOWLEDGED, _BUSY = 8 + 4 * 12, 120, 168  # offsets in it
 Address = Annotated[str, Text(r"[0-9a-fA-F.:]{0,45}", "an address")]
 
 
-class Link(NamedTuple):
+class TcpLink(NamedTuple):
     """All connections of this process from the address `here` to the one `there`. `sent`: bytes that the other end has
     acknowledged; `busy`: seconds in which the network alone held up more; `queued`: bytes not acknowledged yet;
     `quiet`: seconds for which nothing of them was."""
@@ -61,14 +61,14 @@ def shut_down(sockets: Sockets) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def links() -> list[Link]:
+def links() -> list[TcpLink]:
     """Return the links of this process to other addresses, MOST_LINKS at most, the ones with most unacknowledged bytes
     first; [] where the kernel does not say."""
-    found: dict[tuple[str, str], Link] = {}
+    found: dict[tuple[str, str], TcpLink] = {}
     with suppress(OSError):
         for link in map(_link, open_sockets()):
             if link and (before := found.get(link[:2])):
-                found[link[:2]] = Link(
+                found[link[:2]] = TcpLink(
                     link.here,
                     link.there,
                     link.sent + before.sent,
@@ -81,7 +81,7 @@ def links() -> list[Link]:
     return sorted(found.values(), key=lambda link: (-link.queued, -link.busy))[:MOST_LINKS]
 
 
-def _link(descriptor: int) -> Link | None:
+def _link(descriptor: int) -> TcpLink | None:
     """Return what the kernel counted of one connection of this process, None if the descriptor is no such thing."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -99,4 +99,4 @@ def _link(descriptor: int) -> Link | None:
     busy, held_up_there, held_up_here = struct.unpack_from("QQQ", counted, _BUSY)
     seconds = max(0, busy - held_up_there - held_up_here) / 1e6
     quiet = milliseconds / 1e3 if queued else 0.0
-    return Link(here.partition("%")[0], there.partition("%")[0], sent, seconds, queued, quiet)
+    return TcpLink(here.partition("%")[0], there.partition("%")[0], sent, seconds, queued, quiet)

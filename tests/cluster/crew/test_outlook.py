@@ -8,15 +8,15 @@ import time
 
 import pytest
 
+from platform.cluster.control import pulse
+from platform.cluster.control.pulse import Pulse
 from platform.cluster.crew.base import outlook
 from platform.cluster.crew.base.failures import Member
 from platform.cluster.crew.base.outlook import Outlook
-from platform.cluster.run import pulse
-from platform.cluster.run.pulse import Pulse
 from platform.monitor.records.live import Live, read_live
 from platform.parallel.communicator import sockets
 from platform.parallel.communicator.progress import Activity, Progress
-from platform.parallel.communicator.sockets import Link, links
+from platform.parallel.communicator.sockets import TcpLink, links
 
 RANKS, HOST = {7: 0, 8: 1}, socket.gethostname()
 MEMBERS = {7: Member(7, HOST, os.getpid()), 8: Member(8, "elsewhere", 5)}
@@ -31,14 +31,14 @@ def sight(monkeypatch):
     monkeypatch.setattr(outlook, "LOOK_SECONDS", 0.0)
     found = Outlook()
     found.pending = {7, 8}
-    found.begin("step", "step(5)", RANKS, MEMBERS, {7, 8})
+    found.begin_call("step", "step(5)", RANKS, MEMBERS, {7, 8})
     return found
 
 
 def test_workers_are_asked_once_a_call_takes_long():
     found, pending = Outlook(), {7, 8}
     found._round = time.monotonic() + 100
-    found.begin("step", "step(5)", RANKS, MEMBERS, pending)
+    found.begin_call("step", "step(5)", RANKS, MEMBERS, pending)
     begun = found.call[1]
     assert found.ask(pending, begun + 1.9) == [] and sorted(found.ask(pending, begun + 2.0)) == [7, 8]
     assert found.ask(pending, begun + 3.9) == [] and found.ask(pending, begun + 4.0) == []  # both owe an answer
@@ -59,7 +59,7 @@ def test_who_is_silent_waits_or_has_answered(sight):
 
 def test_the_speed_of_a_link_is_that_of_its_busy_time(sight):
     for sent, busy in ((0, 1.0), (10**6, 1.5), (11 * 10**5, 2.5), (2 * 10**6, 2.51), (21 * 10**5, 3.5)):
-        beat = waits(links=[Link("10.0.0.1", "10.0.0.2", sent, busy, 5, 0.5)])
+        beat = waits(links=[TcpLink("10.0.0.1", "10.0.0.2", sent, busy, 5, 0.5)])
         sight.heard(8, beat, time.monotonic(), False)
     [found] = sight.links()
     assert (found.node, found.there, found.best, found.queued) == ("elsewhere", "10.0.0.2", 2e6, 5)

@@ -1,5 +1,5 @@
 """Outlook of the driver on its workers: the call under way, and their heartbeats, which it asks for once a call takes
-long, and now and then. A thread of the driver writes it to live.json (`platform.cluster.run.pulse`)."""
+long, and now and then. A thread of the driver writes it to live.json (`platform.cluster.control.pulse`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from platform.cluster.crew.base.failures import Member
 from platform.monitor.records.live import MOST, SeenLink, SeenWorker
 from platform.monitor.verdict.telling import activity_text, ranks_text
 from platform.parallel.communicator.progress import Activity
-from platform.parallel.communicator.sockets import Link
+from platform.parallel.communicator.sockets import TcpLink
 
 LOOK_SECONDS = 2.0  # of a call, after which its workers are asked where they are, and again after as long
 ROUND_SECONDS = 10.0  # between two questions at least, for the speed of links while all goes well
@@ -36,7 +36,7 @@ _OTHERWISE = "forming"
 class _Counted(NamedTuple):
     """Counters of a worker's link as its last heartbeat had them; its last speeds, and the best `rate`."""
 
-    link: Link
+    link: TcpLink
     speeds: tuple[float, ...] = ()
     best: float | None = None
 
@@ -45,7 +45,7 @@ class _Counted(NamedTuple):
         """Return the speed of the link lately, in bytes per second, None if it is not known."""
         return median(self.speeds) if self.speeds else None
 
-    def after(self, link: Link) -> _Counted:
+    def after(self, link: TcpLink) -> _Counted:
         """Return the counters of a worker's link after a later heartbeat."""
         if link.sent < self.link.sent or link.busy < self.link.busy:  # other connections than before
             return _Counted(link, (), self.best)
@@ -56,7 +56,7 @@ class _Counted(NamedTuple):
 
 
 class Outlook:
-    """Sees the seated workers of a crew for the driver. One thread calls `begin` and `heard`, others may read
+    """Sees the seated workers of a crew for the driver. One thread calls `begin_call` and `heard`, others may read
     meanwhile, since each of its values is replaced as a whole or copied in one step.
 
     Attributes:
@@ -76,7 +76,7 @@ class Outlook:
         self._next = self._round = 0.0  # when to ask again in this call; when to ask even if it is young
         self._counted: dict[tuple[int, str, str], _Counted] = {}  # by member, its address, the other address
 
-    def begin(
+    def begin_call(
         self, method: str, call: str, ranks: Mapping[int, int], members: Mapping[int, Member], pending: Collection[int]
     ) -> None:
         """Note that the driver begins a call of `method`, which the members in `pending`, a set that shrinks, have yet
@@ -90,7 +90,7 @@ class Outlook:
         self.call = call, now
 
     def __enter__(self) -> None:
-        """Leave the outlook as `begin` has made it: within the block the call is under way."""
+        """Leave the outlook as `begin_call` has made it: within the block the call is under way."""
 
     def __exit__(self, *_: object) -> None:
         """Note that the call of the workers is over."""

@@ -197,7 +197,7 @@ class RemoteCrew(Crew):
         failures, roster = self._failures, self._roster
         silence = min(within, max(self._silence, CALM_SECONDS))
         pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), silence)
-        self.outlook.begin(method, call, self._ranks, dict(roster.ready), pending)
+        self.outlook.begin_call(method, call, self._ranks, dict(roster.ready), pending)
         with self._impolite(), self.outlook:
             while len(values) < len(wanted):
                 gone = self._gone
@@ -211,11 +211,8 @@ class RemoteCrew(Crew):
                 roster.send(self.outlook.ask(pending, now := monotonic()), Ask(self._call))
                 for number, message in self._said(min(watch.patience(now), self.outlook.patience(now), deadline - now)):
                     match message:
-                        case Beat(beat=call_number):
-                            current = call_number == self._call
-                            self.outlook.heard(number, message.progress, now := monotonic(), current)
-                            if current:
-                                watch.heard(number, message.progress, now)
+                        case Beat():
+                            self._hear(number, message, watch)
                         case Raised(answer=known) if number in pending and known >= self._oldest:
                             failures[number] = self._failure(number, "failed", call, message.error, message.refusal)
                             deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failures[number].innocence])
@@ -231,6 +228,13 @@ class RemoteCrew(Crew):
                 if failures and not pending:
                     raise WorkerFailed(list(failures.values()))
         return values
+
+    def _hear(self, number: int, message: Beat, watch: Watch) -> None:
+        """Record a worker's heartbeat for `watch`, unless it is one of an earlier call, and for the outlook."""
+        current, now = message.beat == self._call, monotonic()
+        self.outlook.heard(number, message.progress, now, current)
+        if current:
+            watch.heard(number, message.progress, now)
 
     def _said(self, seconds: float) -> list[tuple[int, Said]]:
         """Return the workers' messages, as (member number, message); wait up to `seconds` if there is none yet."""

@@ -68,7 +68,7 @@ class InlineCrew(Crew):
         """Run a call of the driver on the worker in this process; raise WorkerFailed, after a traceback, if it
         fails."""
         call = call_text(method, args)
-        self.outlook.begin(method, call, {0: 0}, self.members, {0})
+        self.outlook.begin_call(method, call, {0: 0}, self.members, {0})
         PROGRESS.begin(call)
         try:
             with self.outlook:
