@@ -65,7 +65,8 @@ class Aborted(RuntimeError):
 
 class Handle:
     """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
-    booked under the clock section `section`. `flight`: the clock's note of the collective, if it takes one."""
+    booked under the clock section `section`, as `along` these axes, joined by "+". `flight`: the clock's note of the
+    collective, if it takes one."""
 
     def __init__(
         self,
@@ -74,16 +75,18 @@ class Handle:
         finish: Callable[[], Tensor],
         section: str = "exposed_comm",
         flight: Flight | None = None,
+        along: str = "",
         what: Launched | None = None,
     ):
         """Wrap a collective in progress: `wait` blocks until it is done, `finish` returns its result tensor, and the
-        waiting is booked in the section `section` of `clock`, as for `what`."""
-        self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
-        self._what = what
+        waiting is booked in the section `section` of `clock`, and there as one `along` axes; heartbeats call it `what`.
+        """
+        self._clock, self._wait, self._finish, self._flight = clock, wait, finish, flight
+        self._section, self._along, self._what = section, along, what
 
     def wait(self) -> Tensor:
         """Wait until the collective or message of this handle is done, and return its result tensor."""
-        with self._clock.section(self._section, True, self._what):
+        with self._clock.section(self._section, True, self._along, self._what):
             self._wait()
         if self._flight:
             self._clock.landed(self._flight)
@@ -191,7 +194,7 @@ class Communicator(ABC):
         begin = clock.mark() if clock.detailed else None
         wait = start()
         flight = None if begin is None else clock.launched(what, begin, wait, given)
-        return Handle(clock, wait, finish, flight=flight, what=what)
+        return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
 
     @abstractmethod
     def _start(
