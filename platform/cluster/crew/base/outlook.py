@@ -144,8 +144,7 @@ class Outlook:
         return sorted(found, key=lambda link: (-link.quiet, link.rate is None, link.rate or 0.0))[:MOST]
 
     def witnesses(self, culprit: int) -> list[str]:
-        """Return lines on what the workers but member `culprit` do in the call under way, for the account of its
-        failure: one for each thing that they do, with the ranks that do it."""
+        """Return lines on the doings of all workers but `culprit` in the call under way, with their ranks."""
         doing: dict[str, list[int]] = {}
         for number, (beat, _) in self._beats.items():
             if number != culprit and number in self.pending and number in self._ranks:
