@@ -131,7 +131,7 @@ def leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
 
 def settle_rhythms(config: Config, plan: Plan, per_node: int, known: Known) -> list[str]:
     """Settle elastic.snapshot_every=auto and checkpoint.every=auto of a configuration, in place, so that all workers do
-    alike; return a line for each, with the reason. `per_node`, `known`: as for `snapshot_price`."""
+    alike; return a line for each, with the reason."""
     lines = []
     if config.elastic.snapshot_every == AUTO:
         price = snapshot_price(config, plan, per_node, known)
