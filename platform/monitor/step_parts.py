@@ -69,7 +69,8 @@ def cause(predicted: Parts, measured: Parts) -> str:
 
 def replanning_line(event: Replanning) -> str:
     """Return the line that says what a run does whose steps left their prediction, and why."""
-    parts = [f"{name} {times:.2g}" for name, times in event.times.items() if abs(times - 1) >= NEAR]
+    times = {name: n for name, n in event.times.items() if abs(n - 1) >= NEAR}
+    parts = [f"{name} {n:,.0f}" if n >= 10 else f"{name} {n:.2g}" for name, n in times.items()]
     told = f"step {event.step}: steps take {shown_seconds(event.measured)}, predicted {shown_seconds(event.predicted)}"
     why = f"times as long as described: {', '.join(parts) or 'nothing'}"
     if event.now <= event.then:

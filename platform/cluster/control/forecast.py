@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 from platform.boundary.documents import error_line
@@ -25,6 +26,7 @@ WINDOW = 50  # last steps that are compared with their prediction
 FEWEST = 10  # of which a comparison is worth a word
 LEFT = 0.2  # share of a prediction by which steps differ that have left it
 WORTH = 0.05  # share of a step by which another plan must be quicker: predictions are no better
+FITTED = ", fitted"  # at the end of a hardware's name
 AGAIN = 500  # steps between two changes of the plan
 
 
@@ -76,7 +78,8 @@ class Forecast:
         """Propose to re-form the mesh by a better plan (elastic.replan) if the last WINDOW steps have left their
         prediction: the hardware is fitted to them, and a plan is chosen for it as after a failure; None if none pays.
         What is found is journalled, and foreseen of later steps. `done`: steps of the run that are done."""
-        if not self._run.config.elastic.replan or len(self._steps) < WINDOW or not (self._hardware and self._work):
+        able = self._run.config.elastic.replan and crew.elastic and len(self._steps) == WINDOW
+        if not (able and self._hardware and self._work):
             return self._proposal
         predicted = sum(self.parts.values())
         found = typical(self._steps)
@@ -85,7 +88,8 @@ class Forecast:
         if abs(seconds - predicted) <= LEFT * predicted or done < self._again:
             return self._proposal
         times = times_longer(self._work, self._hardware, measured)
-        self._fitted = self._hardware = self._hardware.taking(times)
+        name = self._hardware.name.removesuffix(FITTED) + FITTED
+        self._fitted = self._hardware = replace(self._hardware.taking(times), name=name)
         recruiter.fit_to(self._fitted)
         now = self._set_price(generation, price_of(self._work, self._fitted))
         self._steps.clear()
