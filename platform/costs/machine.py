@@ -67,8 +67,7 @@ class Hardware:
         return self.peaks[precision]
 
     def taking(self, times: Mapping[str, float]) -> Hardware:
-        """Return the hardware whose `device`, links inside a `node` and links of the `network` take so many times as
-        long for everything."""
+        """Return the hardware whose `device`, links of a `node` and of the `network` take so many times as long."""
         device, reached = times["device"], self.reached
         slower = replace(reached, products=reached.products / device, memory=reached.memory / device)
         links = {name: getattr(self, name).taking(times[name]) for name in ("node", "network")}

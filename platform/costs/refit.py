@@ -15,9 +15,9 @@ LEAST = 0.01  # of a step: parts and differences below it are noise
 
 
 def times_longer(work: StepWork, hardware: Hardware, measured: Mapping[str, float]) -> dict[str, float]:
-    """Return how many times as long as described a `device` computes, and links inside a `node` and of the `network`
-    take, with which the predicted parts of a step are nearest to `measured` ones, each counted by its share. One plan's
-    parts tell no more apart; a factor on which none depends stays 1."""
+    """Return the factors by which a `device`, links inside a `node` and links of the `network` take longer than
+    described, with which the predicted parts of a step are nearest to `measured` ones, each counted by its share. Parts
+    of one plan settle no more numbers; a factor on which none of them depends stays 1."""
     least = LEAST * sum(measured.values())
 
     def errors(times: Mapping[str, float]) -> list[float]:

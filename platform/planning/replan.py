@@ -100,14 +100,14 @@ def replan(config: Config, workers: int, *, memory: float = inf, hardware: Hardw
 
 
 def _searched(config: Config, workers: int, budget: MemoryBudget, fitted: Hardware | None) -> Replanned | None:
-    """Choose the open keys of a run's configuration anew, for at most `workers`, without any the sizes of its axes;
-    None if no plan fits. `fitted`: hardware that counts instead of the usual one."""
+    """Choose the open keys of a run's configuration anew, for at most `workers`, or without any the sizes of its
+    axes; None if no plan fits. `fitted`: hardware to take in place of the usual one."""
     from platform.planning.search.best import search  # with numpy, which only this needs
     from platform.planning.search.chosen import memory_of_worker, usual_hardware
 
     hardware = fitted or usual_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
-    sized = replace(config, plan=replace(config.plan, search=config.plan.search or _sizes(config)))
+    sized = replace(config, plan=replace(config.plan, search=config.plan.search or _sized_keys(config)))
     found = search(sized, workers, memory, hardware).fitting
     if not found:
         return None
@@ -116,7 +116,7 @@ def _searched(config: Config, workers: int, budget: MemoryBudget, fitted: Hardwa
     return Replanned(chosen, best.plan, _reason(config, chosen, best.plan, workers))
 
 
-def _sizes(config: Config) -> list[str]:
+def _sized_keys(config: Config) -> list[str]:
     """Return the keys of the sizes of the axes that a configuration has."""
     there = {
         "tensor.axes": axes_of(config.tensor),

@@ -76,8 +76,8 @@ class Forecast:
 
     def better_plan(self, crew: Crew, recruiter: Recruiter, generation: Generation, done: int) -> ReformProposal | None:
         """Propose to re-form the mesh by a better plan (elastic.replan) if the last WINDOW steps have left their
-        prediction: the hardware is fitted to them, and a plan is chosen for it as after a failure; None if none pays.
-        What is found is journalled, and foreseen of later steps. `done`: steps of the run that are done."""
+        prediction: the hardware is fitted to them, and a plan is chosen for it as after a failure. Return None if none
+        pays; journal the finding in either case. `done`: steps of the run that are done."""
         able = self._run.config.elastic.replan and crew.elastic and len(self._steps) == WINDOW
         if not (able and self._hardware and self._work):
             return self._proposal

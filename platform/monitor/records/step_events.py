@@ -17,7 +17,7 @@ class PredictedStep(JournalEvent):
 class Replanning(JournalEvent):
     """Steps left their prediction (elastic.replan): a typical one of `measured` seconds is `times` as long as described
     by device, node and network. By that, steps take `now` seconds, and under the plan `chosen` `then`; `gain`: seconds
-    of all steps left; `cost`: of re-forming; `reforms`: True if it pays."""
+    of all steps left; `cost`: seconds of re-forming; `reforms`: True if it pays."""
 
     step: Steps
     predicted: Seconds
