@@ -44,7 +44,7 @@ def _port(text: str) -> int:
 
 def _serve_runs(runs: Sequence[WatchedRun], host: str, port: int) -> int:
     """Serve a live page of runs until this process is asked to end; return the exit status."""
-    from platform.report.live import LivePage, PageServer, serve_page
+    from platform.report.page_server import LivePage, PageServer, serve_page
 
     try:
         server = PageServer(host, port, LivePage(runs))

@@ -259,8 +259,8 @@ def reports(typed: Typed, arguments: str, bench: Bench) -> None:
     for name in (word for word in shlex.split(arguments) if word.startswith("runs/")):
         shutil.copytree(kept, name)
     at = type("Address", (), {"__init__": lambda self, host, port, page: setattr(self, "address", f"{host}:{port}")})
-    bench.monkeypatch.setattr("platform.report.live.PageServer", at)
-    bench.monkeypatch.setattr("platform.report.live.serve_page", lambda server: None)
+    bench.monkeypatch.setattr("platform.report.page_server.PageServer", at)
+    bench.monkeypatch.setattr("platform.report.page_server.serve_page", lambda server: None)
     assert write_page(shlex.split(arguments)) == launch.DONE
     out = re.sub(r"\d\.\d\d MB", "0.11 MB", bench.capfd.readouterr().out)
     assert not typed.shown or out.splitlines() == list(typed.shown)

@@ -13,8 +13,8 @@ import pytest
 
 from platform.monitor.records import events, journal
 from platform.report.__main__ import main
-from platform.report.live import LivePage, PageServer
 from platform.report.page_data import WatchedRun
+from platform.report.page_server import LivePage, PageServer
 
 
 def add_rows(run: Path, *steps: int, **more: Any) -> None:
@@ -90,7 +90,7 @@ def test_an_event_comes_as_a_page(page: LivePage, run: Path) -> None:
 
 
 def test_without_a_change_there_is_no_news(page: LivePage, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.report.live._BEAT", 0.01)
+    monkeypatch.setattr("platform.report.page_server._BEAT", 0.01)
     news = page.news(change_of(page))
     page.look_once()
     assert next(news) == ("", "", None)
