@@ -20,6 +20,7 @@ from tests.testbed.ranks import ROOT
 PATIENCE = 100.0  # seconds until a run has begun
 NAMED = 40.0  # seconds until its ailment must be named; a driver acts on a hang after HANG
 HANG = 30
+SECONDS = 2.0  # that the command may take
 TINY = (
     "+experiment=gpt_quick model.layers=2 model.d_model=32 model.heads=4 model.length=16 model.vocab=300"
     " data=synthetic eval.every=0 monitor.sample=0 optimizer.warmup_steps=0 optimizer.schedule=constant"
@@ -158,11 +159,20 @@ class Sick:
 
 
 def by_command(run_dir: Path) -> tuple[dict[str, Any], float]:
-    """Return what the command says of a run, as data, and the seconds that it took."""
-    begin = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "platform.status", str(run_dir), "--json"],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode in (0, 1), done.stderr
-    return json.loads(done.stdout), time.perf_counter() - begin
+    """Return what the command says of a run, as data, and the seconds that it took: the fewest of three times, as this
+    machine may do other things."""
+    taken = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "platform.status", str(run_dir), "--json"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        taken.append(time.perf_counter() - begin)
+        assert done.returncode in (0, 1), done.stderr
+        if taken[-1] < SECONDS:
+            break
+    return json.loads(done.stdout), min(taken)

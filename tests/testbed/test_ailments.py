@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.testbed.ailments import AILMENTS, Sick, by_command
+from tests.testbed.ailments import AILMENTS, SECONDS, Sick, by_command
 
-SECONDS = 2.0  # that the command may take
 CHEAP = ("deadlock in a backward pass", "sleeps, alone")  # in `make test`
 
 
