@@ -20,4 +20,4 @@ def test_the_culprit_is_named(name, tmp_path):
     said = again["verdict"] or again["last_failure"]
     assert said and said["why"] == AILMENTS[name].why
     print(f"{name}: {seconds:.2f} s: {said['line']}")
-    assert seconds < SECONDS or name in CHEAP
+    assert seconds < SECONDS
