@@ -308,9 +308,10 @@ class Controller:
             self._hold(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
-        if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(
-            crew, generation
-        ):
+        proposal = self._advisor.optional_reform(crew, generation, report) or self.forecast.better_plan(
+            crew, self._former.recruiter, generation, self.done
+        )
+        if proposal and self._loses_nothing(crew, generation):
             self._checkpoints.finish(crew)
             self._former.recruiter.barred |= proposal.barred
             raise Reform(proposal.reason)
