@@ -42,9 +42,9 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention, `bytes` that
-    other kernels read and write, the number of all `kernels`; `collectives` for which the pass waits, and others that
-    start a product `ahead`."""
+    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention at its forward
+    speed, `bytes` that other kernels read and write, the number of all `kernels`; `collectives` for which the pass
+    waits, and others that start a product `ahead`."""
 
     products: tuple[Product, ...] = ()
     fused: float = 0.0
@@ -87,16 +87,26 @@ USUAL = (2, 3)  # an operation that nothing is said of reads one activation and 
 FUNCTION = {1: (2, 3), 2: (3, 5)}
 RESIDUAL = (3, 3)
 SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
-FUSED_BACKWARD = 2.5  # a fused kernel of attention computes the scores again: five products for two
+# Of one kernel of attention: its backward pass computes the scores again, five products for two, at a lower speed.
+FUSED_BACKWARD = 2.5 / 0.8
 
 
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool):
-        """Begin a pass under a plan; `dropout`: the model's rate, `fused_dropout`: attention's kernel draws masks."""
+    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, stops_early: bool):
+        """Begin a pass under a plan; `dropout`: the model's rate, `fused_dropout`: attention's kernel draws masks,
+        `stops_early`: a recomputed stretch ends before its last product."""
         super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
+        self.stops_early, self._last = stops_early, Part()
+
+    def recomputed(self, kind, name, function, spec, x, *more):
+        """Note a stretch of operations, once more if they are recomputed, as far as the backward pass needs them."""
+        out = super().recomputed(kind, name, function, spec, x, *more)
+        if self.stops_early and kind == self.recompute.kind:
+            self.work.backward[self._last] -= 1
+        return out
 
     def record(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
@@ -114,6 +124,7 @@ class WorkRecorder(Recorder):
         self.work.backward[backward] += 1
         if self._recomputing:
             self.work.backward[forward] += 1
+            self._last = forward if forward.products else self._last
 
     def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
@@ -133,14 +144,20 @@ class WorkRecorder(Recorder):
 
 
 def chunk_work(
-    plan: Plan, model: RecordableModel, dropout: float, fused_dropout: bool, kept_in_parts: bool = True
+    plan: Plan,
+    model: RecordableModel,
+    dropout: float,
+    fused_dropout: bool,
+    kept_in_parts: bool = True,
+    stops_early: bool = False,
 ) -> list[ChunkWork]:
     """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor.
-    `dropout` and `fused_dropout` as in Execution; `kept_in_parts`: True if ranks keep parts of inputs."""
+    `dropout`, `fused_dropout` and `stops_early` as in Execution; `kept_in_parts`: True if ranks keep parts of
+    inputs."""
     flow: dict[str, Symbol] = {}
     found = []
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout)
+        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, stops_early)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]

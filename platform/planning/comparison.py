@@ -12,9 +12,9 @@ from platform.boundary.refusals import ConfigError
 from platform.costs.fit import fit, kendall
 from platform.planning.measured_runs import MeasuredRun
 
-CONSTANTS = ("products", "memory", "node", "network")  # of a hardware, that measured steps can settle
-FITTED = ("products", "memory")  # few tables tell more apart
-USUAL = 0.8  # of a data sheet's number is what large operations usually reach: the constants' first value
+# constants of a hardware that measured steps can settle, and their first values
+CONSTANTS = {"products": 0.8, "memory": 0.8, "attention": 0.5, "interference": 0.4, "node": 0.8, "network": 0.8}
+FITTED = ("products", "memory", "attention", "interference")  # few tables tell more apart
 ROUNDING = 1e-9
 
 Constants = Mapping[str, Mapping[str, float]]  # name of a hardware -> its constants
@@ -100,7 +100,7 @@ def fitted_on(runs: Sequence[MeasuredRun], names: Sequence[str]) -> dict[str, di
     found = {}
     for name in dict.fromkeys(run.hardware.name for run in runs):
         here = [run for run in runs if run.hardware.name == name]
-        first = dict.fromkeys(names, USUAL)
+        first = {name: CONSTANTS[name] for name in names}
 
         def errors(constants: Mapping[str, float], here: Sequence[MeasuredRun] = here) -> list[float]:
             """Return the logarithms of predicted over measured seconds with some constants."""

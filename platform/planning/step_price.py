@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -63,9 +64,9 @@ def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:
     return price_of(work_of(config, plan), hardware)
 
 
-def work_of(config: Config, plan: Plan, gradient_bytes: int = 0, kept_whole: bool = False) -> StepWork:
-    """Return the work of a training step of a configuration under its plan, which any hardware can price; as another
-    system runs it, if so said (`Execution`)."""
+def work_of(config: Config, plan: Plan, **others: Any) -> StepWork:
+    """Return the work of a training step of a configuration under its plan, which any hardware can price. `others`:
+    fields of Execution in which another system that runs the plan differs."""
     kind = config.pipeline.kind
     execution = Execution(
         schedule=kind,
@@ -74,8 +75,7 @@ def work_of(config: Config, plan: Plan, gradient_bytes: int = 0, kept_whole: boo
         moments=kept_numbers(config),
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
-        gradient_bytes=gradient_bytes,
-        kept_whole=kept_whole,
+        **others,
     )
     return step_work(plan, build_model(config.model), execution)
 
