@@ -69,8 +69,7 @@ class Hardware:
         return self.peaks[precision]
 
     def with_constants(self, values: Mapping[str, float]) -> Hardware:
-        """Return the hardware with other values of constants: shares of its peaks that are reached, or fields of its
-        own, by name."""
+        """Return the hardware with other values of some constants, by name: shares reached, or fields of its own."""
         shares = {key: value for key, value in values.items() if key in _SHARES}
         others: dict[str, Any] = {key: value for key, value in values.items() if key not in _SHARES}
         return replace(self, reached=replace(self.reached, **shares), **others)

@@ -150,7 +150,9 @@ def as_text(c: Comparison) -> Sequence[str]:
     for run, p, error, marked in zip(c.runs, c.predicted, c.errors, c.fitted, strict=True):
         speed = run.counted_flops / (p * run.work.plan.mesh.size) / 1e12
         note = "  fitted on" if marked else ""
-        lines.append(f"{run.name:{width}}  {p:>9.4g} s  {run.seconds:>9.4g} s  {speed:>8.1f}  {error:>+7.1%}{note}")
+        shown = f"{speed:.2g}" if speed < 1 else f"{speed:.1f}"
+        errors = f"{run.seconds:>9.4g} s  {shown:>8}  {error:>+7.1%}{note}"
+        lines.append(f"{run.name:{width}}  {p:>9.4g} s  {errors}")
     for name, constants in c.constants.items():
         lines.append(f"{name} fitted: {', '.join(f'{key} {value:.3g}' for key, value in constants.items())}")
     for title, found in (("fitted on", c.scores(True)), ("scored", c.scores(False))):

@@ -29,6 +29,7 @@ KEYS = {
     "microbatch": "train.microbatch",
     "global_batch": "train.global_batch",
     "tensor": "tensor",
+    "branch": "branch",
     "stages": "pipeline.stages",
     "chunks": "pipeline.chunks",
     "data": "parallel.data",
@@ -185,7 +186,7 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
 def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
     """Return the measured run of a row's cells. Raises ConfigError if they are no legal plan."""
     hardware = read_hardware(cells["hardware"])
-    config = compose(list(_arguments(cells)))
+    config = compose(list(arguments_of(cells)))
     gpus = int(cells["gpus"])
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks
@@ -208,11 +209,11 @@ def counted_flops(plan: Plan, recomputed: bool) -> float:
     return (plan.flops_per_token + per_token) * plan.tokens_per_step
 
 
-def _arguments(cells: Mapping[str, str]) -> Iterator[str]:
+def arguments_of(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield the arguments of the configuration that a row describes; what it leaves open is as it is by default."""
-    yield from ("cluster.device=cuda", "train.steps=1", "parallel.data=-1")
-    if not cells.get("capacity_factor"):
-        yield "model.capacity_factor=0"
+    defaults = {"cluster.device": "cuda", "train.steps": "1", "parallel.data": "-1", "model.capacity_factor": "0"}
+    given = {KEYS.get(column, column) for column, text in cells.items() if text}
+    yield from (f"{key}={value}" for key, value in defaults.items() if key not in given)
     stages, chunks = cells.get("stages") or "1", cells.get("chunks") or "1"
     usual = "none" if stages == "1" else "interleaved" if chunks != "1" else "1f1b"
     yield f"pipeline={cells.get('schedule') or usual}"
