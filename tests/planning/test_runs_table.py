@@ -23,7 +23,8 @@ PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.ya
 RUNS = {
     "tensor": ["+experiment=gpt_quick", "recompute=full", "model.norm=rmsnorm"],
     "cube": ["+experiment=cube_bert", "precision=bf16"],
-    "stages": ["+experiment=gpt_quick", "pipeline=interleaved", "pipeline.stages=2", "pipeline.chunks=2", "parallel.zero=1"],
+    "stages": ["+experiment=gpt_quick", "pipeline=interleaved", "pipeline.stages=2", "pipeline.chunks=2",
+               "parallel.zero=1"],
     "branches": ["+experiment=gpt_quick", "tensor=serial", "branch=dsp", "branch.axes.g=2"],
     "experts": ["+experiment=moe_quick", "model.capacity_factor=2"],
     "layout": ["+experiment=gpt_quick", "tensor=layout", "tensor.axes={c: 2}", "parallel.data=1",
@@ -67,9 +68,10 @@ def test_a_sweep_is_compared(tmp_path, capsys):
 @pytest.mark.parametrize("workers", [2, 8])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n.endswith("15") else pytest.mark.full) for n in PAPERS])
 def test_sweeps_of_the_papers_are_legal(name, workers, monkeypatch):
-    """On two workers and on eight; most plans have all of them."""
+    """Plans have both workers, and of eight as many as four heads and four layers can use."""
     monkeypatch.setattr("platform.cluster.run.resources._supply", lambda *_: Supply(0, workers, "here"))
     arguments = get_args_parser().parse_intermixed_args(["-m", f"+experiment=paper/{name}", "cluster=processes"])
     jobs = launch._planned(arguments, Phases())
     assert len(jobs) > 1
-    assert {job.plan.mesh.size for job in jobs} == {4 if name.endswith("18") else workers}
+    sizes = {job.plan.mesh.size for job in jobs}
+    assert sizes == {4 if name.endswith("18") else 2} if workers == 2 else sizes <= {4, 8}
