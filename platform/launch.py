@@ -233,7 +233,7 @@ def _run(args: Namespace, phases: Phases) -> int:
 def _write_table(jobs: Sequence[PlannedJob]) -> None:
     """Write the table of a sweep's measured runs beside their directories, and print how to compare it."""
     from platform.cluster.run.resources import device_there
-    from platform.planning.runs_table import TrainedRun, place_of, write_table
+    from platform.planning.measured.runs_table import TrainedRun, place_of, write_table
 
     experiment = experiment_of(jobs[0].arguments)
     common = set.intersection(*(set(job.arguments) for job in jobs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
@@ -183,12 +183,30 @@ def share_in_use(planner: Planner, spec: Spec) -> float:
     return rows / planner.shape(spec)[spec.dims.index("rows")]
 
 
+def _evenly(plan: Plan, planned: PlannedOperation) -> list[Collective]:
+    """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
+    share = share_of_rows(plan.planner, planned.operation)
+    return [replace(c, elements=int(c.elements * share)) if spare_rows(c) else c for c in planned.collectives]
+
+
+def share_of_rows(planner: Planner, o: Operation) -> float:
+    """Return `share_in_use` of the rows that an operation reads or makes."""
+    found = (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
+    return next((share_in_use(planner, t) for t in found), 1.0)
+
+
+def spare_rows(c: Collective) -> bool:
+    """Return True if a collective's elements have room for the worst routing: an exchange has a rank's own rows."""
+    return bool(c.rows) and c.op != "all_to_allv"
+
+
 def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     """Return the work of a planned operation on a rank, in its forward and its backward pass."""
     operation = planned.operation
     if planned.groups:
         return _products_of(plan, planned)
-    sides = {phase: tuple(c for c in planned.collectives if c.phase == phase) for phase in ("forward", "backward")}
+    moved = _evenly(plan, planned)
+    sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     size = plan.itemsize["compute"]
     if operation.kind in ("fused_attention", "ring_attention"):
         return _attention_of(plan, operation, sides)
@@ -245,7 +263,7 @@ def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
                 summed += prod(e.operand.before) * SUMMED
     if plan.microbatches == 1:
         summed = 0.0
-    waited = Counter(planned.collectives) - Counter(ahead)
+    waited = Counter(_evenly(plan, planned)) - Counter(ahead)
     parts = []
     for phase, products, count in (("forward", forward, 0.0), ("backward", backward, summed)):
         parts.append(

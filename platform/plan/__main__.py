@@ -34,7 +34,8 @@ from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
 from platform.plan.reports.explain import explain, render
-from platform.planning.comparison import (
+from platform.planning.make_plan import make_plan
+from platform.planning.measured.comparison import (
     CONSTANTS,
     FITTED,
     as_data,
@@ -44,8 +45,7 @@ from platform.planning.comparison import (
     leave_one_out,
     marked_runs,
 )
-from platform.planning.make_plan import make_plan
-from platform.planning.measured_runs import read_runs
+from platform.planning.measured.measured_runs import read_runs
 from platform.planning.memory_budget import footprints
 from platform.planning.replan import shrinking
 from platform.planning.snapshot_price import snapshot_price

@@ -11,8 +11,8 @@ import pytest
 from platform.launch import compose
 from platform.model import build_model
 from platform.plan.__main__ import main
-from platform.planning.comparison import compare, leave_one_out, marked_runs
-from platform.planning.measured_runs import read_runs
+from platform.planning.measured.comparison import compare, leave_one_out, marked_runs
+from platform.planning.measured.measured_runs import read_runs
 
 TABLES = Path(__file__).parent / "tables"
 SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,

@@ -16,8 +16,8 @@ from platform.launch import compose
 from platform.plan.__main__ import main
 from platform.plan.core.plan_data import digest
 from platform.planning.make_plan import make_plan
-from platform.planning.measured_runs import arguments_of
-from platform.planning.runs_table import TrainedRun, row_of, write_table
+from platform.planning.measured.measured_runs import arguments_of
+from platform.planning.measured.runs_table import TrainedRun, row_of, write_table
 
 PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
 RUNS = {

@@ -158,7 +158,7 @@ class Estimator:
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
             memory += elements * held
             updated += elements / state
-            buckets = np.ceil(elements * master / BUCKET_BYTES)
+            buckets = np.minimum(np.ceil(elements * master / BUCKET_BYTES), max(1.0, self.whole[rows].sum()))
             one = elements * master / buckets
             if zero:
                 seconds += buckets * self.moved("reduce_scatter", axes, one)

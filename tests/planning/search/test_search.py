@@ -141,6 +141,35 @@ def test_megatrons_heuristics_are_found_again():
     assert [*make_plan(replace(Space(config).configured(best))).mesh.axes] == ["stage", "data", "t"]
 
 
+def test_experts_of_a_large_model_stay_inside_nodes():
+    """DeepSeek-V3 on 256 H200: its exchanges between nodes would take as long as all computing. 61 layers are no
+    multiple of the stages."""
+    open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
+    config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
+    rated, _ = Field(Space(config), 256, 130e9, read_hardware("h200")).rated()
+    best = next(one for one in rated if one.memory <= 130e9).choice
+    assert 1 < best.experts <= 8 and best.stages > 8
+
+
+def test_the_estimate_of_exchanges_is_near_their_price():
+    """Experts over one node, and over many; routing is even, though there is room for the worst."""
+    open_keys = "parallel.data=-1", "parallel.experts=-1"
+    sizes = (
+        "tensor=serial",
+        "pipeline=none",
+        "model.layers=4",
+        "train.global_batch=64",
+        "train.microbatch=1",
+        "model.capacity_factor=0",
+    )
+    config, hardware = composed(*open_keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
+    rated, _ = Field(Space(config), 64, LARGE, hardware).rated()
+    assert {one.choice.experts for one in rated} == {1, 2, 4, 8, 16, 32, 64}
+    for one in rated:
+        made = Space(config).configured(one.choice)
+        assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one
+
+
 def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
     monkeypatch.setattr(resources, "_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
     monkeypatch.setattr(devices, "_seen", lambda: devices.Device(80e9, "NVIDIA H100 80GB HBM3"))

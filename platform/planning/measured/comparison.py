@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from platform.boundary.refusals import ConfigError
 from platform.costs.fit import fit, kendall
-from platform.planning.measured_runs import MeasuredRun
+from platform.planning.measured.measured_runs import MeasuredRun
 
 # constants of a hardware that measured steps can settle, and their first values
 CONSTANTS = {"products": 0.8, "memory": 0.8, "attention": 0.5, "interference": 0.4, "node": 0.8, "network": 0.8}

@@ -17,7 +17,7 @@ from platform.config.bounds import flat_values
 from platform.config.fields import Config
 from platform.monitor.records.metrics import MetricsLog
 from platform.monitor.records.records import METRICS
-from platform.planning.measured_runs import KEYS, NEEDED, arguments_of
+from platform.planning.measured.measured_runs import KEYS, NEEDED, arguments_of
 from platform.planning.step_price import hardware_named
 
 # Keys that a plan or its price depends on, by how they begin, without those that a scheme's file gives.
@@ -60,8 +60,8 @@ def seconds_of(config: Config) -> float | None:
 
 
 def row_of(run: TrainedRun, seconds: float, compose: Callable[[Sequence[str]], Config]) -> dict[str, str]:
-    """Return the row of a run whose step takes so many `seconds`: what every table needs, and each key that is not by
-    default as the run has it."""
+    """Return the row of a run whose step takes `seconds` on average: all columns that a table needs, and each key that
+    is by default not as the run has it."""
     config = run.config
     found = hardware_named(config.cluster.gpu) if run.device == "cuda" else None
     values, columns = flat_values(config), {key: column for column, key in KEYS.items()}
