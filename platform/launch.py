@@ -226,24 +226,13 @@ def _run(args: Namespace, phases: Phases) -> int:
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     if args.multirun:
-        _write_table(jobs)
+        from platform.cluster.run.resources import device_there
+        from platform.planning.measured.runs_table import TrainedRun, table_of_sweep
+
+        runs = [TrainedRun(j.arguments, j.config, j.plan.mesh.size, device_there(j.config.cluster)) for j in jobs]
+        if path := table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, compose):
+            print_line(f"the measured steps, beside the predicted: python -m platform.plan compare {path}")
     return max(statuses, key=SEVERITY.index)
-
-
-def _write_table(jobs: Sequence[PlannedJob]) -> None:
-    """Write the table of a sweep's measured runs beside their directories, and print how to compare it."""
-    from platform.cluster.run.resources import device_there
-    from platform.planning.measured.runs_table import TrainedRun, place_of, write_table
-
-    experiment = experiment_of(jobs[0].arguments)
-    common = set.intersection(*(set(job.arguments) for job in jobs))
-    runs = []
-    for job in jobs:
-        name = " ".join(argument for argument in job.arguments if argument not in common)
-        runs.append(TrainedRun(name, job.config, job.plan.mesh.size, device_there(job.config.cluster)))
-    path = place_of(runs, experiment or "config")
-    if written := write_table(path, runs, compose):
-        print_line(f"the steps of {written} runs, measured and predicted: python -m platform.plan compare {path}")
 
 
 class PlannedJob(NamedTuple):

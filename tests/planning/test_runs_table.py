@@ -43,7 +43,7 @@ def table(directory: Path, name: str, steps: dict[str, list[float]]) -> Path:
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         plan = make_plan(config)
         config.parallel.data = plan.replicas
-        runs.append(TrainedRun(key, config, plan.mesh.size, "cpu"))
+        runs.append(TrainedRun([key], config, plan.mesh.size, "cpu"))
     assert write_table(directory / name, runs, compose) == len([s for s in steps.values() if s])
     return directory / name
 
@@ -53,7 +53,9 @@ def test_a_row_makes_the_plan_of_its_run(key):
     config = compose(RUNS[key])
     plan = make_plan(config)
     config.parallel.data = plan.replicas
-    again = make_plan(compose(list(arguments_of(row_of(TrainedRun(key, config, plan.mesh.size, "cpu"), 1.0, compose)))))
+    again = make_plan(
+        compose(list(arguments_of(row_of(TrainedRun([key], config, plan.mesh.size, "cpu"), 1.0, compose))))
+    )
     assert digest(again) == digest(plan)
 
 

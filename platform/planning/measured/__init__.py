@@ -1,1 +1,1 @@
-"""Measured runs as tables: read, written from runs, and compared with what is predicted."""
+"""Tables of measured runs: read, written from runs, and compared with predictions"""

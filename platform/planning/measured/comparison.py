@@ -154,7 +154,8 @@ def as_text(c: Comparison) -> Sequence[str]:
         errors = f"{run.seconds:>9.4g} s  {shown:>8}  {error:>+7.1%}{note}"
         lines.append(f"{run.name:{width}}  {p:>9.4g} s  {errors}")
     for name, constants in c.constants.items():
-        lines.append(f"{name} fitted: {', '.join(f'{key} {value:.3g}' for key, value in constants.items())}")
+        moved = [f"{key} {value:.3g}" for key, value in constants.items() if abs(value / CONSTANTS[key] - 1) > ROUNDING]
+        lines.append(f"{name} fitted: {', '.join(moved) or 'no row depends on a constant'}")
     for title, found in (("fitted on", c.scores(True)), ("scored", c.scores(False))):
         if found:
             sizes = (

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from platform.config.bounds import flat_values
 from platform.config.fields import Config
 from platform.monitor.records.metrics import MetricsLog
 from platform.monitor.records.records import METRICS
-from platform.planning.measured.measured_runs import KEYS, NEEDED, arguments_of
+from platform.planning.measured.measured_runs import KEYS, NEEDED, Compose, arguments_of
 from platform.planning.step_price import hardware_named
 
 # Keys that a plan or its price depends on, by how they begin, without those that a scheme's file gives.
@@ -28,16 +28,16 @@ WARM_UP = 3  # first steps of a generation, which are slower
 
 
 class TrainedRun(NamedTuple):
-    """Run that was trained: its `name`, its configuration, all keys settled, and the number and `device` (cpu or cuda)
-    of its workers."""
+    """Run that was trained: the `arguments` that name it, its configuration, all keys settled, and the number and the
+    `device` (cpu or cuda) of its workers."""
 
-    name: str
+    arguments: Sequence[str]
     config: Config
     workers: int
     device: str
 
 
-def write_table(path: Path, runs: Sequence[TrainedRun], compose: Callable[[Sequence[str]], Config]) -> int:
+def write_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int:
     """Write a CSV file with a row for each run that has measured steps; return how many rows it has. `compose`: makes a
     configuration of arguments. Nothing is written without a row."""
     rows = [row for run in runs if (seconds := seconds_of(run.config)) for row in [row_of(run, seconds, compose)]]
@@ -59,14 +59,14 @@ def seconds_of(config: Config) -> float | None:
     return median(newest[WARM_UP:] or newest) if newest else None
 
 
-def row_of(run: TrainedRun, seconds: float, compose: Callable[[Sequence[str]], Config]) -> dict[str, str]:
+def row_of(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
     """Return the row of a run whose step takes `seconds` on average: all columns that a table needs, and each key that
     is by default not as the run has it."""
     config = run.config
     found = hardware_named(config.cluster.gpu) if run.device == "cuda" else None
     values, columns = flat_values(config), {key: column for column, key in KEYS.items()}
     cells = {
-        "name": run.name,
+        "name": " ".join(run.arguments),
         "hardware": "cpu" if run.device == "cpu" else found.name if found else "",
         "cluster.device": run.device,
         "gpus": str(run.workers),
@@ -96,6 +96,9 @@ def _typed(value: Any) -> str:
     return quote(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
 
 
-def place_of(runs: Sequence[TrainedRun], name: str) -> Path:
-    """Return where the table of a sweep's runs is written: beside their directories."""
-    return Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
+def table_of_sweep(name: str, runs: Sequence[TrainedRun], compose: Compose) -> Path | None:
+    """Write the table of a sweep's runs beside their directories; return its path, None if no step was measured."""
+    common = set[str].intersection(*(set(run.arguments) for run in runs))
+    named = [run._replace(arguments=[a for a in run.arguments if a not in common]) for run in runs]
+    path = Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
+    return path if write_table(path, named, compose) else None
