@@ -18,6 +18,10 @@ class Link:
     latency: float
     hop: float
 
+    def taking(self, times: float) -> Link:
+        """Return links that take so many times as long for everything."""
+        return Link(self.bandwidth / times, self.latency * times, self.hop * times)
+
 
 @dataclass(frozen=True)
 class Reached:
@@ -67,6 +71,13 @@ class Hardware:
     def peak(self, precision: str) -> float:
         """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
         return self.peaks[precision]
+
+    def taking(self, times: Mapping[str, float]) -> Hardware:
+        """Return the hardware whose `device`, links of a `node` and of the `network` take so many times as long."""
+        device, reached = times["device"], self.reached
+        slower = {name: getattr(reached, name) / device for name in ("products", "attention", "memory")}
+        links = {name: getattr(self, name).taking(times[name]) for name in ("node", "network")}
+        return replace(self, launch=self.launch * device, reached=replace(reached, **slower), **links)
 
     def with_constants(self, values: Mapping[str, float]) -> Hardware:
         """Return the hardware with other values of some constants, by name: shares reached, or fields of its own."""
