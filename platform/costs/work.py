@@ -95,8 +95,7 @@ class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
     def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, stops_early: bool):
-        """Begin a pass under a plan; `dropout`: the model's rate, `fused_dropout`: attention's kernel draws masks,
-        `stops_early`: a recomputed stretch ends before its last product."""
+        """Begin a pass under a plan; `dropout`, `fused_dropout` and `stops_early` as in Execution."""
         super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.stops_early, self._last = stops_early, Part()

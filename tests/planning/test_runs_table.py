@@ -16,7 +16,7 @@ from platform.launch import compose
 from platform.plan.__main__ import main
 from platform.plan.core.plan_data import digest
 from platform.planning.make_plan import make_plan
-from platform.planning.measured.measured_runs import arguments_of
+from platform.planning.measured.measured_runs import overrides_of
 from platform.planning.measured.runs_table import TrainedRun, row_of, write_table
 
 PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
@@ -54,7 +54,7 @@ def test_a_row_makes_the_plan_of_its_run(key):
     plan = make_plan(config)
     config.parallel.data = plan.replicas
     again = make_plan(
-        compose(list(arguments_of(row_of(TrainedRun([key], config, plan.mesh.size, "cpu"), 1.0, compose))))
+        compose(list(overrides_of(row_of(TrainedRun([key], config, plan.mesh.size, "cpu"), 1.0, compose))))
     )
     assert digest(again) == digest(plan)
 

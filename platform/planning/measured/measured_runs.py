@@ -186,7 +186,7 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
 def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
     """Return the measured run of a row's cells. Raises ConfigError if they are no legal plan."""
     hardware = read_hardware(cells["hardware"])
-    config = compose(list(arguments_of(cells)))
+    config = compose(list(overrides_of(cells)))
     gpus = int(cells["gpus"])
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks
@@ -209,7 +209,7 @@ def counted_flops(plan: Plan, recomputed: bool) -> float:
     return (plan.flops_per_token + per_token) * plan.tokens_per_step
 
 
-def arguments_of(cells: Mapping[str, str]) -> Iterator[str]:
+def overrides_of(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield the arguments of the configuration that a row describes; what it leaves open is as it is by default."""
     defaults = {"cluster.device": "cuda", "train.steps": "1", "parallel.data": "-1", "model.capacity_factor": "0"}
     given = {KEYS.get(column, column) for column, text in cells.items() if text}

@@ -17,7 +17,7 @@ from platform.config.bounds import flat_values
 from platform.config.fields import Config
 from platform.monitor.records.metrics import MetricsLog
 from platform.monitor.records.records import METRICS
-from platform.planning.measured.measured_runs import KEYS, NEEDED, Compose, arguments_of
+from platform.planning.measured.measured_runs import KEYS, NEEDED, Compose, overrides_of
 from platform.planning.step_price import hardware_named
 
 # Keys that a plan or its price depends on, by how they begin, without those that a scheme's file gives.
@@ -79,7 +79,7 @@ def row_of(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
         "branch": config.branch.kind,
     }
     cells |= {f"branch.axes.{name}": str(size) for name, size in config.branch.axes.items()}
-    there = flat_values(compose(list(arguments_of(cells))))
+    there = flat_values(compose(list(overrides_of(cells))))
     for key in _priced(values):
         if values[key] != there[key]:
             cells[columns.get(key, key)] = _typed(values[key])
