@@ -40,7 +40,7 @@ class TrainedRun(NamedTuple):
 def write_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int:
     """Write a CSV file with a row for each run that has measured steps; return how many rows it has. `compose`: makes a
     configuration of arguments. Nothing is written without a row."""
-    rows = [row for run in runs if (seconds := seconds_of(run.config)) for row in [row_of(run, seconds, compose)]]
+    rows = [row for run in runs if (seconds := measured_seconds(run.config)) for row in [row_of(run, seconds, compose)]]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if rows:
         text = io.StringIO()
@@ -51,7 +51,7 @@ def write_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int
     return len(rows)
 
 
-def seconds_of(config: Config) -> float | None:
+def measured_seconds(config: Config) -> float | None:
     """Return the median seconds of a step of a run's newest generation, after its first few; None without steps."""
     path = Path(config.run.dir) / METRICS
     rows = MetricsLog.read(path) if path.is_file() else []
