@@ -148,20 +148,20 @@ def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mar
             yield f"{path}, column {column}: unknown; nearest legal: {', '.join(closest(column, known)[:3])}, or a key"
     if mark and mark not in columns:
         yield f"{path}: calibrate={mark} is no share of the rows, and no column"
-    needed = [*_needed("model" in columns), *([] if hardware else ["hardware"])]
+    needed = [*_needed_columns("model" in columns), *([] if hardware else ["hardware"])]
     yield from (f"{path}: column {column} is missing" for column in needed if column not in columns)
     if not set(columns) & set(MEASURED):
         yield f"{path}: column seconds, or tflops, is missing"
 
 
-def _needed(preset: bool) -> tuple[str, ...]:
+def _needed_columns(preset: bool) -> tuple[str, ...]:
     """Return the columns that a row needs whose model is a `preset`, or is not."""
     return tuple(column for column in NEEDED if not (preset and column in SHAPE))
 
 
 def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per cell of a row that is empty and needed, or no number where it should be one."""
-    needed = _needed(bool(cells.get("model")))
+    needed = _needed_columns(bool(cells.get("model")))
     for column in INTEGERS:
         text = cells.get(column, "")
         if column in needed and not text:
