@@ -100,7 +100,7 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
 def _searched(config: Config, workers: int, budget: MemoryBudget) -> Replanned | None:
     """Choose the open keys of a run's configuration anew, for at most `workers`; None if no plan fits."""
     from platform.planning.search.best import search  # with numpy, which only this needs
-    from platform.planning.search.chosen import memory_of_worker, usual_hardware
+    from platform.planning.step_price import memory_of_worker, usual_hardware
 
     hardware = usual_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)

@@ -17,7 +17,7 @@ from platform.costs.step_work import EVEN, Execution, StepWork, step_work
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
-from platform.plan.memory.hardware import accelerator
+from platform.plan.memory.hardware import accelerator, memory_of
 from platform.plan.schedule.gantt import gantt_svg
 from platform.plan.schedule.simulate import simulate
 from platform.planning.choose_schedule import schedule_of
@@ -56,6 +56,20 @@ def hardware_named(gpu: str) -> Hardware | None:
         if wanted and accelerator(str(data["accelerator"]).replace("-", " ")) == wanted:
             return read_hardware(name)
     return None
+
+
+def usual_hardware(config: Config, gpu: str = "") -> Hardware:
+    """Return the hardware for which plans are priced: of this `gpu`, of cluster.gpu, or the usual one."""
+    c = config.cluster
+    kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
+    found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
+    known = [hardware for hardware in found if hardware and config.precision in hardware.peaks]
+    return known[0]
+
+
+def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float:
+    """Return the bytes of a worker's device: as the configuration states, as seen (`memory`), or as its type has."""
+    return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
 
 
 def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:

@@ -86,7 +86,8 @@ def settle_here(config: Config, say: Callable[[str], None]) -> None:
     choice or, with plan.top, the best plans."""
     if not config.plan.search:
         return
-    from platform.planning.search.chosen import choice_line, choose_plan, ranked_table, usual_hardware
+    from platform.planning.search.chosen import choice_line, choose_plan, ranked_table
+    from platform.planning.step_price import usual_hardware
 
     workers, kind = available_workers(config.cluster), device_there(config.cluster)
     device = device_of(config, kind, max(workers, 1))
@@ -108,7 +109,8 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Callabl
 
 def _for_those_there(config: Config, command: Command) -> str:
     """Return the end of a refusal for want of GPUs: the command of the best plan for those there, "" if none fits."""
-    from platform.planning.search.chosen import choose_plan, usual_hardware
+    from platform.planning.search.chosen import choose_plan
+    from platform.planning.step_price import usual_hardware
 
     workers = available_workers(config.cluster)
     if workers < 1 or not (device := device_of(config, "cuda", workers)):

@@ -170,6 +170,32 @@ class Field:
                 found, judged = found + best, judged + count
         return sorted(found), judged
 
+    def estimated(self, choices: Sequence[Contender]) -> list[Rated | None]:
+        """Estimate single contenders, in their order; None for one whose axes do not divide what they split."""
+        found: list[Rated | None] = [None] * len(choices)
+        alike: dict[tuple, list[int]] = {}  # by scheme and axes of several ranks
+        for i, c in enumerate(choices):
+            alike.setdefault((c.scheme, *(n > 1 for n in (*c.axes, c.context, c.experts))), []).append(i)
+        for (scheme, *_), places in alike.items():
+            names = [*self.space.axes(scheme), "context", "stage", "data", "experts", "microbatch"]
+            some = [choices[i] for i in places]
+            rows = [(*c.axes, c.context, c.stages, c.data, c.experts, c.microbatch) for c in some]
+            columns: Columns = dict(zip(names, np.array(rows).T, strict=True))
+            axes, sketch = self._sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
+            if not sketch:
+                continue
+            columns = {**self._meshed(axes, columns), "microbatch": columns["microbatch"]}
+            legal, estimator = (
+                sketch.legal(columns) & sketch.takes(columns),
+                Estimator(sketch, self.setting, axes, columns),
+            )
+            for row, (i, c) in enumerate(zip(places, some, strict=True)):
+                if legal[row]:
+                    mode = Mode(c.kind, c.chunks, c.recompute, c.zero)
+                    (seconds,), (memory,) = estimator.estimate(mode, np.array([row]))
+                    found[i] = Rated(float(seconds), c.rank, c, float(memory))
+        return found
+
     def _grid(self, scheme: str) -> NDArray[Any]:
         """Return the contenders of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
         replicas that share experts."""

@@ -9,10 +9,9 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
 from platform.plan.language.numbers import count_of
-from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.describe import shown_seconds
 from platform.planning.search.best import Finalist, Standings, search
-from platform.planning.step_price import hardware_named, read_hardware
+from platform.planning.step_price import memory_of_worker, usual_hardware
 
 NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
 
@@ -35,20 +34,6 @@ def choose_plan(
     for field in fields(Config):
         setattr(config, field.name, getattr(best, field.name))
     return found
-
-
-def usual_hardware(config: Config, gpu: str = "") -> Hardware:
-    """Return the hardware for which plans are priced: of this `gpu`, of cluster.gpu, or the usual one."""
-    c = config.cluster
-    kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
-    found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
-    known = [hardware for hardware in found if hardware and config.precision in hardware.peaks]
-    return known[0]
-
-
-def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float:
-    """Return the bytes of a worker's device: as the configuration states, as seen (`memory`), or as its type has."""
-    return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
 
 
 def _none_fits(found: Standings) -> str:

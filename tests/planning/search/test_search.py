@@ -20,8 +20,8 @@ from platform.planning.memory_budget import needed_bytes
 from platform.planning.replan import replan
 from platform.planning.search.best import Field, search
 from platform.planning.search.choice import Contender, Space
-from platform.planning.search.chosen import choose_plan, ranked_table, usual_hardware
-from platform.planning.step_price import read_hardware, step_price
+from platform.planning.search.chosen import choose_plan, ranked_table
+from platform.planning.step_price import read_hardware, step_price, usual_hardware
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
 LARGE = 1e12  # bytes
