@@ -19,7 +19,7 @@ from typing import Any
 
 from platform.boundary.command_line import DONE, FAILED, command_line, run_command
 from platform.boundary.documents import VALUES, from_json, read_bytes
-from platform.boundary.refusals import ConfigError, refuse_all, violation
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import visible
 from platform.cluster.run.commands import with_values
@@ -191,9 +191,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _side(arguments: argparse.Namespace, given: str) -> Any:
-    """Return the explanation of one plan of `--diff`: from a file, or of the overrides, beside those of both."""
+    """Return the explanation of one plan of `--diff`, from a file or from overrides beside those of both plans."""
     if not given.endswith(".json"):
-        config, plan = _planned(arguments, with_values(arguments.overrides, shlex.split(given)))
+        with as_refusal("--diff", given, ValueError):  # a quotation that does not end
+            typed = shlex.split(given)
+        config, plan = _planned(arguments, with_values(arguments.overrides, typed))
         hardware = _hardware(arguments.hardware, config)
         return explained(config, plan, arguments.tiers, hardware, bool(arguments.hardware), arguments.tokens)
     try:
@@ -232,8 +234,8 @@ def _check(plan: Plan, as_json: bool) -> int:
 
 
 def _hardware(name: str | None, config: Config) -> Hardware:
-    """Return the hardware `name`, else that of cluster.gpu, else the usual one. Raises ConfigError for a `name` that is
-    no hardware, or lacks a speed in the run's precision."""
+    """Return the hardware `name`, or the usual one of the configuration. Raises ConfigError for an unknown `name`, and
+    for hardware without a speed in the run's precision."""
     if not name:
         return usual_hardware(config)
     found = read_hardware(name)

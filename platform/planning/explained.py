@@ -35,9 +35,10 @@ def explained(
     tokens: float | None = None,
     composed: Composed | None = None,
 ) -> dict[str, Any]:
-    """Return what there is to say of a configuration's plan, as JSON-able data. `tiers`: as of `explain`; `hardware`:
-    the one for which steps are priced, `named` by the user; `tokens`: of a run, by default as many as its steps have;
-    `composed`: gives the configuration with a change, for the changes that would gain most."""
+    """Return what there is to say of a configuration's plan, as JSON-able data. `tiers`: workers in one of each, as of
+    `explain`; `hardware`: the one for which steps are priced, `named` by the user; `tokens`: the number of a run's, by
+    default as its steps have; `composed`: the function that gives the configuration with a change, for the changes that
+    would gain most."""
     needed, step = footprints(config, plan), step_price(config, plan, hardware)
     device = _device(config, hardware if named else None)
     snapshot, every = snapshot_price(config, plan, min(tiers.values())), config.elastic.snapshot_every

@@ -29,9 +29,9 @@ class FailurePrice(NamedTuple):
 
 
 def failure_price(config: Config, plan: Plan, snapshot: SnapshotPrice, every: int) -> FailurePrice:
-    """Predict what the loss of a worker costs a run under `plan`, with a `snapshot` in memory after `every` steps; 0:
-    without. What the lost node alone had comes back from a peer as fast as it went there."""
+    """Predict what a lost worker costs a run under `plan`, with a `snapshot` after `every` steps; without any if 0."""
     cuda, most = device_kind(config) == "cuda", max(sum(pair) for pair in communicators(plan))
     formation = MESH + WORKER * plan.mesh.size + (JOINING * most if cuda else 0.0)
     steps = every / 2 + (1.0 if cuda else 0.0) if every else None  # on a GPU the copy goes on beside the next step
+    # a peer sends what the lost node alone had back as fast as it came
     return FailurePrice(formation, most, formation + (snapshot.seconds if every else 0.0), steps)

@@ -19,8 +19,7 @@ class NoExplanation(ValueError):
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Sides]:
-    """Return the lines of two explanations of plans that differ, by part of the explanation, each with both values.
-    Raises NoExplanation if one of them is none."""
+    """Return by part the lines that differ in two explanations, or raise NoExplanation if one of them is none."""
     found = {}
     for name, values in PARTS.items():
         here, there = _values(values, one), _values(values, other)

@@ -42,8 +42,8 @@ def explain(
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
-    by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `more`: what else is known, such as
-    the predicted `time` of a step, left out where it is empty. Raises ValueError for tiers that do not nest."""
+    by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `more`: other parts of the
+    explanation, such as the predicted `time` of a step. Raises ValueError for tiers that do not nest."""
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ ALIKE = ("1d", "1d_sp")  # schemes of one axis, which change places
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a plan: what is `typed` for it, the `seconds` of a step with it, and the bytes of the neediest worker,
-    None where it is sure to fit."""
+    """Change of a plan: overrides to be `typed`, the `seconds` of a step with them, and the bytes of the neediest
+    worker, None if they are sure to fit."""
 
     typed: tuple[str, ...]
     seconds: float
@@ -60,7 +60,7 @@ def best_changes(
         return []
     space, own = Space(_opened(config)), _own(config)
     field = Field(space, own.workers * space.branches, memory, hardware)
-    near = [one for one in dict.fromkeys(_neighbours(own, config)) if one != own]
+    near = [one for one in dict.fromkeys(_neighbours(own, config)) if one != own and one.data % one.experts == 0]
     here, *rated = field.estimated([own, *near])
     least = here.seconds if here and needed <= memory else inf
     wanted = sorted(one for one in rated if one and one.memory <= memory and one.seconds < least)
@@ -166,7 +166,7 @@ def _with_schedule(choice: Contender, layers: int) -> Contender:
 
 
 def _typed(own: Contender, other: Contender, space: Space) -> tuple[str, ...]:
-    """Return what is typed to change one contender into another."""
+    """Return the overrides by which one contender becomes another."""
     here, there = (_values(choice, space) for choice in (own, other))
     return tuple(f"{key}={value}" for key, value in there.items() if here.get(key) != value)
 

@@ -15,31 +15,20 @@ from platform.planning.memory_budget import needed_bytes
 from platform.planning.step_price import step_price, usual_hardware
 
 SMALL = "+experiment=gpt_quick model.layers=2 model.d_model=64 model.length=64 train.global_batch=8 train.microbatch=2"
-PARTS = (
-    "plan  ",
-    "  parameters ",
-    "  step ",
-    "memory of the worker",
-    "  total ",
-    "a step on ",
-    "  altogether ",
-    "limited by ",
-)
+PARTS = ("plan  ", "  parameters ", "  step ", "memory of the worker", "  total ", "a step on ", "  altogether ")
 SEVERAL = "moved in a step", "when a worker is lost", "  formation ", "  recovery "
 EXPERIMENTS = {
     SMALL: SEVERAL,
     "+experiment=moe_quick": SEVERAL,
     "+experiment=two_layer": (),
-    f"{SMALL} cluster.gpu=H100-80GB precision=bf16 parallel.data=8 --tiers node=2,rack=4": (
+    f"{SMALL} cluster.gpu=H100-80GB precision=bf16 parallel.data=8 parallel.zero=1 --tiers node=2,rack=4": (
         "  snapshot ",
         "of H100-80GB's 80 GB",
     ),
     f"{SMALL} cluster.device_memory=0.0035": ("limited by memory: it does not fit", "what would make it fit"),
 }
-KEYS = (
-    "mesh groups collectives communication attention_kernels bytes_per_layer tiers parameters_per_worker bytes_per_worker"
-    " saved_elements_per_worker attention_work warnings snapshots time failures memory changes"
-).split()
+KEYS = """mesh groups collectives communication attention_kernels bytes_per_layer tiers parameters_per_worker
+bytes_per_worker saved_elements_per_worker attention_work warnings snapshots time failures memory changes""".split()
 
 
 def shown(capsys, typed: str) -> str:
@@ -51,7 +40,9 @@ def shown(capsys, typed: str) -> str:
 def test_a_screen_has_all_parts(typed, capsys):
     out = shown(capsys, typed)
     assert len(out.splitlines()) <= LINES
-    assert all(any(line.startswith(part) or part in line for line in out.splitlines()) for part in PARTS)
+    assert all(
+        any(line.startswith(part) or part in line for line in out.splitlines()) for part in (*PARTS, "limited by ")
+    )
     assert all(part in out for part in EXPERIMENTS[typed])
 
 
@@ -126,6 +117,12 @@ def test_a_side_with_a_mistake_is_refused_as_everywhere(capsys):
     assert "train.microbatchs=1: unknown key; nearest legal: train.microbatch" in capsys.readouterr().err
 
 
+def test_a_quotation_without_an_end_is_refused(capsys):
+    assert main([*shlex.split(SMALL), "--diff", "", "'train.microbatch=1"]) == 2
+    assert "No closing quotation" in capsys.readouterr().err
+
+
 def test_a_screen_needs_no_torch():
-    code = f"import sys; from platform.plan.__main__ import main; main({shlex.split(SMALL)}); assert 'torch' not in sys.modules"
+    run = f"from platform.plan.__main__ import main; main({shlex.split(SMALL)})"
+    code = f"import sys; {run}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
