@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from platform.costs.machine import Hardware
+from platform.costs.parts import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_for
 from platform.costs.seconds import bytes_seconds, collective_seconds, computing_seconds, sent_seconds, update_bytes
 from platform.costs.step_work import EVEN, Execution, Launches, PassWork, StepWork, step_work
 from platform.costs.work import Part
@@ -66,9 +67,9 @@ class StepPrice:
     @property
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts of a step, by name."""
-        waits = {f"waiting for {axes}": seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])}
-        rest = {"bubble": self.bubble, "host": self.host, "optimizer": self.optimizer}
-        return {"computing": self.computing, **waits, **rest}
+        waits = {waiting_for(axes): seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])}
+        rest = {BUBBLE: self.bubble, HOST: self.host, OPTIMIZER: self.optimizer}
+        return {COMPUTING: self.computing, **waits, **rest}
 
     @property
     def speed(self) -> float:
@@ -102,12 +103,12 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     after, exposed = _after(work, clock, backward)
     optimizer = max(clock.update(once.masters, work.execution.moments) for once in work.once)
     n, paces = plan.microbatches, busy[slowest]
-    waiting = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
-    waiting.update(after)
+    waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
+    waits.update(after)
     return StepPrice(
         seconds=makespan + exposed + optimizer,
         computing=n * paces.computing,
-        waiting=dict(waiting),
+        waiting=dict(waits),
         bubble=makespan - n * paces.seconds,
         host=n * paces.host,
         optimizer=optimizer,
@@ -145,7 +146,7 @@ class _Clock:
         """Return the seconds of collectives by the names of their axes."""
         out: Counter[str] = Counter()
         for c, n in launches.items():
-            name = "stage" if c.op == "send" else "+".join(self.plan.mesh.ordered(c.axes))
+            name = STAGE if c.op == "send" else "+".join(self.plan.mesh.ordered(c.axes))
             out[name] += n * self.launched(c)  # type: ignore[assignment]
         return out
 
@@ -244,7 +245,7 @@ def _after(work: StepWork, clock: _Clock, backward: list[PassTime]) -> tuple[dic
         waiting = Counter(left)
         waiting.update(clock.by_axes(once.updated))
         if once.tied:
-            waiting["stage"] += sent_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
+            waiting[STAGE] += sent_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
         total = sum(waiting.values())
         scale = max(0.0, total - early) / total if total else 0.0
         found.append(({name: scale * s for name, s in waiting.items()}, scale * total))

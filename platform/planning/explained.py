@@ -19,9 +19,9 @@ from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.explain import explain
 from platform.planning.failure_price import failure_price
-from platform.planning.memory_budget import footprints
-from platform.planning.snapshot_price import snapshot_price
-from platform.planning.step_price import step_price
+from platform.planning.memory_budget import device_kind, footprints
+from platform.planning.snapshot_price import Known, snapshot_price
+from platform.planning.step_price import chosen_hardware, hardware_named, step_price
 
 Composed = Callable[[Sequence[str]], Config]  # what a user types beside all else -> the configuration
 
@@ -40,8 +40,10 @@ def explained(
     default as its steps have; `composed`: the function that gives the configuration with a change, for the changes that
     would gain most."""
     needed, step = footprints(config, plan), step_price(config, plan, hardware)
-    device = _device(config, hardware if named else None)
-    snapshot, every = snapshot_price(config, plan, min(tiers.values())), config.elastic.snapshot_every
+    stated = named or bool(chosen_hardware(config))
+    device = _device(config, hardware if stated else None)
+    known = Known(device_kind(config), hardware if stated or hardware_named(config.cluster.gpu) else None)
+    snapshot, every = snapshot_price(config, plan, min(tiers.values()), known), config.elastic.snapshot_every
     every = snapshot.interval if every == AUTO else every
     more: dict[str, Any] = {
         "time": _times(config, plan, hardware, step, tokens),
