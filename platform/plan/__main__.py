@@ -191,7 +191,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _side(arguments: argparse.Namespace, given: str) -> Any:
-    """Return the explanation of one plan of `--diff`, from a file or from overrides beside those of both plans."""
+    """Return the explanation of one plan of `--diff`, from a file or from overrides beside the common ones."""
     if not given.endswith(".json"):
         with as_refusal("--diff", given, ValueError):  # a quotation that does not end
             typed = shlex.split(given)
