@@ -104,10 +104,8 @@ def _searched(config: Config, workers: int, budget: MemoryBudget) -> Replanned |
 
     hardware = usual_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
-    found = search(config, workers, memory, hardware).fitting
-    if not found:
+    if not (best := search(config, workers, memory, hardware).best):
         return None
-    best = found[0]
     return Replanned(best.config, best.plan, _reason(config, best.config, best.plan, workers))
 
 

@@ -146,8 +146,8 @@ def _best_plan(config: Config, command: Command, workers: int, device: Device) -
         key for key in OPEN if key not in ("parallel.context", "tensor" if config.tensor.layout else "")
     ]
     with suppress(ConfigError):
-        if found := choose_plan(other, workers, device.memory, usual_hardware(config, device.name)):
-            typed = found.space.typed(found.fitting[0].choice)
+        if (found := choose_plan(other, workers, device.memory, usual_hardware(config, device.name))) and found.best:
+            typed = found.space.typed(found.best.choice)
             kind = "GPU" if device_kind(config) == "cuda" else "worker"
             return f"; the best plan for {count_of(workers, kind)}: {command.with_values(typed)}"
     return ""

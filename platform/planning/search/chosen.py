@@ -28,11 +28,10 @@ def choose_plan(
         raise ConfigError(f"plan.search={','.join(config.plan.search)}: there is no worker to plan for")
     hardware = hardware or usual_hardware(config)
     found = search(config, workers, memory_of_worker(config, memory, hardware), hardware)
-    if not found.fitting:
+    if not found.best:
         raise ConfigError(_none_fits(found))
-    best = found.fitting[0].config
     for field in fields(Config):
-        setattr(config, field.name, getattr(best, field.name))
+        setattr(config, field.name, getattr(found.best.config, field.name))
     return found
 
 
@@ -52,7 +51,8 @@ def _none_fits(found: Standings) -> str:
 
 def choice_line(found: Standings) -> str:
     """Return the line with the choice of a search for the user."""
-    best = found.fitting[0]
+    best = found.best
+    assert best, "the search has chosen"
     typed = " ".join(found.space.typed(best.choice))
     seconds = shown_seconds(best.price.seconds)
     return f"chosen of {found.judged:,} plans for {count_of(found.workers, 'worker')}: {typed} ({seconds} a step)"
@@ -61,7 +61,8 @@ def choice_line(found: Standings) -> str:
 def ranked_table(found: Standings, top: int) -> Iterator[str]:
     """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
     yield f"{found.judged:,} plans for {count_of(found.workers, 'worker')}; the best, and why others lost:"
-    best = found.fitting[0]
+    best = found.best
+    assert best, "the search has chosen"
     quicker = [f for f in found.lacking if f.price.seconds < best.price.seconds]
     shown = sorted([*found.fitting[:top], *quicker[:top]], key=lambda f: f.order)[:top]
     if best not in shown:
