@@ -62,7 +62,7 @@ def explained(
         more=more,
     )
     if composed and not config.plan.search:
-        from platform.planning.search.neighbours import best_changes
+        from platform.planning.search.nearby import best_changes
 
         most, memory = max(f.total for f in needed), device["memory"] if device else inf
         changes = best_changes(config, composed, step.seconds, most, memory, hardware)

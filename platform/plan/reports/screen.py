@@ -1,4 +1,4 @@
-"""One screen about a plan: what it needs and moves, how long a step takes, what a failure costs, what would gain."""
+"""Screen about a plan: what it needs and moves, how long a step takes, what a failure costs, what would gain."""
 
 from __future__ import annotations
 
