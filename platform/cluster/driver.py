@@ -339,7 +339,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
     warn the user of it, as cluster.memory says. The driver calls it twice, and one of the calls checks: the first
     (`stated`), before it looks for devices, if the configuration states their memory; else the second."""
     from platform.cluster.run.devices import device_of, machine_memory
-    from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
+    from platform.planning.search.remedies import Device, lack_of_host_memory, lack_of_memory
 
     c = config.cluster
     decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())

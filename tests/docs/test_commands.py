@@ -36,7 +36,7 @@ from platform.plan.reports.describe import describe
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import table
 from platform.planning.choose_schedule import schedule_of
-from platform.planning.remedies import lack_of_memory
+from platform.planning.search.remedies import lack_of_memory
 from platform.status.__main__ import main as tell_status
 from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files

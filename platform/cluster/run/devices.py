@@ -20,7 +20,7 @@ from platform.config.rules.left_open import OPEN
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
-from platform.planning.remedies import Device
+from platform.planning.search.remedies import Device
 
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 _SECONDS = 10.0  # for it to answer
