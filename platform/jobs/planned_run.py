@@ -22,8 +22,8 @@ from platform.launch import compose
 from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
-from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
 from platform.planning.search.chosen import choose_plan
+from platform.planning.search.remedies import Device, lack_of_host_memory, lack_of_memory
 
 TEMPLATES = CONF.parent / "jobs" / "templates"
 _PLACE = re.compile(r"@\{(\w+)\}")  # `${...}` is bash's

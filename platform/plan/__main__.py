@@ -33,7 +33,7 @@ from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
 from platform.plan.reports.explain import render
 from platform.plan.reports.screen import closing, screen
-from platform.planning.explained import explained
+from platform.planning.explaining.explained import explained
 from platform.planning.make_plan import make_plan
 from platform.planning.replan import shrinking
 from platform.planning.step_price import picture, read_hardware, usual_hardware
@@ -139,8 +139,8 @@ def _answer(arguments: argparse.Namespace) -> int:
     fewer workers, or with `--check` its mistakes, or with `--diff` what differs between two; return the exit status of
     `python -m platform.plan`."""
     if arguments.diff:
-        return _diff(arguments)
-    config, plan = _planned(arguments, arguments.overrides)
+        return _compared_plans(arguments)
+    config, plan = _one_plan(arguments, arguments.overrides)
     if arguments.check:
         return _check(plan, arguments.json)
     if arguments.shrink:
@@ -166,7 +166,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
+def _one_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
     """Return the configuration that overrides give, with its open keys chosen, and its plan."""
     config = compose(overrides, arguments.config_dir)
     if config.plan.search:
@@ -176,26 +176,26 @@ def _planned(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[C
     return config, plan
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def _compared_plans(arguments: argparse.Namespace) -> int:
     """Print what differs between the two plans that `--diff` names, as text or JSON; return the exit status."""
-    from platform.plan.reports.difference import NoExplanation, as_text, difference
+    from platform.plan.reports.difference import NoExplanation, difference_lines, plan_differences
 
-    one, other = (_side(arguments, given) for given in arguments.diff)
+    one, other = (_plan_of_diff(arguments, given) for given in arguments.diff)
     try:
-        found = difference(one, other)
+        found = plan_differences(one, other)
     except NoExplanation as error:
         raise ConfigError(violation("--diff", " ".join(arguments.diff), f"{error}, which --json writes")) from None
     titles = [f"{name}  {given or 'as it is'}" for name, given in zip("AB", arguments.diff, strict=True)]
-    print(json.dumps(found) if arguments.json else visible("\n".join([*titles, *as_text(found)])))
+    print(json.dumps(found) if arguments.json else visible("\n".join([*titles, *difference_lines(found)])))
     return DONE
 
 
-def _side(arguments: argparse.Namespace, given: str) -> Any:
+def _plan_of_diff(arguments: argparse.Namespace, given: str) -> Any:
     """Return the explanation of one plan of `--diff`, from a file or from overrides beside the common ones."""
     if not given.endswith(".json"):
         with as_refusal("--diff", given, ValueError):  # a quotation that does not end
             typed = shlex.split(given)
-        config, plan = _planned(arguments, with_values(arguments.overrides, typed))
+        config, plan = _one_plan(arguments, with_values(arguments.overrides, typed))
         hardware = _hardware(arguments.hardware, config)
         return explained(config, plan, arguments.tiers, hardware, bool(arguments.hardware), arguments.tokens)
     try:

@@ -83,6 +83,7 @@ TABLE = r"""
 train.stepz=5 | train.stepz=5: unknown key | train.steps
 modle.layers=5 | modle.layers=5: unknown key | model.layers
 Seed=5 | Seed=5: unknown key | seed
+hardware=h100 | hardware=h100: no key of a run: --hardware h100 | cluster.hardware=h100
 optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
 tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
 precision=fp8 | precision=fp8: unknown | fp64
@@ -281,6 +282,7 @@ elastic.faults=[5:kill:999999] | elastic.faults=5:kill:999999: its rank must be 
 elastic.faults=[5:kill:1:bakward] | elastic.faults=5:kill:1:bakward: a step has no section | 5:kill:1:backward
 elastic.max_workers=2 elastic.min_workers=3 | elastic.max_workers=2: must be 0 or >= elastic.min_workers=3 | 0, 3
 elastic.spares=1 cluster=inline | elastic.spares=1: cluster=inline is a world of one | 0
+elastic.replan=true elastic.snapshot_every=0 | elastic.replan=true: a mesh re-forms from snapshots or | false
 run.time_limit=soon | run.time_limit=soon: must be seconds or H:MM:SS | 3600
 run.time_limit=1:2:3:4 | run.time_limit=1:2:3:4: must be seconds | 3600
 run.time_limit=-5 | run.time_limit=-5: must be seconds | 3600

@@ -21,7 +21,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
 from platform.planning.memory_budget import device_kind
-from platform.planning.remedies import Device, lack_of_memory
+from platform.planning.search.remedies import Device, lack_of_memory
 
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 _SECONDS = 10.0  # for it to answer

@@ -135,27 +135,27 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
     heading, *described = describe(plan).splitlines()
     blocks = [
         [heading, *described],
-        ["groups (ranks)", *table([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
+        ["groups (ranks)", *aligned([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
         _collectives(found["collectives"]),
-        ["bytes per step, all workers", *table(_moved(found))],
+        ["bytes per step, all workers", *aligned(_moved(found))],
         _tiers(found["tiers"]) if plan.mesh.size > 1 else [],
-        ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *table(_holdings(found))],
+        ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *aligned(_holdings(found))],
     ]
     if memory := found.get("memory"):
         where = f", of stage {memory['stage']}" if plan.stages > 1 else ""
-        blocks.append([f"memory of the worker that needs most{where}", *table(memory_rows(memory))])
+        blocks.append([f"memory of the worker that needs most{where}", *aligned(memory_rows(memory))])
     if (price := found.get("snapshots")) and price["every"] and price["bytes"]:
-        blocks.append(["snapshots, of the node that sends most to the memory of others", *table(_sent(price))])
+        blocks.append(["snapshots, of the node that sends most to the memory of others", *aligned(_sent(price))])
     if time := found.get("time"):
-        blocks.append([f"a step on {time['hardware']}, predicted", *table(time_rows(time))])
+        blocks.append([f"a step on {time['hardware']}, predicted", *aligned(time_rows(time))])
     if elsewhere := found.get("elsewhere"):
-        blocks.append(["per worker of another sub-grid", *table(_holdings(elsewhere))])
+        blocks.append(["per worker of another sub-grid", *aligned(_holdings(elsewhere))])
     if m := found.get("branch_messages"):
         title = f"messages of a split or join (branch.order={m['order']})"
         rows = [[order, *(f"{count:,}" for count in m[order].values())] for order in ("inner", "outer")]
-        blocks.append([title, *table([["branch axis", *m["inner"]], *rows])])
+        blocks.append([title, *aligned([["branch axis", *m["inner"]], *rows])])
     if settings := found.get("settings"):
-        blocks.append(["settings of your own code", *table([[key, str(value)] for key, value in settings.items()])])
+        blocks.append(["settings of your own code", *aligned([[key, str(value)] for key, value in settings.items()])])
     return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
 
 
@@ -174,7 +174,7 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
         + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"] + (", at most" if r["at_most"] else "")]
         for r in rows
     ]
-    return ["collectives", *(table([head, *cells]) if rows else [])]
+    return ["collectives", *(aligned([head, *cells]) if rows else [])]
 
 
 def _moved(found: dict[str, Any]) -> list[list[str]]:
@@ -190,7 +190,7 @@ def _tiers(found: Mapping[str, Any]) -> list[str]:
              for r in found["rows"]]  # fmt: skip
     return [
         f"per step by tier, {tier_sizes(found)}",
-        *table([["", "messages", "bytes", "busiest link, one way"], *cells]),
+        *aligned([["", "messages", "bytes", "busiest link, one way"], *cells]),
     ]
 
 
@@ -259,7 +259,7 @@ def in_days(days: float) -> str:
     return f"{days * 86400:.3g} seconds"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows of cells as indented lines with aligned columns; columns of numbers are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]

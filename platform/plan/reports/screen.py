@@ -1,4 +1,4 @@
-"""One screen about a plan: what it needs and moves, how long a step takes, what a failure costs, what would gain."""
+"""Screen about a plan: what it needs and moves, how long a step takes, what a failure costs, what would gain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import head_lines, human, shown_seconds
-from platform.plan.reports.explain import memory_rows, table, tier_sizes, time_rows
+from platform.plan.reports.explain import aligned, memory_rows, tier_sizes, time_rows
 
 LINES = 40  # of a screen
 PARTS, WARNINGS = 6, 2  # of a step's time, and of a plan's, that are shown at most
@@ -19,9 +19,9 @@ def screen(plan: Plan, found: Mapping[str, Any]) -> str:
     """Format what `explain` found of a plan in at most LINES lines."""
     blocks = [
         head_lines(plan, WARNINGS),
-        _memory(plan, found),
-        _tiers(found["tiers"]) if plan.mesh.size > 1 else [],
-        _time(found.get("time")),
+        _memory_block(plan, found),
+        _tier_block(found["tiers"]) if plan.mesh.size > 1 else [],
+        _time_block(found.get("time")),
     ]
     whole = [*("\n".join(block) for block in blocks if block), *closing(plan, found), MORE]
     lines = "\n\n".join(whole).split("\n")
@@ -30,11 +30,11 @@ def screen(plan: Plan, found: Mapping[str, Any]) -> str:
 
 def closing(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     """Return the last blocks of a screen: what a failure costs, what limits a plan, what would gain."""
-    blocks = _failures(plan, found), [*_limit(plan, found), *_changes(found)]
+    blocks = _failure_block(plan, found), [*_limit_line(plan, found), *_change_block(found)]
     return ["\n".join(block) for block in blocks if block]
 
 
-def _memory(plan: Plan, found: Mapping[str, Any]) -> list[str]:
+def _memory_block(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     """Return the lines on a worker's memory by kind, beside what its device has."""
     memory = found["memory"]
     where = f", of stage {memory['stage']}" if plan.stages > 1 else ""
@@ -42,24 +42,24 @@ def _memory(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     if device := found.get("device"):
         share = f"{memory['total'] / device['memory']:.0%} of {device['name']}'s {human(device['memory'])}B"
         rows = [[*row[:2], f"{row[2]}, {share}"] if row[0] == "total" else row for row in rows]
-    return [f"memory of the worker that needs most{where}", *table(rows)]
+    return [f"memory of the worker that needs most{where}", *aligned(rows)]
 
 
-def _tiers(found: Mapping[str, Any]) -> list[str]:
+def _tier_block(found: Mapping[str, Any]) -> list[str]:
     """Return the lines on bytes by tier."""
     rows = [
         [r["tier"], f"{human(r['bytes'])}B", f"busiest link {human(r['busiest'])}B one way" if r["busiest"] else ""]
         for r in found["rows"]
     ]
-    return [f"moved in a step, {tier_sizes(found)}", *table(rows)]
+    return [f"moved in a step, {tier_sizes(found)}", *aligned(rows)]
 
 
-def _second(pair: tuple[str, int]) -> int:
+def _by_value(pair: tuple[str, int]) -> int:
     """Return the second of a pair, by which it is sorted."""
     return pair[1]
 
 
-def _time(time: Mapping[str, Any] | None) -> list[str]:
+def _time_block(time: Mapping[str, Any] | None) -> list[str]:
     """Return the lines on the seconds of a step; parts beyond PARTS are added up."""
     if not time:
         return []
@@ -68,10 +68,10 @@ def _time(time: Mapping[str, Any] | None) -> list[str]:
         largest = sorted(parts, key=parts.__getitem__, reverse=True)[: PARTS - 1]
         rest = {"others": sum(seconds for name, seconds in parts.items() if name not in largest)}
         parts = {name: seconds for name, seconds in parts.items() if name in largest}
-    return [f"a step on {time['hardware']}, predicted", *table(time_rows({**time, "parts": {**parts, **rest}}))]
+    return [f"a step on {time['hardware']}, predicted", *aligned(time_rows({**time, "parts": {**parts, **rest}}))]
 
 
-def _failures(plan: Plan, found: Mapping[str, Any]) -> list[str]:
+def _failure_block(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     """Return the lines on snapshots, and on what the loss of a worker costs."""
     price, failure = found.get("snapshots"), found.get("failures")
     if not price or not failure or plan.mesh.size == 1:
@@ -87,10 +87,10 @@ def _failures(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     if failure["steps"] and (time := found.get("time")):
         again += f" on average, {shown_seconds(failure['steps'] * time['seconds'])}"
     rows.append(["recovery", shown_seconds(failure["recovery"]), again])
-    return ["when a worker is lost, estimated", *table(rows)]
+    return ["when a worker is lost, estimated", *aligned(rows)]
 
 
-def _limit(plan: Plan, found: Mapping[str, Any]) -> list[str]:
+def _limit_line(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     """Return the line on what limits a plan: memory that is not there, or the longest part of a step."""
     memory, device, time = found["memory"], found.get("device"), found.get("time")
     if device and memory["total"] > device["memory"]:
@@ -98,11 +98,11 @@ def _limit(plan: Plan, found: Mapping[str, Any]) -> list[str]:
         return [f"limited by memory: it does not fit, {human(lacking)}B are lacking"]
     if not time:
         return []
-    name, seconds = max(time["parts"].items(), key=_second)
-    return [f"limited by {_limits(plan, name)}: {seconds / time['seconds']:.1%} of a step"]
+    name, seconds = max(time["parts"].items(), key=_by_value)
+    return [f"limited by {_limit_words(plan, name)}: {seconds / time['seconds']:.1%} of a step"]
 
 
-def _limits(plan: Plan, name: str) -> str:
+def _limit_words(plan: Plan, name: str) -> str:
     """Return the words on the part of a step that limits it."""
     again = plan.recompute.kind
     words = {
@@ -114,7 +114,7 @@ def _limits(plan: Plan, name: str) -> str:
     return words.get(name, name)
 
 
-def _changes(found: Mapping[str, Any]) -> list[str]:
+def _change_block(found: Mapping[str, Any]) -> list[str]:
     """Return the lines on the changes that would gain most, each as it is typed."""
     changes, time, device = found.get("changes"), found.get("time"), found.get("device")
     if changes is None or not time:
@@ -122,11 +122,11 @@ def _changes(found: Mapping[str, Any]) -> list[str]:
     fits = not device or found["memory"]["total"] <= device["memory"]
     if not changes:
         return ["no change of one key is known to gain" if fits else "no change of one key makes it fit"]
-    rows = [[" ".join(c["typed"]), *_gain(c, time["seconds"])] for c in changes]
-    return ["what would gain most" if fits else "what would make it fit", *table(rows)]
+    rows = [[" ".join(c["typed"]), *_gained(c, time["seconds"])] for c in changes]
+    return ["what would gain most" if fits else "what would make it fit", *aligned(rows)]
 
 
-def _gain(change: Mapping[str, Any], seconds: float) -> Sequence[str]:
+def _gained(change: Mapping[str, Any], seconds: float) -> Sequence[str]:
     """Return the cells on what a change gains, beside the `seconds` of a step without it."""
     way = "faster" if change["seconds"] <= seconds else "slower"
     needs = f", {human(change['memory'])}B" if change["memory"] else ""

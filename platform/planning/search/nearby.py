@@ -58,23 +58,22 @@ def best_changes(
     configuration with a change."""
     if config.pipeline.kind not in SCHEDULES or config.plan.search:
         return []
-    space, own = Space(_opened(config)), _own(config)
+    space, own = Space(_left_open(config)), _contender_of(config)
     field = Field(space, own.workers * space.branches, memory, hardware)
-    near = [one for one in dict.fromkeys(_neighbours(own, config)) if one != own and one.data % one.experts == 0]
+    near = [one for one in dict.fromkeys(_near_ones(own, config)) if one != own and one.data % one.experts == 0]
     here, *rated = field.estimated([own, *near])
     least = here.seconds if here and needed <= memory else inf
     wanted = sorted(one for one in rated if one and one.memory <= memory and one.seconds < least)
     most = SHOWN if config.model.layers > DEEP else 2 * SHOWN
     sure = CLEAR * memory if needed <= memory else 0.0
-    tried = (
-        _priced(composed, config, _typed(own, one.choice, space), hardware, one.memory > sure) for one in wanted[:most]
-    )
+    changes = ((_overrides(own, one.choice, space), one.memory > sure) for one in wanted[:most])
+    tried = (_tried(composed, config, typed, hardware, measured) for typed, measured in changes)
     least = (1 - LEAST) * seconds if needed <= memory else inf
     gains = [c for c in tried if c and (c.memory or 0) <= memory and c.seconds < least]
     return sorted(gains, key=lambda c: c.seconds)[:SHOWN]
 
 
-def _priced(
+def _tried(
     composed: Composed, config: Config, typed: tuple[str, ...], hardware: Hardware, measured: bool
 ) -> Change | None:
     """Plan and price a configuration with a change, `measured` if its memory is in doubt; None if it is refused."""
@@ -89,7 +88,7 @@ def _priced(
     return Change(typed, step_price(changed, plan, hardware).seconds, memory)
 
 
-def _opened(config: Config) -> Config:
+def _left_open(config: Config) -> Config:
     """Return the configuration with all keys open that a change may set."""
     found = deepcopy(config)
     whole = config.tensor.scheme in SCHEMES
@@ -97,7 +96,7 @@ def _opened(config: Config) -> Config:
     return found
 
 
-def _own(config: Config) -> Contender:
+def _contender_of(config: Config) -> Contender:
     """Return the contender that a configuration is."""
     t, p, q = config.tensor, config.pipeline, config.parallel
     axes = tuple(t.axes.get(axis, 1) for axis in axes_of(t))
@@ -107,7 +106,7 @@ def _own(config: Config) -> Contender:
     )  # fmt: skip
 
 
-def _neighbours(own: Contender, config: Config) -> Iterator[Contender]:
+def _near_ones(own: Contender, config: Config) -> Iterator[Contender]:
     """Yield the contenders that differ in one part: a number doubled or halved, or moved by 2 from axis to axis."""
     for n in (own.microbatch // 2, own.microbatch * 2):
         if 1 <= n <= MOST_SEQUENCES:
@@ -116,14 +115,14 @@ def _neighbours(own: Contender, config: Config) -> Iterator[Contender]:
     yield from (own._replace(zero=stage) for stage in ZERO if own.data * own.context > 1 and not config.branch.only)
     if own.scheme in ALIKE:
         yield own._replace(scheme=next(scheme for scheme in ALIKE if scheme != own.scheme))
-    yield from _schedules(own, config.model.layers)
+    yield from _other_schedules(own, config.model.layers)
     for n in (own.experts // 2, own.experts * 2):
         if n and config.model.experts and own.data % n == 0 and config.model.experts % n == 0:
             yield own._replace(experts=n)
-    yield from _moved(own, config)
+    yield from _shifted(own, config)
 
 
-def _schedules(own: Contender, layers: int) -> Iterator[Contender]:
+def _other_schedules(own: Contender, layers: int) -> Iterator[Contender]:
     """Yield the contenders with other schedules of their stages, or other numbers of chunks."""
     if own.stages == 1:
         return
@@ -135,17 +134,17 @@ def _schedules(own: Contender, layers: int) -> Iterator[Contender]:
         yield from (own._replace(kind=kind, chunks=n) for n in chunks)
 
 
-def _moved(own: Contender, config: Config) -> Iterator[Contender]:
+def _shifted(own: Contender, config: Config) -> Iterator[Contender]:
     """Yield the contenders that split one axis into half as many ranks and another one into twice as many."""
     names = [*range(len(own.axes)), "stages", "data", *(["context"] if own.context > 1 else [])]
     for less in names:
-        halved = _times(own, less, 0.5)
+        halved = _scaled(own, less, 0.5)
         for more in names:
-            if halved and more != less and (found := _times(halved, more, 2)):
+            if halved and more != less and (found := _scaled(halved, more, 2)):
                 yield _with_schedule(found, config.model.layers)
 
 
-def _times(choice: Contender, name: int | str, factor: float) -> Contender | None:
+def _scaled(choice: Contender, name: int | str, factor: float) -> Contender | None:
     """Return the contender with `factor` times as many ranks along one axis, None if it has no whole number of them."""
     n = choice.axes[name] if isinstance(name, int) else getattr(choice, name)
     if n * factor != int(n * factor):
@@ -165,13 +164,13 @@ def _with_schedule(choice: Contender, layers: int) -> Contender:
     return choice._replace(kind="1f1b" if kind == "interleaved" and chunks == 1 else kind, chunks=chunks)
 
 
-def _typed(own: Contender, other: Contender, space: Space) -> tuple[str, ...]:
+def _overrides(own: Contender, other: Contender, space: Space) -> tuple[str, ...]:
     """Return the overrides by which one contender becomes another."""
-    here, there = (_values(choice, space) for choice in (own, other))
+    here, there = (_keys(choice, space) for choice in (own, other))
     return tuple(f"{key}={value}" for key, value in there.items() if here.get(key) != value)
 
 
-def _values(choice: Contender, space: Space) -> dict[str, Any]:
+def _keys(choice: Contender, space: Space) -> dict[str, Any]:
     """Return the values of a contender by configuration key."""
     names = axes_of(space.schemes[choice.scheme])
     return {

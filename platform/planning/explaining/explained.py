@@ -18,7 +18,7 @@ from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.explain import explain
-from platform.planning.failure_price import failure_price
+from platform.planning.explaining.failure_price import failure_price
 from platform.planning.memory_budget import device_kind, footprints
 from platform.planning.snapshot_price import Known, snapshot_price
 from platform.planning.step_price import chosen_hardware, hardware_named, step_price
@@ -41,12 +41,12 @@ def explained(
     would gain most."""
     needed, step = footprints(config, plan), step_price(config, plan, hardware)
     stated = named or bool(chosen_hardware(config))
-    device = _device(config, hardware if stated else None)
+    device = _stated_device(config, hardware if stated else None)
     known = Known(device_kind(config), hardware if stated or hardware_named(config.cluster.gpu) else None)
     snapshot, every = snapshot_price(config, plan, min(tiers.values()), known), config.elastic.snapshot_every
     every = snapshot.interval if every == AUTO else every
     more: dict[str, Any] = {
-        "time": _times(config, plan, hardware, step, tokens),
+        "time": _time_data(config, plan, hardware, step, tokens),
         "device": device,
         "failures": failure_price(config, plan, snapshot, int(every))._asdict(),
         "settings": dict(redact(shown_settings(config))),
@@ -62,7 +62,7 @@ def explained(
         more=more,
     )
     if composed and not config.plan.search:
-        from platform.planning.search.neighbours import best_changes
+        from platform.planning.search.nearby import best_changes
 
         most, memory = max(f.total for f in needed), device["memory"] if device else inf
         changes = best_changes(config, composed, step.seconds, most, memory, hardware)
@@ -70,7 +70,7 @@ def explained(
     return found
 
 
-def _device(config: Config, hardware: Hardware | None) -> dict[str, Any] | None:
+def _stated_device(config: Config, hardware: Hardware | None) -> dict[str, Any] | None:
     """Return the name and the bytes of a worker's device, as far as the configuration or the `hardware` says."""
     c = config.cluster
     if c.device_memory:
@@ -80,7 +80,7 @@ def _device(config: Config, hardware: Hardware | None) -> dict[str, Any] | None:
     return {"name": hardware.name, "memory": hardware.memory} if hardware else None
 
 
-def _times(config: Config, plan: Plan, hardware: Hardware, step: StepPrice, tokens: float | None) -> dict[str, Any]:
+def _time_data(config: Config, plan: Plan, hardware: Hardware, step: StepPrice, tokens: float | None) -> dict[str, Any]:
     """Return what `explain` says of the seconds of a step on a hardware, and of a run on so many `tokens`."""
     tokens = tokens or config.train.steps * plan.tokens_per_step
     return {
