@@ -130,8 +130,7 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Callabl
 
 
 def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: Command) -> None:
-    """Raise ConfigError for a plan that a worker's device has no memory for; it ends with the best plan for as many
-    workers, as a `command`."""
+    """Refuse a plan that a device has no memory for, with the `command` of the best plan for as many workers."""
     if line := lack_of_memory(config, plan, device):
         raise ConfigError(line + _best_plan(config, command, plan.mesh.size, device))
 
