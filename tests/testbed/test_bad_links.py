@@ -14,7 +14,7 @@ import pytest
 
 from platform.status.__main__ import status_data
 from platform.status.seen_run import look
-from tests.testbed.ailments import NAMED, PATIENCE, ROOT, TINY, by_command
+from tests.testbed.ailments import NAMED, PATIENCE, ROOT, SECONDS, TINY, by_command
 from tests.testbed.links import Links, why_not
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
 ]
 
-NODES, RATE, SLOW, SECONDS = 3, "200mbit", "2mbit", 2.0
+NODES, RATE, SLOW = 3, "200mbit", "2mbit"
 WIDE = "model.d_model=128 model.vocab=2000 tensor=serial parallel.data=3 train.global_batch=6 elastic.hang_seconds=60"
 STRUCK = 2  # the node
 

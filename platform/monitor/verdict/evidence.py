@@ -80,9 +80,12 @@ class Evidence:
 
     @cached_property
     def mesh(self) -> Mapping[str, int]:
-        """Return the axes of the run's newest mesh, with their sizes."""
-        forming = self.last(events.Forming)
-        return forming.mesh if forming else {}
+        """Return the axes of the meshes of the run's last driver, with their largest sizes."""
+        found: dict[str, int] = {}
+        for event in self.life:
+            for axis, size in event.mesh.items() if isinstance(event, events.Forming) else ():
+                found[axis] = max(size, found.get(axis, 1))
+        return found
 
     def name(self, rank: int | None, number: int | None = None, node: str = "", at: Mapping[str, int] = {}) -> str:  # noqa: B006
         """Name a worker of the run for people: its rank with coordinates, its node, and its number in the crew."""

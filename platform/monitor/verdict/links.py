@@ -21,7 +21,9 @@ def cut_link(live: Live) -> Verdict | None:
     if not stuck:
         return None
     ends = Counter(node for link in stuck for node in (_name(link.here, nodes), _name(link.there, nodes)))
-    node, often = ends.most_common(1)[0]
+    silent = {worker.node.partition("/")[0] for worker in live.workers if worker.owes is not None}
+    node = max(ends, key=lambda name: (ends[name], name in silent))
+    often = ends[node]
     worst = max(stuck, key=lambda link: link.quiet)
     where = f"between {_name(worst.here, nodes)} and {_name(worst.there, nodes)}"
     who = f"the network of {node} is cut" if often > len(stuck) / 2 and len(ends) > 2 else "a link is cut"

@@ -20,14 +20,14 @@ Sockets = dict[int, int]  # descriptor -> inode, which shows whether the descrip
 
 MOST_LINKS = 16  # links that a heartbeat lists
 _SIZE = 192  # bytes of struct tcp_info that are read (Linux 4.13 and later)
-_LAST_ACKNOWLEDGED, _ACKNOWLEDGED, _BUSY = 8 + 4 * 12, 120, 168  # offsets in it
+_REPEATED, _LAST_ACKNOWLEDGED, _ACKNOWLEDGED, _BUSY = 2, 8 + 4 * 12, 120, 168  # offsets in it
 Address = Annotated[str, Text(r"[0-9a-fA-F.:]{0,45}", "an address")]
 
 
 class TcpLink(NamedTuple):
     """All connections of this process from the address `here` to the one `there`. `sent`: bytes that the other end has
     acknowledged; `busy`: seconds in which the network alone held up more; `queued`: bytes not acknowledged yet;
-    `quiet`: seconds for which nothing of them was."""
+    `quiet`: seconds without an acknowledgement although they were sent again."""
 
     here: Address
     there: Address
@@ -94,9 +94,9 @@ def _link(descriptor: int) -> TcpLink | None:
         return None
     if len(counted) < _SIZE or here == there:  # the latter leaves this machine by no link
         return None
-    (milliseconds,) = struct.unpack_from("I", counted, _LAST_ACKNOWLEDGED)
+    repeated, (milliseconds,) = counted[_REPEATED], struct.unpack_from("I", counted, _LAST_ACKNOWLEDGED)
     (sent,) = struct.unpack_from("Q", counted, _ACKNOWLEDGED)
     busy, held_up_there, held_up_here = struct.unpack_from("QQQ", counted, _BUSY)
     seconds = max(0, busy - held_up_there - held_up_here) / 1e6
-    quiet = milliseconds / 1e3 if queued else 0.0
+    quiet = milliseconds / 1e3 if queued and repeated else 0.0  # else it may have been sent just now
     return TcpLink(here.partition("%")[0], there.partition("%")[0], sent, seconds, queued, quiet)

@@ -58,12 +58,12 @@ def test_who_is_silent_waits_or_has_answered(sight):
 
 
 def test_the_speed_of_a_link_is_that_of_its_busy_time(sight):
-    for sent, busy in ((0, 1.0), (10**6, 1.5), (11 * 10**5, 2.5), (2 * 10**6, 2.51), (21 * 10**5, 3.5)):
+    for sent, busy in ((0, 1.0), (10**6, 1.5), (10**6 + 9, 1.6), (13 * 10**5, 4.6), (16 * 10**5, 7.6)):
         beat = waits(links=[TcpLink("10.0.0.1", "10.0.0.2", sent, busy, 5, 0.5)])
         sight.heard(8, beat, time.monotonic(), False)
     [found] = sight.links()
     assert (found.node, found.there, found.best, found.queued) == ("elsewhere", "10.0.0.2", 2e6, 5)
-    assert found.rate == pytest.approx(1e5, rel=0.02)
+    assert found.rate == pytest.approx(1e5, rel=0.05)
 
 
 def test_a_heartbeat_says_where_a_worker_stands_still(monkeypatch):

@@ -19,6 +19,7 @@ LOOK_SECONDS = 2.0  # of a call, after which its workers are asked where they ar
 ROUND_SECONDS = 10.0  # between two questions at least, for the speed of links while all goes well
 WORKERS_A_SECOND = 500  # are asked at most
 _BUSY_SECONDS = 0.05  # of a link between two heartbeats, from which on its speed is known
+_SENT_BYTES = 1 << 18  # likewise: fewer show how long a message takes, and not the speed
 _SPEEDS = 3  # of a link, whose median is its rate
 _DOING = {  # method of a call -> state of the run meanwhile
     "evaluate": "evaluating",
@@ -49,9 +50,11 @@ class _Counted(NamedTuple):
         """Return the counters of a worker's link after a later heartbeat."""
         if link.sent < self.link.sent or link.busy < self.link.busy:  # other connections than before
             return _Counted(link, (), self.best)
-        if (busy := link.busy - self.link.busy) < _BUSY_SECONDS:
-            return self._replace(link=link)
-        found = self._replace(link=link, speeds=(*self.speeds, (link.sent - self.link.sent) / busy)[-_SPEEDS:])
+        sent, busy = link.sent - self.link.sent, link.busy - self.link.busy
+        if busy < _BUSY_SECONDS or sent < _SENT_BYTES:
+            counted_on = self.link._replace(queued=link.queued, quiet=link.quiet)  # a long transfer is under way
+            return self._replace(link=counted_on if link.queued else link)
+        found = self._replace(link=link, speeds=(*self.speeds, sent / busy)[-_SPEEDS:])
         return found._replace(best=max(self.best or 0.0, found.rate or 0.0))
 
 
