@@ -18,10 +18,11 @@ from platform.launch import compose
 from platform.planning.make_plan import make_plan, plan_quickly
 from platform.planning.memory_budget import needed_bytes
 from platform.planning.replan import replan
+from platform.planning.search import best as ranking
 from platform.planning.search.best import Field, search
 from platform.planning.search.choice import Contender, Space
-from platform.planning.search.chosen import choose_plan, ranked_table, usual_hardware
-from platform.planning.step_price import read_hardware, step_price
+from platform.planning.search.chosen import choose_plan, ranked_table
+from platform.planning.step_price import read_hardware, step_price, usual_hardware
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
 LARGE = 1e12  # bytes
@@ -180,6 +181,29 @@ def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
     assert line.startswith("cluster.device=cuda: needs 8 GPUs, 2 there")
     start, _, typed = line.partition("; the best plan for 2 GPUs: python -m platform.launch ")
     assert make_plan(compose(shlex.split(typed))).mesh.size == 2
+
+
+def test_a_refusal_for_want_of_memory_ends_with_a_command_that_runs():
+    given = ["+experiment=gpt_quick", *TINY, "parallel.data=2", "tensor=serial"]
+    config = compose(given)
+    plan = make_plan(config)
+    device = devices.Device(needed_bytes(config, plan) - 1, "it")
+    with pytest.raises(ConfigError) as refused:
+        devices.refuse_lack_of_memory(config, plan, device, Command(given))
+    (line,) = refused.value.violations
+    assert line.startswith("cluster.memory=refuse: a worker needs")
+    start, _, typed = line.partition("; the best plan for 2 workers: python -m platform.launch ")
+    other = compose(shlex.split(typed))
+    assert make_plan(other).mesh.size == 2 and needed_bytes(other, make_plan(other)) <= device.memory
+    devices.refuse_lack_of_memory(other, make_plan(other), device, Command(given))
+
+
+def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):
+    measured = []
+    monkeypatch.setattr(ranking, "needed_bytes", lambda *given: measured.append(given) or needed_bytes(*given))
+    found = search(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
+    assert found.best is found.tried[0] and len(measured) == 1 < len(found.tried)
+    assert found.fitting[0] is found.best and len(measured) == len(found.tried)
 
 
 def test_a_job_is_written_for_the_chosen_plan(capsys):
