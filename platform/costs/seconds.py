@@ -22,7 +22,6 @@ Flag = Any  # True or False, or an array of them
 # Tiles in which libraries compute products, rows by columns, and the share that each reaches of the speed of the
 # largest: a smaller one reads more of its operands per product. A product takes the best of them, either way around.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.7))
-FUSED = 0.75  # share of the speed of products that one kernel of attention reaches
 
 
 @lru_cache(maxsize=1 << 16)
@@ -54,7 +53,7 @@ def bytes_seconds(count: Number, hardware: Hardware) -> Number:
 def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: int) -> float:
     """Return the seconds for which a part of a pass keeps the device busy, without its collectives."""
     products = sum(product_seconds(p, hardware, precision, itemsize) for p in part.products)
-    fused = part.fused / (hardware.peak(precision) * hardware.reached.products * FUSED)
+    fused = part.fused / (hardware.peak(precision) * hardware.reached.attention)
     return products + fused + bytes_seconds(part.bytes, hardware)
 
 
@@ -99,7 +98,7 @@ def group_seconds(op: str, size: Number, n: Number, here: Number, hardware: Hard
     # a ring leaves each node once, over the adapters of all of the group's ranks there
     ring = np.where(across, np.minimum(inside, np.minimum(here, hardware.adapters) * outside), inside)
     nodes, far = np.ceil(n / here), network.hop / node.hop
-    steps = np.where(across, here - 1 + (nodes - 1) * far, n - 1)
+    steps = np.where(across, nodes * (here - 1) + (nodes - 1) * far, n - 1)
     tree = np.log2(here) + np.where(across, np.log2(nodes) * far, 0.0)
 
     def around(turns: float, moved: Number) -> Number:

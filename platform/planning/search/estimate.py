@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.costs.machine import Hardware
-from platform.costs.seconds import FUSED, bytes_seconds, group_seconds, message_seconds, update_bytes
+from platform.costs.seconds import bytes_seconds, group_seconds, message_seconds, update_bytes
 from platform.costs.work import FUSED_BACKWARD
 from platform.plan.core.buckets import BUCKET_BYTES
 from platform.plan.core.plan import ITEMSIZE
@@ -94,7 +94,8 @@ class Estimator:
         """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: arrays of
         [forward and backward, numbers, contenders]."""
         h, size = self.setting.hardware, self.size["compute"]
-        speed = h.peak(self.setting.precision) * h.reached.products
+        peak = h.peak(self.setting.precision)
+        speed = peak * h.reached.products
         computing = np.zeros((2, *self.numbers.shape))
         waiting, beside = np.zeros_like(computing), np.zeros_like(computing)
         for i, kind in enumerate(self.kinds):
@@ -105,7 +106,7 @@ class Estimator:
                 one = np.maximum(one, bytes_seconds(read, h))
                 computing[0, i], computing[1, i] = one, 2 * one
             elif kind.what == "fused":
-                one = number / (speed * FUSED)
+                one = number / (peak * h.reached.attention)
                 computing[0, i], computing[1, i] = one, FUSED_BACKWARD * one
             elif kind.what == "touched":
                 one = bytes_seconds(number * size, h)
@@ -157,7 +158,7 @@ class Estimator:
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
             memory += elements * held
             updated += elements / state
-            buckets = np.ceil(elements * master / BUCKET_BYTES)
+            buckets = np.minimum(np.ceil(elements * master / BUCKET_BYTES), max(1.0, self.whole[rows].sum()))
             one = elements * master / buckets
             if zero:
                 seconds += buckets * self.moved("reduce_scatter", axes, one)
