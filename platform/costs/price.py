@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from platform.costs.machine import Hardware
-from platform.costs.seconds import bytes_seconds, collective_seconds, computing_seconds, sent_seconds, update_bytes
+from platform.costs.seconds import (
+    beside,
+    bytes_seconds,
+    collective_seconds,
+    computing_seconds,
+    sent_seconds,
+    update_bytes,
+)
 from platform.costs.step_work import EVEN, Execution, Launches, PassWork, StepWork, step_work
 from platform.costs.work import Part
 from platform.plan.communication.planned import Collective
@@ -183,7 +190,8 @@ class _Clock:
         waiting.update(left)
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
-        return PassTime(computing, waiting, max(0.0, kernels * self.hardware.launch - device))
+        host = kernels * self.hardware.launch
+        return PassTime(computing, waiting, float(beside(device, host, self.hardware)) - device)
 
     def spans(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""

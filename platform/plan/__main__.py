@@ -2,7 +2,8 @@
 
 With `--shrink` it shows what the run becomes as it loses workers, one line per plan; with `--check` it follows every
 tensor through the plan, and ends with status 1 if ranks would compute another number than one process.
-`python -m platform.plan compare TABLE.csv` sets predicted beside measured steps.
+`python -m platform.plan compare TABLE.csv` sets predicted beside measured steps; `python -m platform.plan calibrate`
+measures the hardware.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ def main(given: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if given is None else given)
     if typed[:1] == ["compare"]:
         return _compare(typed[1:])
+    if typed[:1] == ["calibrate"]:
+        from platform.calibrate import main as calibrate
+
+        return calibrate(typed[1:])
     parser = command_line("plan", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")

@@ -26,7 +26,7 @@ MAY_WAIT = {
     "train/generation/generator.py:_written": "tokens are sent to the driver",
     "train/generation/generator.py:score": "answers are sent to the driver",
     "train/health/link.py:_best_of": "a measurement, outside of any step",
-    "train/health/link.py:_settle": "a measurement, outside of any step",
+    "train/health/link.py:settle": "a measurement, outside of any step",
     "train/health/measure.py:_seconds": "a measurement, outside of any step",
     "train/health/measure.py:count_wrong": "a measurement, outside of any step",
     "train/recovery/verify.py:_same": "replicas are compared between steps",
