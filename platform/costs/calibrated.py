@@ -60,8 +60,9 @@ def calibrated(first: Hardware, kernels: Samples, links: Mapping[str, Samples], 
 
 def solution(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the factors, none negative, of the `columns` whose sums are nearest to measured seconds, by the squares of
-    relative errors."""
-    a, wanted = np.array(columns, dtype=float).T / np.array(seconds)[:, None], np.ones(len(seconds))
+    errors over the seconds: errors of what is short count, and more those of what is long."""
+    weight = np.array(seconds) ** -0.5
+    a, wanted = np.array(columns, dtype=float).T * weight[:, None], np.array(seconds) * weight
     used = list(range(a.shape[1]))
     while True:
         factors = np.linalg.lstsq(a[:, used], wanted, rcond=None)[0]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -75,8 +75,9 @@ def in_groups(rank: int, shape: tuple[int, int], name: str, store: tuple[str, in
     mesh = Mesh.of(dict(zip((*LINE, TOGETHER), shape, strict=True)))
     if mesh.size == 1:
         return SingleRank(mesh, device)
+    groups = dict.fromkeys(mesh.ordered(axes) for axes in (LINE, mesh.axes))  # and all of them, for barriers
     pairs = [(0, 1)] if shape[0] > 1 else []
-    return connected(mesh, rank, store, f"calibrate/{name}", [LINE], device, pairs)
+    return connected(mesh, rank, store, f"calibrate/{name}", groups, device, pairs)
 
 
 def kernel_rates(communicator: Communicator, config: Config, tiny: bool) -> Measured:
@@ -194,14 +195,14 @@ class _Timer:
     seconds: float
 
     def __call__(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of `work`, of a few at a time: of the quickest quarter, since other work on the machine
-        only adds."""
-        many = max(1, int(self.seconds / 20 / max(1e-7, min(self._of(work, 1) for _ in range(3)))))
-        found: list[float] = []
-        end = time.perf_counter() + self.seconds
-        while len(found) < 5 or time.perf_counter() < end:
-            found.append(self._of(work, many))
-        return quantiles(found, n=4)[0]
+        """Return the mean seconds of `work` in a span of time in which other ranks are at work too: all of what they
+        take from each other counts, also where they are more than cores."""
+        once = max(1e-7, min(self._of(work, 1) for _ in range(3)))
+        many, done, spent = max(1, int(self.seconds / 20 / once)), 0, 0.0
+        while spent < self.seconds:
+            spent += many * self._of(work, many)
+            done += many
+        return spent / done
 
     def _of(self, work: Callable[[], Any], count: int) -> float:
         """Return the seconds of each of `count` times the same work."""
