@@ -93,7 +93,7 @@ def _print(lines: Iterable[str]) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     """Print the state of the run in a run directory, by its drivers; return the exit status."""
-    from platform.jobs.look.status import status_lines
+    from platform.jobs.look.lives import status_lines
 
     return _print(status_lines(given.run_dir))
 

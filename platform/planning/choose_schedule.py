@@ -21,6 +21,7 @@ from platform.plan.schedule.generators import (
     generate,
     least_microbatches,
     legal_microbatches,
+    representative_microbatches,
 )
 from platform.plan.schedule.table import Schedule, ScheduleError, table
 
@@ -106,6 +107,24 @@ def schedule_of(config: Config, data: int) -> Schedule:
             raise ConfigError([violation("pipeline", kind, line) for line in error.violations]) from None
         reason = f"is {count_of(microbatches, 'microbatch')}; {'; '.join(error.violations)}"
         raise ConfigError(violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
+
+
+def short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
+    """Make the schedule of a configured run, of fewer `microbatches` where stages and peak memory are as of so many."""
+    pipeline = config.pipeline
+    if pipeline.kind == "file":
+        return schedule_of(config, data)
+    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
+    return generate(kind, pipeline.stages, pipeline.chunks, few, generator_of(pipeline))
+
+
+def placement_of(config: Config, data: int) -> tuple[int, ...]:
+    """Return the pipeline stage of every chunk of a configured run, or refuse its schedule as `schedule_of` does."""
+    try:
+        return short_schedule(config, data, count_microbatches(config, data)).placement
+    except ScheduleError:
+        return schedule_of(config, data).placement  # which says what is wrong
 
 
 def schedules_of(config: Config, data: int) -> list[Schedule]:

@@ -32,7 +32,7 @@ from platform.plan.memory.hardware import memory_of
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
-from platform.planning.choose_schedule import count_microbatches, schedule_of
+from platform.planning.choose_schedule import count_microbatches, placement_of
 from platform.planning.memory_budget import needed_bytes
 
 CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
@@ -124,7 +124,7 @@ def _of_kind(config: Config, data: int, kind: str, stage_of: Sequence[int] | Non
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
             build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
-        stage_of = schedule_of(config, data).placement if stage_of is None else stage_of
+        stage_of = placement_of(config, data) if stage_of is None else stage_of
         plan = _plan_of(config, model, scheme, data, stage_of)
     except ModelMistake as error:
         line = violation(

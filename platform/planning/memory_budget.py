@@ -15,13 +15,12 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communicators
 from platform.plan.memory.footprint import Footprint, footprint
 from platform.plan.memory.hardware import reserved_bytes
+from platform.plan.memory.measured_passes import Measured
 from platform.plan.memory.metered_pass import answer_bytes, reading_shape, scoring_shape
 from platform.plan.memory.worker_bytes import weight_bytes
-from platform.plan.schedule.generators import generate, representative_microbatches
 from platform.plan.schedule.lowering import lower
-from platform.plan.schedule.table import Schedule
 from platform.planning.answering import answering_model
-from platform.planning.choose_schedule import generator_of, schedule_of
+from platform.planning.choose_schedule import short_schedule
 
 
 def needed_bytes(config: Config, plan: Plan) -> int:
@@ -44,20 +43,27 @@ def footprints(config: Config, plan: Plan) -> list[Footprint]:
         found = [max(pair, key=lambda f: f.total) for pair in pairs]
     if device_kind(config) != "cuda":
         return found
-    return [replace(f, reserved=reserved_bytes(*communicators(plan, i), f.total)) for i, f in enumerate(found)]
+    return [replace(f, reserved=reserved_bytes(*n, f.total)) for f, n in zip(found, communicators(plan), strict=True)]
 
 
 def training(config: Config, plan: Plan) -> list[Footprint]:
     """Predict the memory of one worker of every pipeline stage in a training step of a plan, in stage order: of the
     length of sequences that takes most, if they grow."""
-    moments, lowered, dropout = kept_numbers(config), lower(_schedule(config, plan)), config.model.dropout
+    moments, lowered, dropout = (
+        kept_numbers(config),
+        lower(short_schedule(config, config.parallel.data, plan.microbatches)),
+        config.model.dropout,
+    )
     device, found = device_kind(config), []
     scratch = [_scratch(config, plan, stage) for stage in range(plan.stages)]
     for of_length in plan.of_lengths:
         model = build_model(at_length(config, of_length.sizes["length"]).model)
         made = settled(of_length, device, dropout)
+        measured: Measured = {}
         rows = enumerate(lowered)
-        found.append([footprint(made, model, row, i, moments, dropout, device, scratch[i]) for i, row in rows])
+        found.append(
+            [footprint(made, model, row, i, moments, dropout, device, scratch[i], measured) for i, row in rows]
+        )
     return [max(of_stage, key=lambda f: f.total) for of_stage in zip(*found, strict=True)]
 
 
@@ -87,16 +93,6 @@ def device_kind(config: Config) -> str:
     """Return the kind of device (cpu, cuda) to plan for: GPUs if the run asks for them, or names their type."""
     cluster = config.cluster
     return cluster.device if cluster.device != "auto" else "cuda" if cluster.gpu else "cpu"
-
-
-def _schedule(config: Config, plan: Plan) -> Schedule:
-    """Return the pipeline schedule of a plan whose memory is predicted, or a shorter one of the same peak memory."""
-    pipeline = config.pipeline
-    if pipeline.kind == "file":
-        return schedule_of(config, config.parallel.data)
-    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
-    few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
-    return generate(kind, pipeline.stages, pipeline.chunks, few, generator_of(pipeline))
 
 
 def weights(config: Config, plan: Plan) -> list[int]:

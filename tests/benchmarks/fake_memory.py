@@ -31,7 +31,7 @@ from platform.model.layers import dim_sizes  # noqa: E402
 from platform.parallel.communicator.base import Communicator, SingleRank  # noqa: E402
 from platform.plan.core.plan import Plan  # noqa: E402
 from platform.plan.language.ops import Parameter, Spec  # noqa: E402
-from platform.plan.memory.footprint import measure  # noqa: E402
+from platform.plan.memory.measured_passes import measure  # noqa: E402
 from platform.plan.memory.meter import Meter  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.planning.memory_budget import needed_bytes  # noqa: E402

@@ -43,7 +43,7 @@ def row(ranks: int) -> list[Any]:
     listed = time.process_time() - start
     own = {tuple(plan.mesh.groups(a)) for a in axes} - {tuple(plan.mesh.groups(plan.mesh.ordered(plan.mesh.axes)))}
     before = 1 + sum(map(len, own)) + 2 * len(plan.neighbours) * (ranks // plan.stages)
-    mine = sum(communicators(plan, groups.coordinates["stage"]))
+    mine = sum(communicators(plan)[groups.coordinates["stage"]])
     return [f"{ranks:,}", f"{before:,}", dist.calls, mine, f"{planned:.2f}", f"{listed:.2f}"]
 
 

@@ -37,6 +37,7 @@ from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import table
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.remedies import lack_of_memory
+from platform.status.__main__ import main as tell_status
 from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
 from tests.harness.registries import as_before
@@ -243,6 +244,14 @@ def tells_of_a_job(typed: Typed, arguments: str, bench: Bench) -> None:
     assert ("state: " if name == "status" else "raylet died") in bench.capfd.readouterr().out
 
 
+def looks_at_a_run(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Look at a kept run, as a page does at one of its reader's."""
+    [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
+    shutil.copytree(kept, "mine/run")
+    assert tell_status(shlex.split(arguments)) == launch.DONE
+    assert bench.capfd.readouterr().out.startswith("run ")
+
+
 def writers() -> dict[str, list[str]]:
     """Return the files that commands of the pages write as jobs, each with the words of its command."""
     found = {}
@@ -317,6 +326,7 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"ray ((?!job ).*)": is_ray_s,
     r"python -m platform\.jobs ((?:kubernetes|slurm) .*)": writes_a_job,
     r"python -m platform\.jobs ((?:status|logs) .*)": tells_of_a_job,
+    r"python -m platform\.status (.*)": looks_at_a_run,
     r"sbatch (.*)": submits,
     r"kubectl apply (-[fk] .*)": applies,
     r"docker build -t elastic-platform:0\.1\.0 (.*)\.": builds,

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from platform.jobs.__main__ import main
+from platform.jobs.look.lives import status_lines
 from platform.jobs.look.logs import keep_ray_logs, log_lines
-from platform.jobs.look.status import status_lines
 from platform.monitor import Journal
 from platform.monitor.records import events
 

@@ -56,8 +56,7 @@ class CheckpointRefused(JournalEvent):
 
 
 class Waiting(JournalEvent):
-    """The next generation cannot form with the members that are alive, and waits for more; `reason`: its shortage, in
-    words."""
+    """The next generation waits for more members than the ones alive; `reason`: its shortage, in words."""
 
     alive: int
     reason: str
@@ -278,7 +277,7 @@ class Notice(JournalEvent):
 
 class Failure(Committed):
     """A call of a method failed on a member, which ends the generation. `kind`: class of the failure; `step`: the one
-    that was not done."""
+    not done; `seen`: lines on other ranks' waits for it; `stack`: frames of the member itself, the innermost last."""
 
     number: int
     rank: int | None
@@ -289,6 +288,8 @@ class Failure(Committed):
     cause: str
     log: str | None
     step: Steps
+    seen: list[str] | None = None
+    stack: list[str] | None = None
 
 
 class Reforming(Committed):

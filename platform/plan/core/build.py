@@ -213,9 +213,13 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
     if illegal := violations(planner, operations, microbatch):
         raise IllegalPlan(illegal)
     found: PlannedOperations = {}
+    alike: dict[tuple, PlannedOperation] = {}  # equal layers are planned once
     for o in operations:
+        summed = tuple(planner.reduced_at_use.get((o.name, o.kind, p.name)) for p in o.parameters)
         try:
-            found[o.kind, o.name] = word_of(o).plan(planner, o)
+            if (key := (o.anonymous, summed)) not in alike:
+                alike[key] = word_of(o).plan(planner, o)
+            found[o.kind, o.name] = replace(alike[key], operation=o)
         except ValueError as error:
             illegal.append(illegal_operation(o, error))
     if illegal:

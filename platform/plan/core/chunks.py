@@ -59,6 +59,7 @@ class Chunk:
     receives: FlowSpecs
     sends: FlowSpecs
     operations: Mapping[tuple[str, str], PlannedOperation]
+    functions: tuple[tuple, ...] = ()  # element by element, of which nothing is planned, see Recorder.note
     kept: tuple[Spec, ...] = ()  # type of x of every recomputed function, see Ops.recomputed
     spans: tuple[tuple[str, ...], ...] = ()
 
@@ -95,7 +96,8 @@ class Recorded(NamedTuple):
         for span, operation in zip(self.ops.spans, self.ops.operations, strict=True):
             spans[span].update((p.name, None) for p in operation.parameters)
         names = tuple(tuple(span) for span in spans)
-        return Chunk(number, stage, tuple(self.units), self.receives, self.sends, own, tuple(self.ops.kept), names)
+        functions, kept = tuple(self.ops.functions), tuple(self.ops.kept)
+        return Chunk(number, stage, tuple(self.units), self.receives, self.sends, own, functions, kept, names)
 
 
 def record(

@@ -92,6 +92,17 @@ class Plan:
 
     def at(self, stage: int) -> Plan:
         """Return the part of the plan that one pipeline stage executes: its chunks and their parameters."""
+        if stage not in self._parts:
+            self._parts[stage] = self._part(stage)
+        return self._parts[stage]
+
+    @cached_property
+    def _parts(self) -> dict[int, Plan]:
+        """Return the parts of the plan that have been asked for, by stage; each makes its buckets once."""
+        return {}
+
+    def _part(self, stage: int) -> Plan:
+        """Make the part of the plan that one pipeline stage executes."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
         parameters, states = (
             tuple(p for p in some if stage in self.stages_of[p.name]) for some in (self.parameters, self.states)

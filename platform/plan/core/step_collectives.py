@@ -135,13 +135,13 @@ def communication(plan: Plan) -> dict[str, int]:
     return dict(sorted(out.items()))
 
 
-def communicators(plan: Plan, stage: int) -> tuple[int, int]:
-    """Return in how many process groups along axes, the world included, and lines to other stages, each of one
-    direction, a worker of pipeline stage `stage` is; groups with the same members are one."""
+def communicators(plan: Plan) -> list[tuple[int, int]]:
+    """Return by pipeline stage in how many process groups along axes, the world included, and lines to other stages,
+    each of one direction, a worker of it is."""
     if plan.mesh.size == 1:
-        return 0, 0
-    groups = {tuple(plan.mesh.groups(axes)) for axes in (plan.mesh.ordered(plan.mesh.axes), *process_groups(plan))}
-    return len(groups), 2 * sum(stage in pair for pair in plan.neighbours)
+        return [(0, 0)]
+    groups = {plan.mesh.ordered(plan.mesh.axes), *process_groups(plan)}
+    return [(len(groups), 2 * sum(stage in pair for pair in plan.neighbours)) for stage in range(plan.stages)]
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:

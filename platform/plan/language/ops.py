@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -124,11 +125,11 @@ class Operation:
         """Return the states among the operation's inputs: parameters without gradient."""
         return tuple(t for t in self.inputs if isinstance(t, Parameter) and t.is_state)
 
-    @property
+    @cached_property
     def anonymous(self) -> tuple:
         """Return a key of all, but names, on which the plan of a recorded operation depends: equal layers share it."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
-        return self.kind, tuple(inputs), self.outputs, self.attributes
+        return self.kind, tuple(inputs), self.outputs, self.attributes, self.reads
 
     def __getitem__(self, attribute: str) -> Any:
         """Return an attribute of the recorded operation by name, such as `scale`. Raises KeyError if unknown."""

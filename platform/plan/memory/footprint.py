@@ -1,7 +1,7 @@
 """Peak memory of a worker: a walk along its row of the schedule in bytes, then the gradient reduction and the update.
 
-A chunk's passes are measured once, by `platform.plan.memory.meter`. The walk adds up passes in flight, buffers of
-sends and receives, and gradients as they come, in the order of `platform.parallel.pipeline`, then `platform.train`.
+Passes are measured once for all chunks that are alike. The walk adds up passes in flight, buffers of sends and
+receives, and gradients as they come, in the order of `platform.parallel.pipeline`, then `platform.train`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import prod
 from typing import Any
 
 from platform.plan.core.buckets import SQUARED_AT_ONCE
-from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
+from platform.plan.core.chunks import FlowSpecs, RecordableModel
 from platform.plan.core.counted import counted_stretches
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
+from platform.plan.memory.alike import likeness
+from platform.plan.memory.measured_passes import Measured, Passes, measure
 from platform.plan.memory.meter import Meter
-from platform.plan.memory.sums import MeteredSums
-from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
-from platform.plan.operations.storages import GradientKey, MeteredStorage, Value
+from platform.plan.memory.worker_bytes import weight_bytes
 from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 
@@ -48,33 +48,6 @@ class Footprint:
         return tensors + self.reserved
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Predicted bytes that the passes of one chunk over a microbatch take and keep on a worker.
-
-    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above the
-    memory before it; `kept`: bytes kept from forward to backward; `given`: bytes of outputs not among `kept`;
-    `pending`: bytes kept from the input gradient to the weight gradient where they are split; `returned`: bytes of the
-    inputs' gradients not among `pending`; `standing`: bytes that the first pass makes and all share; `left`: bytes of
-    an activation -> how many such are in host memory from forward to backward. By number of the
-    bucket, `begun` and `gradients`: sums of gradients that are there after the input gradient where they are split, and
-    in the end, and were not before; `parts`: shards of sums reduced in the end, 0 if one was there before.
-    """
-
-    forward: int
-    kept: int
-    given: int
-    backward: int
-    pending: int
-    returned: int
-    weights: int
-    begun: Mapping[int, int]
-    gradients: Mapping[int, int]
-    parts: Mapping[int, int]
-    standing: int
-    left: Counter[int]
-
-
 def footprint(
     plan: Plan,
     model: RecordableModel,
@@ -84,89 +57,35 @@ def footprint(
     dropout: float,
     device: str = "cpu",
     scratch: int = 0,
+    measured: Measured | None = None,
 ) -> Footprint:
     """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
     in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
     and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
-    kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update."""
+    kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update; `measured`: passes of other stages
+    with the same arguments, to which this one's are added."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
-    sizes, walk = weight_bytes(plan, moments, at), _Walk(plan.at(stage), model, at, dropout, device)
+    walk = _Walk(plan.at(stage), model, at, dropout, device, {} if measured is None else measured)
+    sizes = weight_bytes(plan, moments, at)
     gradients, activations, working, live = walk.run(list(row), scratch)
     host = sum(size * n for size, n in walk.most_left.items())
     activations += host if device == "cpu" else 0
     return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
 
 
-def measure(
-    meter: Meter,
-    model: RecordableModel,
-    chunk: Chunk,
-    *,
-    splits: bool,
-    summed: Collection[int] = (),
-    reduced: Collection[int] = (),
-) -> Passes:
-    """Measure the bytes that the passes of one chunk take on the worker of a new `meter`, by running the model on it.
-    `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers of the buckets whose
-    gradients are being summed already, and of which there are shards of reduced sums."""
-    ledger = meter.ledger
-    meter.deferred = [] if splits else None
-    meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
-    flow = {name: meter.block(spec) for name, spec in chunk.receives}
-    before = ledger.peak = ledger.now
-    out = _forward(meter, model, chunk, flow)
-    standing = sum(mask.nbytes for mask in meter.standing.values())
-    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
-    del out
-    kept, given, left = ledger.now - before - standing, full - ledger.now, meter.left
-    coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
-    start = ledger.peak = ledger.now
-    inputs, received = {v.key for v in flow.values()}, sum(v.storage.nbytes for v in flow.values() if v.storage)
-    meter.back(chunk)
-    meter.tape.unwind(coming, sums)
-    meter.end()
-    meter.of_pass.clear()
-    found = {key: g for key, g in coming.items() if key in inputs}
-    coming.clear()
-    if splits:
-        sums.flush()
-    else:
-        sums.passed()
-    backward, begun = ledger.peak - start, sums.begun() if splits else {}
-    flow.clear()
-    whole = ledger.now
-    found.clear()
-    pending = ledger.now - (before - received) - standing - sum(s.nbytes for s in sums.held())
-    returned = whole - ledger.now
-    start = ledger.peak = ledger.now
-    while meter.deferred:
-        meter.deferred.pop(0)()
-    weights = ledger.peak - start
-    if splits:
-        sums.passed()
-    more = {n: size for n, size in sums.begun().items() if n not in begun}
-    return Passes(
-        most - standing, kept, given, backward, pending, returned, weights, begun, more, sums.parts(), standing, left
-    )
-
-
-def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
-    """Run a chunk's forward pass on the memory `meter`, with the data that it reads, from the activations `flow` by
-    name; return its outputs by name."""
-    tokens = meter.data(chunk)
-    meter.begin(chunk)
-    out = run_chunk(meter, model, chunk, flow)
-    meter.turn()
-    del tokens
-    meter.of_pass.clear()
-    return out
-
-
 class _Walk:
     """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `kept`: bytes that
     forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
 
-    def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float, device: str):
+    def __init__(
+        self,
+        plan: Plan,
+        model: RecordableModel,
+        at: Mapping[str, int],
+        dropout: float,
+        device: str,
+        measured: Measured,
+    ):
         """Begin a memory forecast of one stage's schedule row, on the worker at mesh coordinates `at`."""
         self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
         self.kept = self.gradients = self.live = self.standing = 0
@@ -180,7 +99,9 @@ class _Walk:
         self.left: Counter[int] = Counter()  # activations in host memory by their bytes, where memory is used again
         self.most_left: Counter[int] = Counter()
         self.sending: deque[int] = deque()
-        self._measured: dict[tuple, Passes] = {}
+        self._alike, self._measured = measured, dict[tuple, Passes]()
+        self._likeness: dict[int, tuple] = {}
+        self._numbers: dict[int, dict[int, int]] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
     def run(self, row: Sequence[Action], scratch: int) -> tuple[int, int, int, int]:
@@ -205,16 +126,34 @@ class _Walk:
             self.most = self.gradients, self.kept + kept, working, self.live + bool(kept)
 
     def passes(self, chunk: int) -> Passes:
-        """Return the bytes that passes of a chunk take (`Passes`), given the buckets whose gradients are already being
-        summed; measured once for each such set."""
-        one = self.chunks[chunk]
-        here = {n for n, b in enumerate(self.plan.buckets) if not one.parameters.isdisjoint(b.ranges)}
-        summed, reduced = (frozenset(here & numbers) for numbers in (self.sums.keys(), self.parts))
+        """Return the bytes that passes of a chunk take, given the buckets whose gradients are being summed."""
+        here = self._buckets_of(chunk)
+        summed, reduced = (frozenset(here.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
         if (key := (chunk, summed, reduced)) not in self._measured:
-            meter = Meter(self.plan, self.dropout, self.at, self.device)
-            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
+            found = self._of_alike(chunk, here, summed, reduced)
             self._measured[key], self.standing = found, max(self.standing, found.standing)
         return self._measured[key]
+
+    def _buckets_of(self, chunk: int) -> dict[int, int]:
+        """Map the numbers of the buckets with parameters of a chunk to their numbers among these."""
+        if chunk not in self._numbers:
+            names, buckets = self.chunks[chunk].parameters, enumerate(self.plan.buckets)
+            self._numbers[chunk] = {n: i for i, n in enumerate(n for n, b in buckets if not names.isdisjoint(b.ranges))}
+        return self._numbers[chunk]
+
+    def _of_alike(
+        self, chunk: int, here: Mapping[int, int], summed: Collection[int], reduced: Collection[int]
+    ) -> Passes:
+        """Return the bytes that passes of a chunk take, measured on the first chunk that is alike."""
+        one = self.chunks[chunk]
+        if chunk not in self._likeness:
+            self._likeness[chunk] = likeness(self.plan, one, [self.plan.buckets[n] for n in here])
+        begun = (frozenset(here[n] for n in numbers) for numbers in (summed, reduced))
+        if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
+            meter = Meter(self.plan, self.dropout, self.at, self.device)
+            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
+            self._alike[key] = found.renumbered(here)
+        return self._alike[key].renumbered({i: n for n, i in here.items()})
 
     # passes
 

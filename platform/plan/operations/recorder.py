@@ -35,6 +35,9 @@ class Recorder(Ops):
     attention_kernel: str = AUTO
     loss: LabelLoss = PLAIN
     operations: list[Operation] = field(default_factory=list)
+    functions: list[tuple] = field(
+        default_factory=list
+    )  # of which nothing is planned: (operations before it, its words)
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
@@ -104,6 +107,10 @@ class Recorder(Ops):
         if (kind, name) in self._names:
             raise ModelMistake(name, f"several operations {kind} have this name")
         self._names.add((kind, name))
+
+    def note(self, *words: Any) -> None:
+        """Take note of a function element by element, of which nothing is planned, by `words` that say which it is."""
+        self.functions.append((len(self.operations), *words))
 
     def check(self, x: Symbol, spec: Spec) -> None:
         """Raise ModelMistake if x is no activation, or one of another type than the `spec` that a model declares."""

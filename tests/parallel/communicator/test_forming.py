@@ -78,7 +78,7 @@ def test_calls_of_the_whole_world_do_not_grow_with_it(ranks, monkeypatch):
         stage = groups.coordinates["stage"]
         lines = [group for group in groups._lines.values() if group]
         world = counts.group.WORLD
-        assert communicators(plan, stage) == (len({world, *groups._groups.values()}), len(lines))
+        assert communicators(plan)[stage] == (len({world, *groups._groups.values()}), len(lines))
         for ways, group in groups._lines.items():
             if stage in ways:
                 ends = {groups.mesh.rank({**groups.coordinates, "stage": end}) for end in ways}

@@ -3,11 +3,12 @@ run."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+from platform.monitor.verdict import causes
 
 
 class Member(NamedTuple):
@@ -48,9 +49,7 @@ class Failure:
     @property
     def out_of_memory(self) -> bool:
         """Return True if a worker failed as its device had no memory left for a tensor, a kernel or a communicator."""
-        return self.kind == "failed" and bool(
-            re.search(r"OutOfMemoryError|out of memory|t allocate memory", self.cause)
-        )
+        return self.kind == "failed" and causes.is_out_of_memory(self.cause)
 
     @property
     def innocence(self) -> int:
@@ -60,7 +59,7 @@ class Failure:
         when another rank is gone."""
         if self.kind != "failed" or self.refusal or self.out_of_memory:
             return 0
-        return 2 if re.search(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer", self.cause) else 1
+        return 2 if causes.blames_others(self.cause) else 1
 
 
 class WorkerFailed(Exception):

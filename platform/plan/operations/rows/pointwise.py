@@ -71,6 +71,7 @@ class PointwiseOp(Op):
         _check(function, len(x))
         for other in x[1:]:
             ops.check(other, x[0].spec)
+        ops.note(self.kind, function, x[0].spec)
         return x[0]
 
     def run(self, ops, function, *x):
@@ -105,6 +106,7 @@ class PointwiseEachOp(BlockOp):
         for function in functions:
             _check(function, 1)
         ops.check(x, spec)
+        ops.note(self.kind, *functions, spec)
         return x
 
     def run(self, ops, found, functions, x, spec, dim):
@@ -131,6 +133,7 @@ class ScaleOp(BlockOp):
 
     def record(self, ops, x, spec, factor):
         ops.check(x, spec)
+        ops.note(self.kind, spec)
         return x
 
     def run(self, ops, found, x, spec, factor):

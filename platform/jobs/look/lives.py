@@ -6,8 +6,6 @@ Kubernetes, and a job of last year is shown as one of today.
 
 from __future__ import annotations
 
-import re
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,9 +22,14 @@ from platform.jobs.retries import CLOSED, ENDED, read_drivers, spent
 from platform.monitor.records import events
 from platform.monitor.records.journal_event import End, JournalEvent
 from platform.monitor.records.records import JOURNAL, METRICS
+from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
 from platform.plan.language.numbers import count_of
+from platform.status.owner import owner_state
 
 _ENDS = {0: "done", 1: "gave up", 2: "refused", 75: "stopped, and can go on", 143: "told to end, and saved"}
+_HOW = {GONE: "lost: it has no end, and is gone", STOPPED: "stopped by a signal, and without an end"} | dict.fromkeys(
+    (ALIVE, UNKNOWN), "running, as it has no end"
+)
 _SHOWN = 20  # lives, the newest
 
 
@@ -86,16 +89,8 @@ def _state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], drivers: Sequ
         return "nothing has started"
     with suppress(OSError):
         owner = documents.one_line(documents.read_bytes(run_dir / traces.LOCK))
-        how = "lost: it has no end, and is gone" if _is_gone(owner) else "running, as it has no end"
-        return f"{how}: {owner}, which wrote last {_ago(run_dir)}"
+        return f"{_HOW[owner_state(owner)]}: {owner}, which wrote last {_ago(run_dir)}"
     return f"its driver has no end, and wrote last {_ago(run_dir)}"
-
-
-def _is_gone(owner: str) -> bool:
-    """Return True if the owner that a run directory's lock names is a process of this machine that has ended. The lock
-    itself is not tried: a driver that starts at this moment would take that for another driver."""
-    found = re.fullmatch(r"process (\d{1,9}) on (.+)", owner)
-    return bool(found) and found[2] == socket.gethostname() and not Path("/proc", found[1]).exists()  # type: ignore[index]
 
 
 def _ago(run_dir: Path) -> str:

@@ -1,0 +1,1 @@
+"""Status of a run: a look into its directory from outside, the verdict on it, and its state, as text and as data."""

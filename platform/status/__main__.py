@@ -1,0 +1,87 @@
+"""`python -m platform.status [RUN_DIR|URL]` says how a run is: if something is wrong, first its culprit.
+
+It reads the run directory alone, also while a driver writes it, and changes nothing there. Without an argument it looks
+at the run in runs/ that was written last. Exit status: 0 all is well, or the run ended as it should; 1 it needs
+attention, and the first line says why; 2 there is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from platform.boundary.command_line import command_line, run_command
+from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.terminal import visible
+from platform.status.facts import facts, rows_of
+from platform.status.seen_run import RUNS, Look, look, newest_runs, run_directory
+
+WELL, ATTENTION = 0, 1  # exit statuses, beside REFUSED
+_WATCH_SECONDS = 2.0
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.status` (default: this process's own); return its exit status."""
+    parser = command_line("status", __doc__)
+    parser.add_argument("run", nargs="?", default="", help=f"run directory, or its URL; default: the newest in {RUNS}/")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--watch", action="store_true", help="print it again every two seconds until the run ends")
+    return run_command(parser, _answer, argv, subject="status")
+
+
+def _answer(given: argparse.Namespace) -> int:
+    """Print, for the command line, how the run is; return the exit status."""
+    place = given.run or next(iter(newest_runs()), "")
+    if not place:
+        raise ConfigError(violation("RUN_DIR", RUNS, "there is no run in it", ["the directory of a run"]))
+    while True:
+        with run_directory(place) as directory:
+            found = look(directory, place)
+        ended = found.evidence.end is not None
+        if given.watch and sys.stdout.isatty():
+            print(_CLEAR, end="")
+        print(json.dumps(status_data(found)) if given.json else "\n".join(status_text(found)), flush=True)
+        if not given.watch or ended:
+            return ATTENTION if found.verdict and found.verdict.attention else WELL
+        time.sleep(_WATCH_SECONDS)
+
+
+def status_data(found: Look) -> dict[str, Any]:
+    """Return how a run is as plain data: what `status_text` shows, with numbers as numbers."""
+    verdict = found.verdict.plain() if found.verdict else None
+    return {"run": found.directory, "attention": bool(verdict and verdict["attention"]), "verdict": verdict} | facts(
+        found
+    )
+
+
+def status_text(found: Look) -> Iterator[str]:
+    """Yield the lines that show how a run is: first the verdict, if something is wrong, then a table."""
+    if verdict := found.verdict:
+        width = max(60, shutil.get_terminal_size((120, 24)).columns)
+        yield from textwrap.wrap(visible(verdict.line), width, break_on_hyphens=False, break_long_words=False)
+        more = [f"seen {_when(verdict.since)}; {verdict.sure}"] if verdict.since else [verdict.sure]
+        more += verdict.details
+        more += ["where it was, the innermost call last:", *(f"  {frame}" for frame in verdict.stack)] * bool(
+            verdict.stack
+        )
+        yield from (visible(f"  {line}") for line in more)
+        yield ""
+    named = [*rows_of(found)]
+    width = max(len(name) for name, _ in named)
+    yield from (visible(f"{name:{width}}  {value}") for name, value in named)
+
+
+def _when(moment: float) -> str:
+    """Format a moment, in seconds since the epoch, as a local time, for the verdict on a run."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""A look at a run from outside: what its directory holds now, whether it is being written, torn, ended or of an older
+version, and the verdict on it. Nothing there is changed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from platform.boundary import documents, schema
+from platform.boundary.refusals import ConfigError, as_refusal, violation
+from platform.boundary.schema import Malformed
+from platform.cluster.run import traces
+from platform.config.fields import Config
+from platform.monitor.records import events, metrics, records
+from platform.monitor.records.journal_event import JournalEvent
+from platform.monitor.records.records import JOURNAL, METRICS
+from platform.monitor.verdict import Evidence, Verdict, verdict_on
+from platform.status.owner import owner_of
+
+RUNS = "runs"  # folder of the runs of a working directory
+_FILES = (traces.CONFIG, traces.PLAN, traces.LOCK, JOURNAL, METRICS)
+_TAIL = 1 << 20  # bytes that are copied of the end of a remote metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Look:
+    """Contents of a run directory. `plan`: its summary, {} if there is none; `torn`: a line for each of its
+    files that cannot be read."""
+
+    directory: str
+    config: Config | None
+    plan: dict[str, Any]
+    evidence: Evidence
+    torn: list[str]
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        """Return the verdict on the run; None if nothing is wrong."""
+        return verdict_on(self.evidence)
+
+
+def look(directory: Path, name: str = "") -> Look:
+    """Look into a run directory, called `name` for people. Raises ConfigError if it holds no run."""
+    torn: list[str] = []
+    with as_refusal("run.dir", name or directory, OSError, why="cannot be read ({.strerror})"):
+        config = _tolerant(torn, traces.CONFIG, lambda: traces.configuration(directory), None)
+        plan = _tolerant(torn, traces.PLAN, lambda: _plan(directory), {})
+        journal = _journal(directory, torn)
+        rows = _tolerant(torn, METRICS, lambda: _rows(directory), [])
+    if config is None and not journal:
+        raise ConfigError(violation("run.dir", name or directory, "holds no run", newest_runs()[:3]))
+    owner, driver = owner_of(directory)
+    steps = (config.train.stop_at or config.train.steps) if config else None
+    evidence = Evidence(journal, rows, time.time(), steps, driver, owner, _wrote(directory))
+    return Look(name or str(directory), config, plan, evidence, torn)
+
+
+@contextmanager
+def run_directory(place: str) -> Iterator[Path]:
+    """Yield the run directory that a path names, or a copy of what matters of the one that a URL names. Raises
+    ConfigError."""
+    if "://" not in place:
+        yield Path(place)
+        return
+    from platform.boundary.files.file_storage import open_storage
+
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
+    try:
+        storage = open_storage(place, "run.dir")
+        with as_refusal("run.dir", storage.url, OSError, why="cannot be read ({})"):
+            sizes = storage.list("")
+            for name in _FILES:
+                if name in sizes:
+                    start = max(0, sizes[name] - _TAIL) if name == METRICS else 0
+                    raw = bytes(storage.read(name, start))
+                    (folder / name).write_bytes(raw.partition(b"\n")[2] if start else raw)
+        if not {traces.CONFIG, JOURNAL} & sizes.keys():
+            raise ConfigError(violation("run.dir", storage.url, "holds no run"))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest_runs() -> list[str]:
+    """Return the run directories in `runs/` of the working directory, the one that was written last first."""
+    found = []
+    for folder in Path(RUNS).glob("*"):
+        if when := _wrote(folder):
+            found.append((when, str(folder)))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _tolerant(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
+    """Return what `read` makes of a file of a run directory, and note in `torn` if it is not what a run writes."""
+    try:
+        return read()
+    except FileNotFoundError:
+        return otherwise
+    except Malformed as error:
+        torn.append(f"{name} is not a run's ({error})")
+        return otherwise
+
+
+def _plan(directory: Path) -> dict[str, Any]:
+    """Return the summary in a run directory's plan.json. Raises Malformed, OSError."""
+    raw = documents.read_bytes(directory / traces.PLAN, records.LARGEST)
+    return schema.read(dict[str, Any], documents.from_json(raw, records.LARGEST))
+
+
+def _journal(directory: Path, torn: list[str]) -> list[JournalEvent]:
+    """Return the events of a run directory's journal, up to the first line that cannot be read, which `torn` notes."""
+    found: list[JournalEvent] = []
+    try:
+        for event in traces.journal(directory):
+            found.append(event)
+    except Malformed as error:
+        torn.append(f"{JOURNAL} is not a run's ({error})")
+    return found
+
+
+def _rows(directory: Path) -> list[dict[str, Any]]:
+    """Return the last rows of a run directory's metrics, a step once. Raises Malformed, OSError."""
+    rows: list[dict[str, Any]] = []
+    for row in records.last(directory / METRICS, metrics.read_row):
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def _wrote(directory: Path) -> float:
+    """Return when a run wrote last into its directory, in seconds since the epoch; 0 if it never did."""
+    times = []
+    for name in (JOURNAL, METRICS, traces.CONFIG):
+        with suppress(OSError):
+            times.append((directory / name).stat().st_mtime)
+    return max(times, default=0.0)
+
+
+def goodput_so_far(evidence: Evidence) -> events.Goodput | None:
+    """Return what failures have cost a run so far, None if it has not begun."""
+    from platform.monitor.goodput import goodput
+
+    return goodput(evidence.journal) if evidence.journal else None

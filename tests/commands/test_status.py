@@ -1,0 +1,96 @@
+"""`python -m platform.status`: of runs that go on, ended, died or are torn, as text and JSON, also by URL."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from platform.monitor import Journal
+from platform.status import __main__ as status
+from tests.monitor.test_verdict import DIED, GOES, MESH, saved
+
+ROW = {"loss": 3.5, "step_seconds": 0.5, "seconds": {"data": 0.0}, "tokens_per_second": 9.0, "generation": 1}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Writes a run directory of these events."""
+
+    def write(found, owner="", rows=4):
+        folder = tmp_path / "runs" / "mine"
+        folder.mkdir(parents=True)
+        journal = Journal(folder / "journal.jsonl")
+        journal.next_generation()
+        for event in found:
+            journal.write(event)
+        journal.close()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1, **ROW}) + "\n" for i in range(rows)))
+        (folder / "config.yaml").write_text("train: {steps: 10}")
+        (folder / "driver.lock").write_text(owner)
+        return folder
+
+    return write
+
+
+def here(pid):
+    return f"process {pid} on {socket.gethostname()}"
+
+
+def said(capsys, *arguments):
+    code = status.main([*map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_of_a_run_that_goes_on(run, capsys):
+    folder = run([*GOES, saved(3)], here(os.getpid()))
+    code, text = said(capsys, folder)
+    assert code == 0 and text.startswith("run ")
+    for words in ("training, driver process", "4 of 10, 0.5 s each", "0:00:03 left", "loss        3.5000",
+                  "generation 1: 4 workers, data 2 x t 2", "step 3, ", "step 4, in the workers' memory"):  # fmt: skip
+        assert words in text, text
+
+
+def test_the_culprit_comes_first(run, capsys):
+    code, text = said(capsys, run([*GOES, DIED], here(os.getpid())))
+    assert code == 1 and text.startswith("rank 3 [data1 t1] on n3 (worker 3) died in step(5)")
+    assert "its log: w-3.log" in text and "re-forming" in text
+
+
+def test_of_a_driver_that_died_and_of_the_newest_run(run, capsys, monkeypatch):
+    folder = run([*GOES, saved(3)], here(999999999))
+    monkeypatch.chdir(folder.parents[1])
+    code, text = said(capsys)
+    assert code == 1 and text.startswith("the driver died without an end after step 4") and "state       died" in text
+
+
+def test_json_has_it_as_data(run, capsys):
+    code, text = said(capsys, run([*GOES, DIED, MESH, *GOES[2:]], here(os.getpid())), "--json")
+    found = json.loads(text)
+    assert (code, found["verdict"], found["state"], found["failures"]) == (0, None, "training", 1)
+
+
+def test_of_torn_and_of_empty_directories(run, capsys, tmp_path):
+    folder = run(GOES)
+    with open(folder / "journal.jsonl", "a") as file:
+        file.write('{"event": "spike", "time": 1}\n{"event"')
+    (folder / "config.yaml").write_text("- no run's")
+    code, text = said(capsys, folder)
+    assert code == 0 and "journal.jsonl is not a run's" in text and "config.yaml is not a run's" in text
+    assert status.main([str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_by_url(run, capsys):
+    folder = run([*GOES, DIED])
+    code, text = said(capsys, f"file://{folder}")
+    assert code == 1 and text.startswith("rank 3")
+
+
+def test_the_command_is_quick_and_imports_no_torch(run):
+    folder = run([*GOES, DIED])
+    code = "import sys, platform.status.__main__ as s; s.main([sys.argv[1]]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("rank 3"), done.stderr
