@@ -65,7 +65,7 @@ def _answer(given: argparse.Namespace) -> int:
     _refuse_output(output, given.overwrite)
     like = read_hardware(given.like) if given.like else None
     config = compose([*TINY, *given.overrides], given.config_dir)
-    workers = given.workers if given.workers is not None else available_workers(config.cluster)
+    workers = max(1, available_workers(config.cluster)) if given.workers is None else given.workers
     if workers < 1:
         raise ConfigError(violation("--workers", workers, "must be at least 1"))
     config.parallel.data, config.train.global_batch = workers, workers

@@ -12,12 +12,9 @@ import numpy as np
 
 from platform.costs.machine import Hardware, Link
 from platform.costs.seconds import group_seconds, tiling
-from platform.costs.work import ACCESSES, FUNCTION, FUSED_BACKWARD, RESIDUAL
+from platform.costs.work import FUSED_BACKWARD
 
 TILES = (8, 16, 32, 64, 128, 256)  # longer edges of the largest tile, of which the best is taken
-# kernels of a layer -> bytes that each reads and writes per byte of its activation, and their number in a layer, where
-# those in the feed-forward layer count as often as that is wider
-OF_LAYER = {"residual": (RESIDUAL[0], 4), "function": (sum(FUNCTION[1]), 4), "norm": (sum(ACCESSES["norm"]), 2)}
 LEAST = 1e-9  # seconds: of what is too short to be seen in its measurements
 Key = tuple[str, tuple[float, ...]]  # what was measured, and its sizes
 
@@ -46,7 +43,8 @@ def samples_of(timings: Iterable[tuple[str, Sequence[float], float]], usual: Cal
 def calibrated(first: Hardware, kernels: Samples, links: Mapping[str, Samples], precision: str) -> Hardware:
     """Return the hardware that explains measurements best. `first`: gives what they do not say; `kernels`: measured by
     ranks that compute; `links`: by tier, node or network, measured by groups; `precision`: of the products."""
-    found = _with_memory(first, kernels)
+    [copy] = kernels["copy"]
+    found = replace(first, bandwidth=copy.sizes[0] / copy.seconds)
     found = _with_products(found, kernels, precision)
     for tier, samples in links.items():
         reached = replace(found.reached, **{tier: 1.0})
@@ -74,18 +72,6 @@ def solution(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> li
     return [float(x) for x in found]
 
 
-def _with_memory(hardware: Hardware, kernels: Samples) -> Hardware:
-    """Return the hardware with the bandwidth of a copy, and the share of it that kernels of a layer reach."""
-    [copy] = kernels["copy"]
-    per_layer = sum(accessed * number for accessed, number in OF_LAYER.values())
-    sizes = [s.sizes[0] for s in kernels["norm"]]
-    layers = [sum(n * kernels[kind][i].seconds for kind, (_, n) in OF_LAYER.items()) for i in range(len(sizes))]
-    per_byte, _ = solution([[per_layer * size for size in sizes], [1.0] * len(sizes)], layers)
-    bandwidth = copy.sizes[0] / copy.seconds
-    reached = min(1.5, 1 / (max(per_byte, LEAST**2) * bandwidth))
-    return replace(hardware, bandwidth=bandwidth, reached=replace(hardware.reached, memory=reached))
-
-
 def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hardware:
     """Return the hardware with the peaks that products reach, tile and depth by which those of other shapes reach less,
     and the share of attention in one kernel. A data sheet's peak stays."""
@@ -93,12 +79,11 @@ def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hard
     peaks = {p: max(rate, hardware.peaks.get(p, 0.0) if hardware.ahead else 0.0) for p, rate in measured.items()}
     hardware = replace(hardware, peaks={**hardware.peaks, **peaks} if hardware.ahead else peaks)
     itemsize = {"fp64": 8, "fp32": 4}.get(precision, 2)
-    speed = hardware.bandwidth * hardware.reached.memory
     fits = []
     for tile in TILES[-1:] if hardware.ahead else TILES:
         rows = []
         for (m, n, k), seconds in kernels["product"]:
-            reading = 3 * (m * k + k * n + m * n) * itemsize / speed
+            reading = 3 * (m * k + k * n + m * n) * itemsize / hardware.bandwidth
             left = seconds - (0.0 if hardware.ahead else reading)
             if left > seconds / 4 and (not hardware.ahead or reading < seconds / 2):
                 shares = [

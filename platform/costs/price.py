@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from platform.costs.machine import Hardware
 from platform.costs.seconds import (
@@ -195,7 +195,8 @@ class _Clock:
 
     def spans(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""
-        return [self.span(p) for p in work.forward], [self.span(p) for p in work.backward]
+        forward, backward = [self.span(p) for p in work.forward], [self.span(p) for p in work.backward]
+        return in_flight(forward, backward) if work.execution.schedule == "1f1b" else (forward, backward)
 
     def hide(self, hidden: Counter[str], room: float) -> tuple[dict[str, float], float]:
         """Return the waits left by collectives beside `room` seconds of computation, and by how much they slow it."""
@@ -206,6 +207,22 @@ class _Clock:
     def update(self, masters: int, moments: int) -> float:
         """Return the seconds of an update of so many masters."""
         return bytes_seconds(masters * update_bytes(self.plan.itemsize, moments), self.hardware)
+
+
+def in_flight(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[PassTime], list[PassTime]]:
+    """Return the spans of 1F1B's passes with what messages between stages cost there. The first of p stages has p
+    microbatches under way, each on p - 1 ways there and back, and so waits for (p - 1) / p of a way there and back per
+    microbatch; all others keep its pace, however many messages they get themselves."""
+    stages, pair = len(forward), _stage_wait(forward) + _stage_wait(backward)
+    wait = pair * (stages - 1) / stages / 2
+    return tuple(  # type: ignore[return-value]
+        [replace(span, waiting={**span.waiting, "stage": wait}) for span in spans] for spans in (forward, backward)
+    )
+
+
+def _stage_wait(spans: Sequence[PassTime]) -> float:
+    """Return the longest wait for another stage's message in any of the passes."""
+    return max(span.waiting.get("stage", 0.0) for span in spans)
 
 
 def _makespan(

@@ -17,7 +17,6 @@ from platform.planning.calibration import Seen, as_file, hardware_of_rounds, rou
 from platform.planning.make_plan import make_plan
 from platform.planning.step_price import read_hardware, work_of
 from tests.benchmarks.nodes.cases import Case
-from tests.benchmarks.nodes.measured import seconds
 from tests.testbed.links import Links
 from tests.testbed.ranks import on_nodes
 

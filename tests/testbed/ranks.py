@@ -99,9 +99,9 @@ def measure_steps(
     for k in range(1, warmup + rounds + 1):
         for name in variants if k % 2 else reversed(variants):
             last = k * (1 + before)
+            dist.barrier()  # not between steps: it would wait for what is under way, with them
             for number in range(last - before, last):
                 step[name](number)
-            dist.barrier()
             at, cpu, begin = wire(), time.process_time(), time.perf_counter()
             report = step[name](last)
             seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu

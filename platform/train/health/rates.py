@@ -1,5 +1,5 @@
-"""Rates of a worker for `python -m platform.plan calibrate`: products by shape, other kernels, attention, the host's
-time for a kernel, and collectives by their bytes, all while the other workers measure the same.
+"""Rates of a worker for `python -m platform.plan calibrate`: products by shape, a copy, attention, steps of a tiny and
+of a usual model, and collectives by their bytes, all while the other workers measure the same.
 
 Ranks on a CPU share its cores, memory and network stack, so all times are by the clock.
 """
@@ -33,7 +33,7 @@ from platform.train.step.rank_parameters import DTYPES
 from platform.train.step.trainer import Trainer
 
 LINE = ("stage",)  # axis along which those lie who measure collectives together, and send each other messages
-REPEATS = 7
+FEW, MANY = 2, 8  # collectives in a row, of those that take long and of others
 LONGEST = 0.25  # seconds of a collective, beyond which no larger one is measured
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "rotate")
 # Shapes of products, in units of a side: rows, columns and length of the sums, as of a layer's products, and with each
@@ -46,21 +46,19 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Extents:
-    """Extents of what is measured. `side`: that SHAPES are multiples of; `elements`: of the activations of which other
-    kernels are measured; `width`: of their last dim; `copied`: bytes of a copy; `seconds`: for how long each thing is
-    repeated; `largest`: bytes of the largest collective."""
+    """Extents of what is measured. `side`: that SHAPES are multiples of; `copied`: bytes of a copy; `seconds`: for how
+    long each thing is repeated; `largest`: bytes of the largest collective; `repeats`: how often each is measured."""
 
     side: int
-    elements: tuple[int, ...]
-    width: int
     copied: int
     seconds: float
     largest: int
+    repeats: int = 7
 
 
-ON_CPU = Extents(256, (1 << 17, 1 << 19, 1 << 21), 256, 1 << 25, 0.15, 1 << 24)
-ON_GPU = Extents(4096, (1 << 23, 1 << 25, 1 << 27), 4096, 1 << 30, 0.15, 1 << 28)
-TINY = Extents(32, (1 << 10,), 32, 1 << 16, 0.002, 1 << 12)  # for tests
+ON_CPU = Extents(256, 1 << 25, 0.15, 1 << 24)
+ON_GPU = Extents(4096, 1 << 30, 0.15, 1 << 28)
+TINY = Extents(32, 1 << 16, 0.002, 1 << 12, 1)  # for tests
 
 
 def extents(device: str, tiny: bool) -> Extents:
@@ -85,7 +83,7 @@ def kernel_rates(communicator: Communicator, config: Config, tiny: bool) -> Meas
     device, sizes = communicator.device, extents(communicator.device.type, tiny)
     timer = _Timer(device, sizes.seconds)
     found: list[Timing] = []
-    for measure in (_peaks, _products, _elementwise, _attention, _steps):
+    for measure in (_peaks, _products, _copy, _attention, _steps):
         communicator.barrier()
         found += measure(timer, sizes, config)
     if device.type == "cuda":
@@ -103,7 +101,9 @@ def collective_rates(communicator: Communicator, tiny: bool) -> Measured:
     for op in (*COLLECTIVES, "send"):
         size, spent = 1 << 10, 0.0
         while size <= sizes.largest and spent < LONGEST:
-            spent = between.seconds(op, torch.zeros(size // 4, device=communicator.device), 2 if spent > 0.02 else 8)
+            spent = between.seconds(
+                op, torch.zeros(size // 4, device=communicator.device), FEW if spent > 0.02 else MANY
+            )
             found.append(Timing(op, [float(n), float(size)], spent))
             spent = _most(communicator, spent)
             size *= 4
@@ -117,7 +117,7 @@ class _Between:
 
     def __init__(self, communicator: Communicator, sizes: Extents):
         """Prepare products that take about a millisecond."""
-        self.communicator = communicator
+        self.communicator, self._repeats = communicator, sizes.repeats
         self._a = torch.ones(sizes.side, sizes.side, device=communicator.device)
 
     def products(self, count: int) -> None:
@@ -131,7 +131,7 @@ class _Between:
         n = self.communicator.mesh.extent(LINE)
         x = x[: len(x) // n * n] if op in ("reduce_scatter", "all_to_all") else x
         apart, together = [], []
-        for _ in range(REPEATS if count > 2 else 2):
+        for _ in range(min(self._repeats, 2 if count == FEW else self._repeats)):
             apart.append(self._of(count, lambda: None))
             together.append(self._of(count, partial(self._move, op, x)))
         spent = (median(together) - median(apart)) / count
@@ -168,7 +168,7 @@ def _most(communicator: Communicator, seconds: float) -> float:
 def _beside(communicator: Communicator, sizes: Extents, between: _Between) -> Timing:
     """Measure products and an all-reduce that takes about as long, one after the other and at the same time."""
     x = torch.zeros(sizes.largest // 64, device=communicator.device)
-    moving = _most(communicator, between.seconds("all_reduce", x, 8))
+    moving = _most(communicator, between.seconds("all_reduce", x, MANY))
 
     def passed(count: int, launched: bool) -> float:
         """Return the seconds of so many products, beside the all-reduce if it is `launched`."""
@@ -183,7 +183,7 @@ def _beside(communicator: Communicator, sizes: Extents, between: _Between) -> Ti
         return time.perf_counter() - begin
 
     count = 1 + int(8 * moving / _most(communicator, passed(8, False)))
-    apart, together = ([passed(count, launched) for _ in range(REPEATS)] for launched in (False, True))
+    apart, together = ([passed(count, launched) for _ in range(sizes.repeats)] for launched in (False, True))
     return Timing("beside", [median(apart), moving], median(together))
 
 
@@ -238,23 +238,11 @@ def _products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]
         yield Timing("product", [float(n) for n in (rows, columns, inner)], timer(work))
 
 
-def _elementwise(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
-    """Yield a copy, and by number of elements kernels of a layer in both passes: a residual sum, a function, a norm."""
-    dtype = DTYPES[config.precision][0]
-    flat = torch.ones(sizes.copied // 4, device=timer.device)
-    other = torch.empty_like(flat)
-    yield Timing("copy", [2.0 * flat.nbytes], timer(lambda: other.copy_(flat)))
-    for elements in sizes.elements:
-        x = torch.randn(elements // sizes.width, sizes.width, dtype=dtype, device=timer.device)
-        x.requires_grad_()
-        g, w = torch.ones_like(x), torch.ones(sizes.width, dtype=dtype, device=timer.device).requires_grad_()
-        norm = partial(F.layer_norm, normalized_shape=[sizes.width], weight=w, bias=w)
-        for name, work in {
-            "residual": partial(torch.add, g, x.detach()),
-            "function": partial(_both_passes, F.gelu, (x,), g),
-            "norm": partial(_both_passes, norm, (x, w), g),
-        }.items():
-            yield Timing(name, [float(x.nbytes)], timer(work))
+def _copy(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+    """Yield a copy, by the bytes that it reads and writes."""
+    original = torch.ones(sizes.copied // 4, device=timer.device)
+    copy = torch.empty_like(original)
+    yield Timing("copy", [2.0 * original.nbytes], timer(partial(copy.copy_, original)))
 
 
 def _attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
