@@ -1,23 +1,36 @@
 """Does the predicted order of plans hold? Sixteen plans of one model, predicted after `calibrate` and measured.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.ranking [--cases slow two] [--rounds 7]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.ranking [--cases slow two] [--rounds 3]
 
 Needs root. `slow`: four ranks, a node each, on links that decide; `two`: two ranks that compute on this machine's cores
-and have no slow link. The ranks that step the plans in turn calibrate before, and predictions are made of the file that
-`python -m platform.plan calibrate` would write from that. Seconds are the median of the slowest rank's; tau and regret
-are those of `python -m platform.plan compare`.
+and have no slow link. The ranks calibrate first, and predictions are made of the file that `python -m platform.plan
+calibrate` writes from such timings. Then they step the plans in turn, two steps of each, since a step may wait for what
+the one before has left under way; seconds are the median over the second ones of the slowest rank's. Errors, tau and
+regret are those of `python -m platform.plan compare`.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
 from typing import Any
 
+from platform.calibrate import TINY
+from platform.launch import compose
 from platform.planning.calibration import Seen, as_file, hardware_of_rounds, rounds, step_configs
+from platform.planning.comparison import as_text, compare
 from platform.planning.make_plan import make_plan
+from platform.planning.measured_runs import MeasuredRun, counted_flops
 from platform.planning.step_price import read_hardware, work_of
 from tests.benchmarks.nodes.cases import Case
-from tests.testbed.links import Links
+from tests.benchmarks.nodes.measured import seconds
+from tests.harness.oracle import configure
+from tests.testbed.links import Links, why_not
 from tests.testbed.ranks import on_nodes
 
 MODEL = {"d_model": 128, "heads": 4, "length": 128, "vocab": 256, "layers": 4, "precision": "fp32", "tied": False}
@@ -96,7 +109,7 @@ def calibrate_and_step(
     for number, one in enumerate(rounds(nodes)):
         communicator = in_groups(one.seats.index(rank), one.shape, str(number), (address[0], address[1]), "cpu")
         if one.tier == "kernels":
-            measured = kernel_rates(communicator, tiny_config(), False)
+            measured = kernel_rates(communicator, compose([*TINY]), False)
         else:
             measured = collective_rates(communicator, False)
         communicator.barrier()
@@ -104,14 +117,6 @@ def calibrate_and_step(
         found.append(measured.timings)
     join(meet(len(nodes), (address[0], address[1]), "steps"), rank, len(nodes), "cpu")
     return found, measure_steps(rank, variants, count, before=1)
-
-
-def tiny_config() -> Any:
-    """Return the configuration of the tiny steps of `calibrate`."""
-    from platform.calibrate import TINY
-    from platform.launch import compose
-
-    return compose([*TINY])
 
 
 def run(case: Case, count: int) -> tuple[list[Any], dict[str, Any]]:
@@ -128,7 +133,39 @@ def run(case: Case, count: int) -> tuple[list[Any], dict[str, Any]]:
 def hardware_text(case: Case, timings: Sequence[Any]) -> str:
     """Return the text of the file that `calibrate` would write on the nodes of a case."""
     nodes = [f"node{rank // case.per_node}" for rank in range(case.ranks)]
-    seen = Seen("today", "fp32", "cpu", {node: nodes.count(node) for node in nodes}, "cpu")
+    seen = Seen(date.today().isoformat(), "fp32", "cpu", {node: nodes.count(node) for node in nodes}, "cpu")
     by_round = [(one, [rank[i] for rank in timings]) for i, one in enumerate(rounds(nodes))]
-    steps = [work_of(c, make_plan(c)) for c in step_configs(tiny_config(), False, False)]
+    steps = [work_of(c, make_plan(c)) for c in step_configs(compose([*TINY]), False, False)]
     return as_file(*hardware_of_rounds(read_hardware("cpu"), by_round, seen, steps), seen)
+
+
+def measured_runs(case: Case, hardware: str, steps: Mapping[str, Any]) -> list[MeasuredRun]:
+    """Return the measured runs of a case, as if read from a table, the fastest first."""
+    found = []
+    for name, how in case.variants.items():
+        plan, there = case.plan(name), read_hardware(hardware)
+        work, took = work_of(configure(**how), plan), seconds(steps[name])
+        found.append(MeasuredRun(name, {}, work, there, took, counted_flops(plan, False)))
+    return sorted(found, key=lambda run: run.seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=[*cases()])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if why := why_not():
+        sys.exit(why)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for name in options.cases:
+        case = cases()[name]
+        timings, steps = run(case, options.rounds)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, f"{name}.yaml")
+            file.write_text(hardware_text(case, timings))
+            runs = measured_runs(case, str(file), steps)
+            print("\n".join(["", file.read_text(), *as_text(compare(runs, [False] * len(runs)))]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
