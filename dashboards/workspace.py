@@ -1,4 +1,5 @@
-"""The W&B workspace of a training run, as code. Every metric in it is logged by `platform.monitor` (a test holds that).
+"""The W&B workspace of a training run, as code, from the table that the page of a run is made from
+(`platform/report/panels.yaml`). Every metric in it is logged by `platform.monitor` (a test holds that).
 
     python dashboards/workspace.py ENTITY/PROJECT    save it there (needs a W&B key) and print its address
     python dashboards/workspace.py [--json]          print it as JSON, offline
@@ -10,52 +11,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
-PHASES = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
+import yaml
+
+ABOVE = Path(__file__).resolve().parents[1]  # the checkout; in a wheel the package, which the dashboards are in
+TABLE = next(p for p in (ABOVE / "platform" / "report", ABOVE / "report") if p.is_dir()) / "panels.yaml"
+UNITS = {"B": " (bytes)"}  # of a number whose title on the page says none
 
 
 def sections() -> dict[str, list[Any]]:
     """Section title -> panels. Learning goes by tokens, which a change of batch or world size leaves comparable."""
+    table = yaml.safe_load(TABLE.read_text())["sections"]
+    found = {s["title"]: [panel(p) for p in s["panels"] if "metrics" in p] for s in table}
+    return {title: panels for title, panels in found.items() if panels}
+
+
+def panel(said: dict[str, Any]) -> Any:
+    """A panel of the table as W&B has it: one of metrics by name, or of all inside a name."""
     import wandb_workspaces.reports.v2 as wr
 
-    def line(title: str, *metrics: str, x: str = "step", **options: Any) -> Any:
-        return wr.LinePlot(title=title, x=x, y=list(metrics), **options)
-
-    return {
-        "Learning": [
-            line("Training loss", "train/loss", x="tokens"),
-            line("Validation loss", "val/loss", x="tokens"),
-            wr.LinePlot(title="Validation loss by source", x="tokens", metric_regex="val/sources/.*"),
-            wr.LinePlot(title="Scores of tasks", x="tokens", metric_regex="tasks/.*"),
-            line("Learning rate", "train/lr", x="tokens"),
-            line("Gradient norm before clipping", "train/grad_norm", x="tokens", log_y=True),
-            wr.LinePlot(title="Load of experts", x="tokens", metric_regex="experts/.*"),
-            wr.LinePlot(title="Gradient norm by layer", x="tokens", metric_regex="layers/grad_norm/.*", log_y=True),
-            wr.LinePlot(title="Size of what a layer returns", x="tokens", metric_regex="layers/rms/.*", log_y=True),
-        ],
-        "Throughput": [
-            line("Tokens per second", "perf/tokens_per_second"),
-            line("Model FLOPs utilisation", "perf/mfu", range_y=(0, 1)),
-            line("TFLOP/s per worker", "perf/tflops_per_worker"),
-            line("Seconds per step", "perf/step_seconds"),
-        ],
-        "Where a step goes": [
-            line("Seconds by phase", *(f"time/{phase}" for phase in PHASES), plot_type="stacked-area"),
-            wr.LinePlot(title="Bytes sent per step, by collective and axis", x="step", metric_regex="comm/.*"),
-            line("Bubble over ideal (a pipeline with monitor.timeline)", "bubble/planned", "bubble/measured"),
-            line("Peak memory of the largest worker (bytes)", "memory/peak_bytes"),
-        ],
-        "Elasticity": [
-            line("Workers", "elastic/world_size"),
-            line("Generation (one per formation of the mesh)", "elastic/generation"),
-            line("Seconds from a failure to the next step", "elastic/recovery_seconds"),
-            line("Steps that updated nothing", "train/skipped"),
-            line("Loss scale (fp16)", "train/loss_scale"),
-            line("Tokens of a sequence (train.length_ramp)", "train/length"),
-        ],
-    }
+    options: dict[str, Any] = {"title": said["title"] + UNITS.get(said.get("unit", ""), ""), "x": said.get("x", "step")}
+    if said.get("log"):
+        options["log_y"] = True
+    if said.get("kind") == "stack":
+        options["plot_type"] = "stacked-area"
+    inner = [metric.removesuffix("/*") for metric in said["metrics"] if metric.endswith("/*")]
+    if inner:  # a list, such as the load of experts, is one histogram at W&B
+        return wr.LinePlot(metric_regex="|".join(f"{re.escape(name)}(/.*)?" for name in inner), **options)
+    return wr.LinePlot(y=said["metrics"], **options)
 
 
 def build(entity: str, project: str) -> Any:

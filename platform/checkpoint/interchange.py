@@ -27,8 +27,8 @@ from platform.checkpoint.blocks.placement import HeldTensor, Piece, S
 from platform.checkpoint.moves import Fetch, read_tensor
 from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
 from platform.checkpoint.storage.catalogue import begin, commit, discard
+from platform.checkpoint.storage.file_report import BlockReport, FileReport
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
-from platform.checkpoint.storage.report import BlockReport, FileReport
 
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {

@@ -26,7 +26,7 @@ from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.copies import peers_of
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
-from platform.checkpoint.storage.report import FileReport
+from platform.checkpoint.storage.file_report import FileReport
 from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports

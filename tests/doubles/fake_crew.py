@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from platform.boundary.refusals import refusal_in
-from platform.checkpoint.storage.report import FileReport
+from platform.checkpoint.storage.file_report import FileReport
 from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.train.protocol.asked import Scored, Written

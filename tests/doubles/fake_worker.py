@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from platform.checkpoint.storage.report import FileReport
+from platform.checkpoint.storage.file_report import FileReport
 from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
 from platform.train.protocol.asked import AskedTexts, Written

@@ -13,9 +13,9 @@ from platform.boundary.files.file_storage import Storage, open_storage, read_not
 from platform.boundary.files.local_files import UNKNOWN
 from platform.boundary.redaction import bare_url, redact
 from platform.checkpoint.storage import manifest as manifests
+from platform.checkpoint.storage.file_report import FileReport
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, OtherFormat, Refused
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
-from platform.checkpoint.storage.report import FileReport
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _LOOKS = 5  # times that a storage is listed if it changes while it is read

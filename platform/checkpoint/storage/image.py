@@ -11,7 +11,7 @@ from platform.boundary.files.file_storage import Storage
 from platform.boundary.files.sealed import LARGEST_BLOCK, THREADS
 from platform.checkpoint.blocks.buffer import Buffer
 from platform.checkpoint.blocks.placement import Block, Share
-from platform.checkpoint.storage.report import BlockReport, FileReport
+from platform.checkpoint.storage.file_report import BlockReport, FileReport
 
 
 class Image:

@@ -14,7 +14,7 @@ from platform.boundary.files.sealed import LARGEST_BLOCK
 from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.checkpoint.blocks.box import Box, gaps
 from platform.checkpoint.blocks.placement import ITEMSIZE
-from platform.checkpoint.storage.report import FileReport
+from platform.checkpoint.storage.file_report import FileReport
 
 KIND = "elastic-platform checkpoint"
 FORMAT = 2  # the one that is written and read: tests/checkpoint/format_2 is in it, and stays readable

@@ -15,9 +15,9 @@ from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import Storage
 from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
 from platform.checkpoint.storage.catalogue import begin, commit, discard, prune
+from platform.checkpoint.storage.file_report import FileReport
 from platform.checkpoint.storage.lease import Lease, Superseded
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.report import FileReport
 
 Write = Callable[[str], Sequence[FileReport]]
 """Has every worker write its image into the directory of this name, and returns their reports; raises what they raise.

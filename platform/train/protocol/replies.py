@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import schema
 from platform.boundary.schema import Count, OneOf, Real, Span
-from platform.checkpoint.storage.report import FileReport
+from platform.checkpoint.storage.file_report import FileReport
 from platform.train.protocol.asked import Scored, Written
 
 

@@ -7,8 +7,8 @@ import pytest
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.file_report import FileReport
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.report import FileReport
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed

@@ -24,9 +24,9 @@ from platform.checkpoint.storage.catalogue import (
     quarantine,
     verify,
 )
+from platform.checkpoint.storage.file_report import FileReport
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta, Refused
-from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.saver import Saver
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew

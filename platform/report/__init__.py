@@ -1,0 +1,1 @@
+"""The page of a run: `python -m platform.report` writes it as one HTML file, or serves it as the run goes on."""

@@ -1,0 +1,216 @@
+"""Account of the time of a run, from its journal: periods of training, starting, recovery and standstill, and what
+each failure cost in seconds of useful work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from platform.boundary.documents import one_line
+from platform.monitor.goodput import goodput
+from platform.monitor.records import events
+from platform.monitor.records.journal_event import End, JournalEvent
+from platform.monitor.story import LINES
+
+# kind of period -> its text for people, in the order of a legend
+KINDS = {
+    "useful": "training",
+    "fewer": "training with fewer workers",
+    "lost": "steps that were done again, or given up",
+    "start": "starting",
+    "recover": "recovering from a failure",
+    "reshape": "changing the mesh without a failure",
+    "down": "no driver",
+}
+_TRAINING = ("useful", "fewer")
+_ENDED = (events.GaveUp, events.Unsaved, events.Stopped, events.NoPlaces)  # not as was asked for
+_TONES: dict[type[JournalEvent], str] = {
+    events.Failure: "bad", events.TookOver: "bad", events.CheckpointFailed: "bad", events.Damaged: "bad",
+    events.Undecided: "bad", **dict.fromkeys(_ENDED, "bad"),
+    events.Spike: "warn", events.Slow: "warn", events.Notice: "warn", events.Waiting: "warn", events.Injected: "warn",
+    events.Drained: "warn", events.FirstStep: "good", events.Done: "good",
+}  # fmt: skip
+
+
+class Period(NamedTuple):
+    """Part of a run's time, of one of KINDS: from `start` to `end`, seconds since the epoch."""
+
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass
+class FailureCost:
+    """Cost of a failure of a worker or of the driver: `stopped`, seconds until the next new step or failure,
+    `repeated`, seconds of `steps` that were done again, and `fewer`, seconds of the work of workers that were
+    missing."""
+
+    time: float
+    step: int
+    who: str
+    what: str
+    stopped: float = 0.0
+    repeated: float = 0.0
+    fewer: float = 0.0
+    steps: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Return the useful seconds that a failure of the run cost in all."""
+        return self.stopped + self.repeated + self.fewer
+
+
+@dataclass
+class Account:
+    """Account of a run's time: `periods` in order, and the failures with their costs."""
+
+    periods: list[Period] = field(default_factory=list)
+    failures: list[FailureCost] = field(default_factory=list)
+
+
+def account_of(journal: Iterable[JournalEvent], now: float = 0.0) -> Account:
+    """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work."""
+    ledger = _Ledger()
+    for event in journal:
+        ledger.enter(event)
+    ledger.close(max(now, ledger.last))
+    return ledger.account
+
+
+class _Ledger:
+    """Bookkeeper of a run's time, which takes the events of its journal one by one."""
+
+    def __init__(self) -> None:
+        """Begin an account of a run's time in which nothing has happened."""
+        self.account, self.last = Account(), 0.0
+        self._kind, self._since = "", 0.0  # of the open period; "": none
+        self._workers, self._full = 0, 0  # workers of the mesh, and the most that there have been
+        self._saved = self._before = 0.0  # time of the last checkpoint, and of the last event of the driver before
+        self._failure: FailureCost | None = None  # the last one, as long as it costs
+
+    def enter(self, event: JournalEvent) -> None:
+        """Take the next event of the journal into the account of a run's time."""
+        match event:
+            case events.Starting():
+                self._before = self.last or event.time
+                self.close(self._before)
+                self._book("down", self._before, event.time)
+                self._turn("start", event.time)
+            case events.TookOver():
+                what = "died without an end"
+                self._fail(FailureCost(self._before, event.step, "the driver", what, steps=event.steps_lost))
+                trained = (s for s in self.account.periods if s.kind in _TRAINING)
+                self._lose(sum(max(0.0, s.end - max(s.start, self._saved)) for s in trained))
+            case events.Forming():
+                self._workers, self._full = event.world_size, max(self._full, event.world_size)
+            case events.Failure():
+                self._turn("recover", event.time)
+                who = f"rank {event.rank}" if event.rank is not None else f"worker {event.number}"
+                node = event.node.partition("/")[0]
+                cause = one_line(event.cause.strip().rpartition("\n")[2])
+                what = f"{event.kind} in {event.method}: {cause}"
+                self._fail(FailureCost(event.time, event.step, f"{who} on {node}" if node else who, what))
+            case events.Reforming():
+                self._turn("reshape", event.time)
+            case events.RolledBack():
+                if self._failure:
+                    self._failure.steps += event.steps_lost
+                self._lose(event.lost_seconds)
+            case events.FirstStep():
+                self._turn("fewer" if self._workers < self._full else "useful", event.time)
+                self._failure = self._failure if self._workers < self._full else None
+            case End():
+                self.close(event.time)
+                if self._failure:
+                    self._failure.steps += event.steps_lost or 0
+                self._lose(event.lost_seconds or 0.0)
+        if isinstance(event, events.Checkpoint):
+            self._saved = event.time
+        self.last = max(self.last, event.time)
+
+    def close(self, time: float) -> None:
+        """End the open period of a run's time, if there is one."""
+        if self._kind:
+            self._book(self._kind, self._since, time)
+        self._kind = ""
+
+    def _turn(self, kind: str, time: float) -> None:
+        """Begin a period of a run's time of another kind, where the one before ends."""
+        self.close(time)
+        self._kind, self._since = kind, time
+
+    def _book(self, kind: str, start: float, end: float) -> None:
+        """Enter a period of a run's time, and charge the last failure for it."""
+        if end <= start:
+            return
+        self.account.periods.append(Period(kind, start, end))
+        if self._failure and kind in ("recover", "start"):
+            self._failure.stopped += end - start
+        elif self._failure and kind == "fewer":
+            self._failure.fewer += (end - start) * (1 - self._workers / self._full)
+
+    def _fail(self, failure: FailureCost) -> None:
+        """Enter a failure, which is charged for the time from now on."""
+        self.account.failures.append(failure)
+        self._failure = failure
+
+    def _lose(self, seconds: float) -> None:
+        """Turn the last `seconds` of training in the account into lost ones, and charge the last failure for them."""
+        if self._failure:
+            self._failure.repeated += seconds
+        found, later = self.account.periods, list[Period]()
+        while seconds > 0 and found:
+            last = found.pop()
+            if last.kind in _TRAINING:
+                cut = max(last.start, last.end - seconds)
+                seconds -= last.end - cut
+                parts = [Period(last.kind, last.start, cut), Period("lost", cut, last.end)]
+                later[:0] = [part for part in parts if part.end > part.start]
+            else:
+                later.insert(0, last)
+        found += later
+
+
+def time_shares(journal: Sequence[JournalEvent], account: Account, useful: float | None) -> dict[str, float]:
+    """Return where the seconds of a run's drivers went, by kind; `useful`: seconds of a run that goes on, else None."""
+    cost = goodput(journal)
+    total = sum(s.end - s.start for s in account.periods if s.kind != "down")
+    found = {"useful": cost.useful_seconds if useful is None else useful}
+    for kind in ("lost", "start", "recover", "reshape"):
+        found[kind] = sum(s.end - s.start for s in account.periods if s.kind == kind)
+    # the rest: saving, evaluating, what lies between steps
+    return {**found, "rest": max(0.0, total - sum(found.values()))}
+
+
+def goes_on(journal: Sequence[JournalEvent]) -> bool:
+    """Return True if a run's journal has no end of its last driver: it trains, or was killed."""
+    last = next((e for e in reversed(journal) if isinstance(e, End | events.Starting | events.Refused)), None)
+    return isinstance(last, events.Starting)
+
+
+def shown_events(journal: Sequence[JournalEvent], most: int) -> tuple[list[JournalEvent], int]:
+    """Return the newest events of a run's journal that are news, and older bad news, and how many are left out."""
+    news = [e for e in journal if line_of(e)]
+    left_out = max(0, len(news) - most)
+    if left_out:
+        bad = [e for e in news[: -most // 2] if tone_of(e) == "bad"][-(most // 2) :]
+        news = bad + news[-(most - len(bad)) :]
+    return news, left_out
+
+
+def line_of(event: JournalEvent) -> str:
+    """Return an event of a run's journal as a line of text; "" for one that is no news."""
+    line = LINES.get(type(event))
+    return one_line(line(event), 500) if line else ""
+
+
+def tone_of(event: JournalEvent) -> str:
+    """Return whether an event of a run's journal is good, bad or neither: "good", "warn", "bad" or ""."""
+    return _TONES.get(type(event), "")
+
+
+def step_of(event: JournalEvent) -> int | None:
+    """Return the step that an event of a run's journal is about, None if it has none."""
+    return getattr(event, "step", None)

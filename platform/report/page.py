@@ -1,0 +1,78 @@
+"""HTML of a page: one file with its data, style and scripts in it, which loads nothing and runs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from html import escape
+from typing import Any
+
+from platform.report.panel_table import STATIC
+
+_STYLES = ("uPlot.min.css", "page.css")
+_SCRIPTS = ("uPlot.iife.min.js", "charts.js", "page.js")
+_INERT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # in JSON they stand in texts alone
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+{styles}
+<header id="runs">{first}</header>
+<nav><div id="contents"></div></nav>
+<main id="sections"><noscript>The charts below need JavaScript.</noscript></main>
+<footer><div id="missing"></div>Charts by uPlot (MIT).</footer>
+<script type="application/json" id="data">{data}</script>
+{scripts}
+</html>
+"""
+
+
+@cache
+def _static(name: str) -> str:
+    """Return the text of a style or script of the page."""
+    return (STATIC / name).read_text()
+
+
+def _digest(text: str) -> str:
+    """Return the hash by which the page's policy allows a script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def content_policy(live: bool) -> str:
+    """Return the content security policy of a page, which may ask its server for rows if it is `live`."""
+    scripts, styles = (" ".join(_digest(_static(name)) for name in names) for names in (_SCRIPTS, _STYLES))
+    connect = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; connect-src {connect}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def inert_json(data: Any) -> str:
+    """Return plain data of a page as JSON without a character that could end the script element that it stands in."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_INERT)
+
+
+def page_html(data: Mapping[str, Any]) -> str:
+    """Return the HTML of a page that draws such data (`page_data`). Its first lines, on how each run is, can be read
+    without a script."""
+    runs = data["runs"]
+    first = "".join(
+        f'<div class="run"><h1>{escape(run["path"])}</h1>'
+        f'<p class="verdict {run["state"]["tone"]}">{escape(run["state"]["line"])}</p></div>'
+        for run in runs
+    )
+    return _PAGE.format(
+        policy=content_policy(data["live"]),
+        title=escape(", ".join(run["name"] for run in runs)),
+        styles="\n".join(f"<style>{_static(name)}</style>" for name in _STYLES),
+        scripts="\n".join(f"<script>{_static(name)}</script>" for name in _SCRIPTS),
+        first=first,
+        data=inert_json(data),
+    )

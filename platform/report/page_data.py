@@ -1,0 +1,261 @@
+"""Data of a page: what its script draws of each run, as plain data, from the files of the run directories.
+
+The files may be in use, torn, of an older layout or anybody's: what cannot be read is said, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from platform.boundary import documents
+from platform.boundary.refusals import ConfigError
+from platform.boundary.schema import Malformed
+from platform.cluster.run import traces
+from platform.config.fields import Config
+from platform.monitor.records import events
+from platform.monitor.records.columns import Columns
+from platform.monitor.records.journal_event import JournalEvent
+from platform.monitor.records.records import METRICS
+from platform.plan.language.numbers import count_of
+from platform.plan.reports.describe import human
+from platform.report import account
+from platform.report.headline import state_line, tiles
+from platform.report.panel_table import all_panels, panel_table, shows
+from platform.status.seen_run import Look, look
+
+_NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
+_POINTS = (60, 1000)
+_EVENTS, _SAMPLES = 400, 20  # most that are shown of a run
+_PICTURE = 400 << 10  # most bytes that are put into a page
+
+
+class WatchedRun:
+    """Run directory that is read on as it grows: `columns` of metrics, `found`, what else a look into it finds, None
+    without a run, and `faults`, a line for each file that could not be read."""
+
+    def __init__(self, directory: Path):
+        """Prepare to read the run in a directory, of which nothing need be there yet."""
+        self.directory = directory
+        self.columns = Columns(directory / METRICS)
+        self.found: Look | None = None
+        self.faults: list[str] = []
+
+    @property
+    def journal(self) -> Sequence[JournalEvent]:
+        """Return the events of the run."""
+        return self.found.evidence.journal if self.found else []
+
+    def look(self) -> int:
+        """Read the news of the run directory; return how many of the rows of metrics, from the first, still hold."""
+        self.found, kept = None, 0
+        with suppress(ConfigError):
+            self.found = look(self.directory)
+        self.faults = list(self.found.torn) if self.found else []
+        try:
+            kept = self.columns.read_on()
+        except OSError as error:
+            self.faults.append(f"{METRICS} cannot be read: {documents.one_line(error)}")
+        if self.columns.unread:
+            lines = count_of(self.columns.unread, "line")
+            self.faults.append(f"{METRICS}: {lines} passed over, as no row of metrics")
+        return kept
+
+
+def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
+    """Return all that a page draws: its sections of panels, and the runs, which have been looked at."""
+    curves = sum(_weight(run) for run in runs)
+    points = min(max(_NUMBERS // max(curves, 1), _POINTS[0]), _POINTS[1])
+    named = _unique_names([run.directory for run in runs])
+    return {
+        "live": live,
+        "made": time.time(),
+        "sections": panel_table()["sections"],
+        "kinds": account.KINDS | {"rest": "saving, evaluating, between steps"},
+        "runs": [_run_data(run, name, points) for run, name in zip(runs, named, strict=True)],
+    }
+
+
+def _unique_names(directories: Sequence[Path]) -> list[str]:
+    """Return a short name for each run directory: as many of its last parts as it takes to be unique."""
+    for count in range(1, 6):
+        names = ["/".join(d.parts[-count:]) or str(d) for d in directories]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def _heats() -> list[str]:
+    """Return the metrics of the panels that show a mean alone, as colours."""
+    return [m for panel in all_panels() if panel.get("kind") == "heat" for m in panel["metrics"]]
+
+
+def _weight(run: WatchedRun) -> int:
+    """Return how many numbers a point of all the curves of a run has."""
+    heats = _heats()
+    return sum(1 if shows(heats, name) else 3 for name in run.columns.names)
+
+
+def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
+    """Return what a page draws of one run, with curves of at most about `points` points."""
+    journal, wrote = run.journal, run.found.evidence.wrote if run.found else 0.0
+    ledger = account.account_of(journal, wrote if account.goes_on(journal) else 0.0)
+    config = run.found.config if run.found else None
+    news, left_out = account.shown_events(journal, _EVENTS)
+    return {
+        "name": name,
+        "path": str(run.directory),
+        "state": state_line(run.found),
+        "faults": run.faults,
+        "began": journal[0].time if journal else 0.0,
+        "tiles": list(tiles(run.found, run.columns)),
+        "curves": curves_of(run.columns, points),
+        "events": [
+            [round(e.time, 3), account.step_of(e), account.tone_of(e), account.line_of(e)] for e in news
+        ],
+        "left_out": left_out,
+        "periods": [[s.kind, round(s.start, 3), round(s.end, 3)] for s in ledger.periods[-2000:]],
+        "shares": account.time_shares(journal, ledger, _useful(run)),
+        "failures": [
+            [f.time, f.step, f.who, f.what, f.stopped, f.repeated, f.steps, f.fewer, f.seconds]
+            for f in ledger.failures[-_EVENTS:]
+        ],
+        "samples": [
+            [e.step, e.prompt[:500], e.text[:2000]] for e in journal if isinstance(e, events.Sampled)
+        ][-_SAMPLES:],
+        "traffic": next((e.rows[:20] for e in reversed(journal) if isinstance(e, events.Traffic)), []),
+        "plan": _shown_plan(run.found.plan, run.faults) if run.found else {},
+        "pictures": list(_pictures(run, config)),
+        "settings": _settings(config) if config else {},
+    }  # fmt: skip
+
+
+def _useful(run: WatchedRun) -> float | None:
+    """Return the useful seconds of a run that goes on, None for one that has ended."""
+    if not account.goes_on(run.journal):
+        return None  # the journal has them all; of one that goes on, only up to its last checkpoint
+    return float(np.nansum(run.columns.column("perf/step_seconds")))
+
+
+def curves_of(columns: Columns, points: int) -> dict[str, Any]:
+    """Return the curves of a run's metrics: `grids`, lists of the steps, tokens and hours of training of points, and by
+    W&B name [grid, means] or [grid, means, lowest, highest].
+
+    A metric of many rows is divided into `points` parts of as many rows each, so that no peak is lost; one that few
+    rows have is taken as it is, on a grid of its own.
+    """
+    steps = np.array(columns.steps, np.int64)
+    hours = np.cumsum(np.nan_to_num(np.asarray(columns.column("perf/step_seconds")))) / 3600
+    tokens = np.nan_to_num(np.asarray(columns.column("tokens")))
+    grids: list[dict[str, list[Any]]] = []
+    places: dict[bytes, int] = {}
+    found: dict[str, Any] = {}
+    heats = _heats()
+
+    def grid(rows: np.ndarray) -> int:
+        """Return the number of the grid of the points at these rows."""
+        key = rows.tobytes()
+        if key not in places:
+            places[key] = len(grids)
+            x = {"step": steps[rows].tolist(), "tokens": tokens[rows].astype(np.int64).tolist()}
+            grids.append({**x, "hours": _rounded(hours[rows])})
+        return places[key]
+
+    for name in columns.names:
+        values = np.asarray(columns.column(name))
+        rows = np.flatnonzero(~np.isnan(values)) if name.split("/")[0] in _SPARSE else np.arange(len(steps))
+        if not len(rows):
+            continue
+        if len(rows) <= points:
+            found[name] = [grid(rows), _rounded(values[rows])]
+            continue
+        edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
+        low, mean, high = _extremes(values[rows], edges[:-1])
+        spread = [] if shows(heats, name) or np.array_equal(low, high, equal_nan=True) else [low, high]
+        found[name] = [grid(rows[edges[1:] - 1]), *map(_rounded, [mean, *spread])]
+    return {"grids": grids, "of": found, "rows": len(steps)}
+
+
+_SPARSE = ("val", "tasks", "layers")  # metrics that only some rows have: their points are not spread over all rows
+
+
+def _extremes(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the lowest, mean and highest number of each part of `values`, without NaN; parts begin at `starts`."""
+    finite = np.where(np.isfinite(values), values, np.nan)
+    known = np.add.reduceat(~np.isnan(finite), starts, dtype=np.int64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.nan_to_num(finite), starts) / known
+    return np.fmin.reduceat(finite, starts), mean, np.fmax.reduceat(finite, starts)
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Return the numbers of a curve as JSON has them, with five digits; None for NaN and infinities."""
+    return [float(f"{v:.5g}") if isfinite(v) else None for v in values.tolist()]
+
+
+def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+    """Return `facts` of a plan as plan.json has it, and `table`, the layout of each region; {} if it has none."""
+    try:
+        mesh, regions = dict(plan["mesh"]), dict(plan["regions"])
+        dims = list(dict.fromkeys(dim for region in regions.values() for dim in region))
+        facts = {
+            "workers": " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n != 1) or "1",
+            "scheme": plan.get("scheme"),
+            "precision": plan.get("precision"),
+            "microbatches": plan.get("microbatches"),
+            "parameters": f"{plan['parameter_count']:,}, of which a worker has {plan['parameters_per_worker']:,}",
+            "bytes per step": {name: f"{human(n)}B" for name, n in plan.get("communication", {}).items()},
+        }
+        rows = [[name, *("+".join(region.get(dim, ())) or "-" for dim in dims)] for name, region in regions.items()]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        if plan:
+            faults.append(f"{traces.PLAN} is not a plan of this version")
+        return {}
+    return {"facts": {name: fact for name, fact in facts.items() if fact}, "table": [["region", *dims], *rows]}
+
+
+def _pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str]]:
+    """Yield the pictures of a run as (title, address with the picture in it): its schedule as planned, and as measured
+    where it wrote one. Images run nothing and load nothing."""
+    if config and config.pipeline.stages > 1 and not config.extend:  # no code of others is run
+        from platform.planning.make_plan import make_plan
+        from platform.planning.step_price import picture
+
+        with suppress(ConfigError):
+            plan = make_plan(config, None)
+            yield "as planned", _address(picture(config, plan, None).encode())
+    with suppress(FileNotFoundError):
+        try:
+            drawn = documents.read_bytes(run.directory / "timeline.svg", _PICTURE)
+        except Malformed:
+            run.faults.append(f"timeline.svg has more than {_PICTURE} bytes, and is not shown")
+        else:
+            yield "as measured", _address(drawn)
+
+
+def _address(svg: bytes) -> str:
+    """Return the address of an SVG picture that has the picture in itself."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """Return the keys of a run's configuration whose value is not the default, with their values as text."""
+    usual = dict(_flat_settings(Config().to_dict()))
+    own = dict(_flat_settings(config.to_dict()))
+    return {key: documents.one_line(value, 200) for key, value in own.items() if usual.get(key) != value}
+
+
+def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a nested configuration, joined by dots, with their values."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

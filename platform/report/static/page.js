@@ -1,0 +1,174 @@
+// The page of runs: draws its sections of panels from the data in it, and adds new rows while it is served.
+"use strict";
+
+let page = JSON.parse(document.getElementById("data").textContent);
+const state = { x: "", run: 0, off: new Set(), plots: [] };
+const KIND_COLOURS = { useful: "c2", fewer: "c5", lost: "c6", start: "c7", recover: "c1", reshape: "c4", down: "line", rest: "c0" };
+
+const clock = (seconds) => new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" });
+
+function table(head, rows, className = "") {
+  const cell = (tag) => (text, i) => {
+    const kind = head[i] && head[i].kind;
+    return el(tag, kind || "", text instanceof Node ? text : text == null ? "" : text);
+  };
+  const lines = rows.map((row) => el("tr", "", ...row.map(cell("td"))));
+  return el("div", `scroll ${className}`, el("table", "", el("thead", "", el("tr", "", ...head.map((h) => h.name).map(cell("th")))), el("tbody", "", ...lines)));
+}
+
+const column = (name, kind = "") => ({ name, kind });
+
+// ---- what only the page has; each returns whether there was something to draw
+
+const VIEWS = {
+  samples(run, box) {
+    for (const [step, prompt, text] of [...run.samples].reverse())
+      box.append(el("div", "dim", `after step ${step.toLocaleString()}${prompt ? `, asked: ${prompt}` : ""}`), el("pre", "sample", text));
+    return run.samples.length;
+  },
+  traffic(run, box) {
+    const rows = run.traffic.map((r) => [r.tier, r.messages, shown(r.bytes, "B"), r.busiest == null ? "" : shown(r.busiest, "B")]);
+    box.append(table([column("tier"), column("messages per step", "number"), column("bytes", "number"), column("busiest link", "number")], rows));
+    return rows.length;
+  },
+  account(run, box, now) {
+    const shares = Object.entries(run.shares).filter(([, seconds]) => seconds > 0), total = shares.reduce((sum, [, s]) => sum + s, 0);
+    if (!run.periods.length || !total) return false;
+    now.textContent = `${duration(total)} of drivers`;
+    box.append(strip(run));
+    const bar = el("div", "share");
+    const keys = el("div", "keys");
+    for (const [kind, seconds] of shares) {
+      const part = el("span");
+      part.style.cssText = `width:${(100 * seconds) / total}%;background:${style(KIND_COLOURS[kind])}`;
+      bar.append(part);
+      keys.append(el("span", "", swatch(style(KIND_COLOURS[kind])), page.kinds[kind], " ", el("span", "dim", `${duration(seconds)}, ${short((100 * seconds) / total)} %`)));
+    }
+    box.append(bar, keys);
+    return true;
+  },
+  failures(run, box, now) {
+    const sum = (i) => run.failures.reduce((all, f) => all + f[i], 0);
+    const rows = run.failures.map(([time, step, who, what, stopped, repeated, steps, fewer, all]) =>
+      [el("b", "", who), what, step, clock(time), duration(stopped), `${duration(repeated)}${steps ? ` (${steps} steps)` : ""}`, duration(fewer), el("b", "", duration(all))]);
+    if (rows.length) now.textContent = `${duration(sum(8))} of work in all`;
+    const numbers = ["until the next step", "done again", "missing workers", "cost"].map((name) => column(name, "number"));
+    box.append(table([column("who"), column("what", "text"), column("step", "number"), column("when"), ...numbers], rows));
+    return rows.length;
+  },
+  events(run, box, now) {
+    if (run.left_out) now.textContent = `${run.left_out} earlier ones are left out`;
+    const rows = [...run.events].reverse().map(([time, step, tone, text]) => [duration(time - run.began), step, el("span", tone, text)]);
+    box.append(table([column("after", "number"), column("step", "number"), column("event", "text")], rows, "list"));
+    return rows.length;
+  },
+  plan(run, box) {
+    if (!run.plan.facts) return false;
+    const said = (v) => (typeof v === "object" ? Object.entries(v).map(([k, x]) => `${k} ${x}`).join(", ") : v);
+    box.append(table([column(""), column("")], Object.entries(run.plan.facts).map(([k, v]) => [el("span", "dim", k), said(v)]), "facts"));
+    const [head, ...rows] = run.plan.table;
+    box.append(el("div", "dim", "which axis splits which dim"), table(head.map((h) => column(h)), rows));
+    return true;
+  },
+  pictures(run, box) {
+    for (const [title, address] of run.pictures) {
+      const image = el("img");
+      image.alt = `schedule ${title}`;
+      image.src = address;
+      box.append(el("div", "dim", title), el("div", "picture", image));
+    }
+    return run.pictures.length;
+  },
+  settings(run, box) {
+    const several = page.runs.length > 1, runs = several ? page.runs : [run];
+    const keys = [...new Set(runs.flatMap((r) => Object.keys(r.settings)))].sort();
+    const differs = (k) => new Set(runs.map((r) => r.settings[k])).size > 1;
+    const rows = keys.filter((k) => !several || differs(k)).map((k) => [k, ...runs.map((r) => r.settings[k] ?? "default")]);
+    if (several) box.append(el("div", "dim", "what differs between the runs"));
+    box.append(table([column("key"), ...runs.map((r) => column(several ? r.name : "value"))], rows));
+    return rows.length;
+  },
+};
+
+// Draws the time of a run as one bar, with marks where something failed.
+function strip(run) {
+  const from = run.periods[0][1], to = run.periods[run.periods.length - 1][2], make = (tag, more) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(more)) node.setAttribute(name, value);
+    return node;
+  };
+  const svg = make("svg", { viewBox: "0 0 1000 46", preserveAspectRatio: "none", class: "strip" });
+  const x = (time) => (1000 * (time - from)) / (to - from || 1);
+  const titled = (node, text) => (node.append(make("title", {})), (node.firstChild.textContent = text), node);
+  for (const [kind, start, end] of run.periods)
+    svg.append(titled(make("rect", { x: x(start), y: 12, width: Math.max(x(end) - x(start), 0.4), height: 34, fill: style(KIND_COLOURS[kind]) }),
+      `${page.kinds[kind]}: ${duration(end - start)}, from ${duration(start - from)} on`));
+  for (const [time, , who, what, , , , , cost] of run.failures)
+    svg.append(titled(make("rect", { x: x(time) - 1.5, y: 0, width: 3, height: 46, fill: style("bad") }), `${who} ${what}; cost ${duration(cost)}`));
+  return el("div", "", svg, el("div", "ends", el("span", "", clock(from)), el("span", "", clock(to))));
+}
+
+// ---- the page
+
+const DRAWN = { line: drawLines, stack: drawStack, heat: drawHeat, bars: drawBars };
+const WIDE = new Set(["account", "failures", "events", "pictures", "samples", "settings", "plan"]);
+
+function drawPanel(panel, place) {
+  const now = el("span", "now"), box = el("div", "box");
+  const card = el("div", WIDE.has(panel.view) || panel.kind === "stack" ? "panel wide" : "panel", el("div", "head", el("h3", "", panel.title), now), box);
+  const curves = panel.metrics ? panelCurves(panel) : [];
+  place.append(card); // a chart asks for its width
+  const some = panel.view ? VIEWS[panel.view](page.runs[state.run], box, now) : curves.length;
+  if (!some) return card.remove(), false;
+  if (!panel.view) DRAWN[panel.kind || "line"](panel, curves, box, now);
+  return true;
+}
+
+const drawDetails = (lines) => el("div", "details", ...lines.map((line) => el("div", "dim", line)));
+
+function drawHeader() {
+  const header = document.getElementById("runs");
+  header.replaceChildren(...page.runs.map((run) => {
+    const tiles = el("div", "tiles", ...run.tiles.map(([name, value, remark]) => el("div", "", el("span", "", name), el("b", "", value), el("span", "", remark || "\u00a0"))));
+    return el("div", "run", el("h1", "", run.path), el("p", `verdict ${run.state.tone}`, run.state.line), drawDetails(run.state.details), tiles, ...run.faults.map((f) => el("div", "warn", f)));
+  }));
+}
+
+function draw() {
+  state.plots.splice(0).forEach((plot) => plot.end());
+  const main = document.getElementById("sections"), nav = document.getElementById("contents"), missing = [];
+  const top = window.scrollY;
+  main.replaceChildren();
+  nav.replaceChildren();
+  drawHeader();
+  page.sections.forEach((section, i) => {
+    const panels = el("div", "panels"), title = el("h2", "", section.title);
+    title.id = `section-${i}`;
+    main.append(title, panels);
+    for (const panel of section.panels) if (!drawPanel(panel, panels)) missing.push(panel.title);
+    if (!panels.childElementCount) return title.remove(), panels.remove();
+    const link = el("a", "", section.title);
+    link.href = `#section-${i}`;
+    nav.append(link);
+  });
+  nav.append(tools());
+  document.getElementById("missing").textContent = missing.length ? `Without data here: ${missing.join("; ")}.` : "";
+  window.scrollTo(0, top);
+}
+
+function tools() {
+  const choice = (entries, value, set) => {
+    const node = el("select");
+    for (const [key, text] of entries) node.append(Object.assign(el("option", "", text), { value: key }));
+    node.value = value;
+    node.addEventListener("change", () => (set(node.value), draw()));
+    return node;
+  };
+  const x = choice([["", "axis: as usual"], ["step", "axis: steps"], ["tokens", "axis: tokens"], ["hours", "axis: time of training"]], state.x, (v) => (state.x = v));
+  const run = choice(page.runs.map((r, i) => [String(i), `in detail: ${r.name}`]), String(state.run), (v) => (state.run = Number(v)));
+  return el("div", "tools", ...(page.runs.length > 1 ? [run, x] : [x]));
+}
+
+draw();
+new ResizeObserver(() => state.plots.forEach((plot) => plot.resize())).observe(document.getElementById("sections"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

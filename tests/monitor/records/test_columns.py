@@ -1,0 +1,76 @@
+"""Columns of metrics say what MetricsLog's own reading says, of files that are written, torn or anybody's."""
+
+from __future__ import annotations
+
+import json
+from math import inf, isnan
+from pathlib import Path
+
+import pytest
+
+from platform.monitor.records.columns import Columns
+from platform.monitor.records.metrics import MetricsLog
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_rows_are_those_that_the_log_reads(path: Path) -> None:
+    """After two rollbacks, with maps, lists, a number that a row lacks, and text where a number is not finite."""
+    steps = [1, 2, 3, 2, 3, 4, 1, 2, 3]
+    rows = [{"step": s, "loss": i / 4, "seconds": {"data": i}, "expert_load": [i, s]} for i, s in enumerate(steps)]
+    rows[7]["loss"] = "NaN"
+    rows[8]["val_loss"] = "Infinity"
+    path.write_text(lines(*rows))
+    columns, wanted = Columns(path), MetricsLog.read(path)
+    columns.read_on()
+    assert list(columns.steps) == [row["step"] for row in wanted] == [1, 2, 3]
+    assert columns.names == ["step", "train/loss", "time/data", "experts/load/0", "experts/load/1", "val/loss"]
+    assert columns.column("train/loss")[0] == 1.5 and isnan(columns.column("train/loss")[1])
+    assert list(columns.column("time/data")) == [row["seconds"]["data"] for row in wanted]
+    assert list(columns.column("experts/load/1")) == [row["expert_load"][1] for row in wanted]
+    assert isnan(columns.column("val/loss")[0]) and columns.column("val/loss")[2] == inf
+    assert all(map(isnan, columns.column("perf/mfu")))
+
+
+def test_a_growing_file_is_read_on(path: Path) -> None:
+    columns = Columns(path)
+    assert columns.read_on() == 0 and not columns.steps  # not there yet
+    path.write_text(lines({"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}) + '{"step": 3, "lo')
+    assert columns.read_on() == 0 and list(columns.steps) == [1, 2]
+    path.write_text(lines({"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}))  # the next driver cuts the torn line
+    assert columns.read_on() == 2
+    with path.open("a") as file:
+        file.write(lines({"step": 2, "loss": 5.0}, {"step": 3, "loss": 6.0}))
+    assert columns.read_on() == 1 and list(columns.column("train/loss")) == [1.0, 5.0, 6.0]
+    assert columns.read_on() == 3 and columns.unread == 0
+    path.write_text(lines({"step": 1, "loss": 9.0}))  # another file
+    assert columns.read_on() == 0 and list(columns.column("train/loss")) == [9.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "[1]", "null", "{", '{"step": 1.5}', '{"step": -1}', '{"step": true}', '{"loss": 1}', "\x00", '{"step": 1} x']
+    + ["[" * 100_000, '{"step": 1' + "0" * 5000 + "}"],
+    ids=repr,
+)
+def test_a_line_that_is_no_row_is_passed_over(path: Path, line: str) -> None:
+    path.write_text(lines({"step": 1, "loss": 1.0}) + line + "\n" + lines({"step": 2, "loss": 2.0}))
+    columns = Columns(path)
+    columns.read_on()
+    assert list(columns.column("train/loss")) == [1.0, 2.0] and columns.unread == 1
+
+
+def test_foreign_values_are_no_numbers(path: Path) -> None:
+    row = {"step": 1, "loss": "<b>", "lr": None, "tokens": 10**400, "seconds": [{}, "x"], "experts": {"load/0": 5}}
+    path.write_text(lines(row | {"expert_load": [1, 2], "unknown": 3}))
+    columns = Columns(path)
+    columns.read_on()
+    assert columns.names == ["step", "tokens", "experts/load/0", "experts/load/1"]
+    assert columns.column("tokens")[0] == inf and list(columns.column("experts/load/0")) == [5.0]

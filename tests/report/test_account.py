@@ -1,0 +1,101 @@
+"""The account of a run's time adds up, and charges each failure for what it cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from platform.monitor.goodput import goodput
+from platform.monitor.records.events import JournalEvent, named
+from platform.report.account import account_of, goes_on, shown_events, time_shares
+
+
+def at(time: float, event: str, **fields: object) -> JournalEvent:
+    return named(event, time=time, **fields)
+
+
+def forming(time: float, workers: int) -> JournalEvent:
+    return at(time, "forming", world_size=workers, mesh={"data": workers}, reason="", alive=workers)
+
+
+def failure(time: float, step: int, useful: float) -> JournalEvent:
+    more = {"kind": "died", "method": f"step({step})", "cause": "Traceback\nKilled", "log": None, "coordinates": {}}
+    return at(time, "failure", number=3, rank=3, node="host-1/ray", step=step, useful_seconds=useful, **more)
+
+
+START = [
+    at(0, "starting", world_size=4, cluster="local", device="cpu"),
+    forming(4, 4),
+    at(10, "first_step", step=1),
+    at(30, "checkpoint", step=20, directory="a", bytes=1, seconds=0.1, useful_seconds=20.0),
+]
+FAILED = [
+    *START,
+    failure(40, 31, useful=10.0),
+    at(41, "rolled_back", step=20, steps_lost=10, lost_seconds=10.0),
+    forming(42, 3),
+    at(44, "first_step", step=21),
+    at(64, "reforming", reason="4 workers are there", step=41, useful_seconds=20.0),
+    forming(65, 4),
+    at(67, "first_step", step=42),
+    at(80, "done", step=54, saved=54, useful_seconds=12.0),
+]
+
+
+def test_a_failure_is_charged_for_all_that_it_cost() -> None:
+    found = account_of(FAILED)
+    assert [tuple(s) for s in found.periods] == [
+        ("start", 0, 10),
+        ("useful", 10, 30),
+        ("lost", 30, 40),
+        ("recover", 40, 44),
+        ("fewer", 44, 64),
+        ("reshape", 64, 67),
+        ("useful", 67, 80),
+    ]
+    [cost] = found.failures
+    assert (cost.who, cost.what, cost.step) == ("rank 3 on host-1", "died in step(31): Killed", 31)
+    assert (cost.stopped, cost.repeated, cost.steps, cost.fewer) == (4.0, 10.0, 10, 5.0)  # a quarter of 20 s
+    assert cost.seconds == 19.0
+
+
+def test_shares_are_those_of_goodput_and_add_up() -> None:
+    found = time_shares(FAILED, account_of(FAILED), None)
+    assert sum(found.values()) == pytest.approx(goodput(FAILED).seconds)
+    assert found["useful"] == goodput(FAILED).useful_seconds == 52.0
+    assert found["lost"] == 10.0 and found["recover"] == 4.0 and found["rest"] == 1.0
+
+
+def test_of_two_failures_at_once_each_is_charged_for_its_own_time() -> None:
+    found = account_of(
+        [*START, failure(40, 31, 10.0), failure(42, 31, 0.0), forming(43, 4), at(47, "first_step", step=31)]
+    )
+    assert [f.stopped for f in found.failures] == [2.0, 5.0]
+
+
+def test_a_driver_that_died_is_charged_for_what_its_successor_repeats() -> None:
+    again = [
+        at(100, "starting", world_size=4, cluster="local", device="cpu"),
+        at(100, "took_over", step=25, steps_lost=5),
+        forming(101, 4),
+        at(106, "first_step", step=21),
+    ]
+    found = account_of([*START, at(35, "sampled", step=25, prompt="", text=""), *again], now=110)
+    assert [tuple(s) for s in found.periods][2:] == [
+        ("lost", 30, 35),
+        ("down", 35, 100),
+        ("start", 100, 106),
+        ("useful", 106, 110),
+    ]
+    [cost] = found.failures
+    assert (cost.who, cost.stopped, cost.repeated, cost.steps) == ("the driver", 6.0, 5.0, 5)
+
+
+def test_an_empty_journal_has_an_empty_account() -> None:
+    assert account_of([]).periods == [] and not goes_on([])
+    assert goes_on(START) and not goes_on(FAILED)
+
+
+def test_of_many_events_bad_news_are_kept() -> None:
+    many = [failure(1, 1, 0.0), *(at(i, "first_step", step=i) for i in range(2, 100))]
+    found, left_out = shown_events(many, 10)
+    assert len(found) == 10 and found[0].word == "failure" and left_out == 89

@@ -1,0 +1,100 @@
+"""What a page draws is in the files of a run, whatever state they are in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from platform.report.page import page_html
+from platform.report.page_data import WatchedRun, page_data
+
+KEPT = next(Path(__file__).parents[1].glob("commands/kept_runs/*/run"))
+
+
+def looked(*directories: Path) -> dict[str, Any]:
+    runs = [WatchedRun(d) for d in directories]
+    for run in runs:
+        run.look()
+    return page_data(runs)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A copy of a run that an older version wrote, in which a worker was killed."""
+    return shutil.copytree(KEPT, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+
+
+def test_a_run_of_an_older_version_is_drawn(kept: Path) -> None:
+    [run] = looked(kept)["runs"]
+    assert run["faults"] == [] and run["state"] == {"tone": "good", "line": "done: step 5 of 5", "details": []}
+    assert [f[2] for f in run["failures"]] == ["rank 1 on node-0"]
+    assert {"train/loss", "time/forward", "elastic/world_size"} <= run["curves"]["of"].keys()
+    assert run["plan"]["facts"]["workers"] and run["settings"]["elastic.faults"]
+
+
+@pytest.mark.parametrize("torn", ["journal.jsonl", "metrics.jsonl", "plan.json", "config.yaml"])
+def test_a_torn_file_costs_what_it_held_alone(kept: Path, torn: str) -> None:
+    text = (kept / torn).read_bytes()
+    (kept / torn).write_bytes(text[: len(text) * 2 // 3])
+    [run] = looked(kept)["runs"]
+    whole = torn.endswith(".jsonl")  # a torn last line is no fault
+    assert bool(run["faults"]) is not whole or torn == "config.yaml"
+    assert run["curves"]["of"]["train/loss"][1] and run["events"]
+
+
+def test_an_empty_or_missing_run_is_drawn(tmp_path: Path) -> None:
+    data = looked(tmp_path, tmp_path / "none")
+    assert [run["curves"]["of"] for run in data["runs"]] == [{}, {}]
+    assert all(run["state"]["line"] == "no run has started here yet" for run in data["runs"])
+    assert page_html(data)
+
+
+def test_runs_are_named_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for path in paths:
+        path.mkdir(parents=True)
+    assert [run["name"] for run in looked(*paths)["runs"]] == ["a/run", "b/run"]
+    assert [run["name"] for run in looked(paths[0], paths[0])["runs"]] == [
+        f"{'/'.join(paths[0].parts[-5:])} ({i})" for i in (1, 2)
+    ]
+
+
+def write_long(folder: Path, steps: int) -> None:
+    """Write metrics with one spike, one hole, and a validation every 1000 steps."""
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            row: dict[str, Any] = {"step": step, "loss": 5.0, "grad_norm": 1 / step, "tokens": 2048 * step}
+            row |= {
+                "step_seconds": 0.5,
+                "seconds": {"forward": 0.25, "backward": 0.125},
+                "comm_bytes": {"send/stage": 7},
+            }
+            row["loss"] = 99.0 if step == 4321 else 1.0 if step == 7654 else 5.0
+            row |= {"val_loss": 4.0} if step % 1000 == 0 else {}
+            file.write(json.dumps(row) + "\n")
+
+
+def test_a_long_run_keeps_its_peaks(tmp_path: Path) -> None:
+    write_long(tmp_path, 10_000)
+    found = looked(tmp_path)["runs"][0]["curves"]
+    grid, mean, low, high = found["of"]["train/loss"]
+    assert len(mean) == len(found["grids"][grid]["step"]) == 1000 and max(high) == 99.0 and min(low) == 1.0
+    assert sum(mean) / len(mean) == pytest.approx(5.009, abs=1e-3)  # parts of as many rows each
+    assert found["grids"][grid]["step"][-1] == 10_000 and found["grids"][grid]["hours"][-1] == pytest.approx(1.3889)
+    sparse, values = found["of"]["val/loss"]
+    assert found["grids"][sparse]["step"] == list(range(1000, 10_001, 1000)) and values == [4.0] * 10
+    assert len(found["of"]["comm/send/stage"]) == 2  # it never changes: no peaks
+
+
+@pytest.mark.full
+def test_a_page_of_100000_steps_is_small_and_quick(tmp_path: Path) -> None:
+    import time
+
+    write_long(tmp_path, 100_000)
+    began = time.process_time()
+    text = page_html(looked(tmp_path))
+    assert len(text.encode()) < 2e6 and time.process_time() - began < 5
