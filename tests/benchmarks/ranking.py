@@ -20,13 +20,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from platform.calibrate import TINY
+from platform.cluster.calibrate import TINY
+from platform.costs.calibration import Seen, as_file, hardware_of_rounds, rounds
 from platform.launch import compose
-from platform.planning.calibration import Seen, as_file, hardware_of_rounds, rounds, step_configs
 from platform.planning.comparison import as_text, compare
 from platform.planning.make_plan import make_plan
 from platform.planning.measured_runs import MeasuredRun, counted_flops
-from platform.planning.step_price import read_hardware, work_of
+from platform.planning.step_price import read_hardware, step_configs, work_of
 from tests.benchmarks.nodes.cases import Case
 from tests.benchmarks.nodes.measured import seconds
 from tests.harness.oracle import configure

@@ -24,9 +24,9 @@ from platform.parallel.communicator.meeting import connected
 from platform.parallel.compiled import uncompiled
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import stage_rows
-from platform.planning.calibration import step_configs
 from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
+from platform.planning.step_price import step_configs
 from platform.train.health.link import TOGETHER, settle
 from platform.train.protocol.replies import Measured, Timing
 from platform.train.step.rank_parameters import DTYPES

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from platform.calibrate import TINY
+from platform.cluster.calibrate import TINY
 from platform.costs.calibrated import samples_of, solution
+from platform.costs.calibration import Seen, as_file, hardware_of_rounds, rounds
 from platform.costs.machine import HardwareMistake, Link, hardware_of
 from platform.costs.price import price_of
 from platform.costs.seconds import group_seconds, message_seconds, product_seconds
 from platform.costs.work import FUSED_BACKWARD, Product
 from platform.launch import compose
-from platform.planning.calibration import Seen, as_file, hardware_of_rounds, rounds, step_configs
 from platform.planning.make_plan import make_plan
-from platform.planning.step_price import read_hardware, work_of
+from platform.planning.step_price import read_hardware, step_configs, work_of
 
 CPU = read_hardware("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "rotate")

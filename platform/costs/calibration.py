@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import log
 from typing import NamedTuple
 
-from platform.config.fields import Config
 from platform.costs.calibrated import Sample, Samples, calibrated, samples_of, solution
 from platform.costs.fit import fit
 from platform.costs.machine import LINK, Hardware, Link
@@ -82,22 +81,6 @@ def hardware_of_rounds(
     kernels = samples_of(by_tier["kernels"])
     found = _with_steps(calibrated(first, kernels, links, seen.precision), kernels["step"], steps)
     return found, {*links}
-
-
-def step_configs(config: Config, on_gpu: bool, tiny: bool) -> list[Config]:
-    """Return the configurations of the steps that each worker measures alone: of a model whose steps are all launches,
-    with more and more microbatches, and last one of two usual layers. `tiny`: that one is small too."""
-    m, t = config.model, config.train
-    small = replace(m, layers=2, d_model=16, heads=2, length=8, vocab=32)
-    usual = replace(m, layers=2, d_model=4096, heads=32, length=2048, vocab=32768)
-    if not on_gpu:
-        usual = replace(m, layers=2, d_model=256, heads=4, length=128, vocab=512)
-    sizes = [(small, 1, n) for n in (1, 4, 16)] + [(small if tiny else usual, 2 if on_gpu else 4, 2)]
-    parallel = replace(config.parallel, data=1)
-    return [
-        replace(config, model=model, parallel=parallel, train=replace(t, microbatch=each, global_batch=each * n))
-        for model, each, n in sizes
-    ]
 
 
 def _with_steps(hardware: Hardware, samples: Sequence[Sample], steps: Sequence[StepWork]) -> Hardware:
