@@ -1,4 +1,4 @@
-"""Calibration of the hardware by workers that are started as those of a run: `python -m platform.plan calibrate`."""
+"""Calibration of the hardware by workers that are started as for a run: `python -m platform.plan calibrate`."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ def samples_of(timings: Iterable[tuple[str, Sequence[float], float]], usual: Cal
 
 
 def calibrated(first: Hardware, kernels: Samples, links: Mapping[str, Samples], precision: str) -> Hardware:
-    """Return the hardware that explains measurements best. `first`: gives what they do not say; `kernels`: measured by
-    ranks that compute; `links`: by tier, node or network, measured by groups; `precision`: of the products."""
+    """Return the hardware that explains measurements best. `first`: hardware that gives all else; `kernels`: samples of
+    ranks that compute; `links`: samples of groups, by tier, node or network; `precision`: type of the products."""
     [copy] = kernels["copy"]
     found = replace(first, bandwidth=copy.sizes[0] / copy.seconds)
     found = _with_products(found, kernels, precision)
     for tier, samples in links.items():
         reached = replace(found.reached, **{tier: 1.0})
-        made = _link(found, tier, samples)
+        made = _measured_links(found, tier, samples)
         found = replace(found, **{tier: made}, reached=reached)  # type: ignore[arg-type]
         for (apart, moving), together in samples.get("beside", ()):
             slowed = (together - max(apart, moving)) / min(apart, moving)
@@ -58,7 +58,7 @@ def calibrated(first: Hardware, kernels: Samples, links: Mapping[str, Samples], 
 
 def solution(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the factors, none negative, of the `columns` whose sums are nearest to measured seconds, by the squares of
-    errors over the seconds: errors of what is short count, and more those of what is long."""
+    errors over the seconds: short measurements count, and long ones more."""
     weight = np.array(seconds) ** -0.5
     a, wanted = np.array(columns, dtype=float).T * weight[:, None], np.array(seconds) * weight
     used = list(range(a.shape[1]))
@@ -73,8 +73,8 @@ def solution(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> li
 
 
 def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hardware:
-    """Return the hardware with the peaks that products reach, tile and depth by which those of other shapes reach less,
-    and the share of attention in one kernel. A data sheet's peak stays."""
+    """Return the hardware with the peaks that products reach, the tile and depth by which other shapes reach less, and
+    the share of attention in one kernel. A data sheet's peak stays."""
     measured = {kind.partition(" ")[2]: s[0].sizes[0] / s[0].seconds for kind, s in kernels.items() if "peak " in kind}
     peaks = {p: max(rate, hardware.peaks.get(p, 0.0) if hardware.ahead else 0.0) for p, rate in measured.items()}
     hardware = replace(hardware, peaks={**hardware.peaks, **peaks} if hardware.ahead else peaks)
@@ -111,18 +111,20 @@ def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hard
     )
 
 
-def _link(hardware: Hardware, tier: str, samples: Samples) -> Link:
+def _measured_links(hardware: Hardware, tier: str, samples: Samples) -> Link:
     """Return the links of a tier, node or network, as messages find them, and as each kind of collective does."""
-    kinds = {op: _of_kind(hardware, tier, op, found) for op, found in samples.items() if op not in ("send", "beside")}
+    kinds = {
+        op: _links_of_kind(hardware, tier, op, found) for op, found in samples.items() if op not in ("send", "beside")
+    }
     sent = samples["send"]
     latency, per_byte = solution([[1.0] * len(sent), [s.sizes[1] for s in sent]], [s.seconds for s in sent])
     message = Link(1 / max(per_byte, 1e-15), max(LEAST, latency), max(LEAST, latency))
     return replace(message, kinds=kinds)
 
 
-def _of_kind(hardware: Hardware, tier: str, op: str, samples: Sequence[Sample]) -> Link:
+def _links_of_kind(hardware: Hardware, tier: str, op: str, samples: Sequence[Sample]) -> Link:
     """Return the links of a tier as one kind of collective finds them: with the columns that the formula gives for a
-    byte, a latency and a hop alone. Groups of one size do not tell the last two apart: the latency is all of it."""
+    byte, a latency and a hop alone. Of groups of one size the latency is all that is not bytes."""
     none = Link(1e30, LEAST**2, LEAST**2)
     alone = [replace(none, bandwidth=1.0), replace(none, latency=1.0), replace(none, hop=1.0)]
     reached = replace(hardware.reached, node=1.0, network=1.0)

@@ -56,8 +56,8 @@ def rounds(nodes: Sequence[str]) -> list[Round]:
 
 
 class Seen(NamedTuple):
-    """Circumstances of a calibration: the `date`, the `precision` of its products, its `device` as that names itself,
-    the ranks of each of the `nodes`, and the name of the hardware (`like`) that says what was not measured."""
+    """Circumstances of a calibration: the `date`, the `precision` of its products, the name of its `device`, the ranks
+    of each of the `nodes`, and the name of the hardware (`like`) that gives all that was not measured."""
 
     date: str
     precision: str
@@ -104,7 +104,7 @@ def _with_steps(hardware: Hardware, samples: Sequence[Sample], steps: Sequence[S
 
 
 def as_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
-    """Return the text of a hardware's file, each number with how it was found; `tiers`: those that were measured."""
+    """Return the text of a hardware's file, each number with how it was found; `tiers`: tiers that were measured."""
     here, there = f"measured {seen.date}", f"not measured: of {seen.like}"
     on_gpu = h.ahead
     peaks = ", ".join(f"{precision}: {rate:.4g}" for precision, rate in h.peaks.items())

@@ -23,7 +23,7 @@ class Link:
     hop: float
     kinds: Mapping[str, Link] = field(default_factory=dict)
 
-    def of(self, op: str) -> Link:
+    def for_kind(self, op: str) -> Link:
         """Return the links as a collective of this operation finds them."""
         return self.kinds.get(op, self)
 
@@ -123,16 +123,16 @@ class _Described:
         return default
 
     def link(self) -> Link:
-        """Return the links that this part describes, with those of collectives that differ under `kinds`."""
+        """Return the links that this part describes, and under `kinds` the links of collectives that differ."""
         kinds = self.part("kinds", {})
         found = {op: kinds.part(op) for op in TRAFFIC if op in kinds.data}
-        made = {op: part._link({}) for op, part in found.items()}
+        made = {op: part._made_link({}) for op, part in found.items()}
         for part in (kinds, *found.values()):
             part.close()
-        return self._link(made)
+        return self._made_link(made)
 
-    def _link(self, kinds: Mapping[str, Link]) -> Link:
-        """Return the links that this part describes, with those of `kinds` of collectives."""
+    def _made_link(self, kinds: Mapping[str, Link]) -> Link:
+        """Return the links that this part describes, and the links of some `kinds` of collectives."""
         bandwidth, latency, hop = (self.number(key) for key in LINK)
         return Link(bandwidth, latency, hop, kinds)
 

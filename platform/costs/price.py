@@ -210,9 +210,9 @@ class _Clock:
 
 
 def in_flight(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[PassTime], list[PassTime]]:
-    """Return the spans of 1F1B's passes with what messages between stages cost there. The first of p stages has p
-    microbatches under way, each on p - 1 ways there and back, and so waits for (p - 1) / p of a way there and back per
-    microbatch; all others keep its pace, however many messages they get themselves."""
+    """Return the spans of 1F1B's passes, with what messages between stages cost where microbatches are in flight."""
+    # The first of p stages has p microbatches under way, each on p - 1 ways there and back, and so waits for (p - 1) / p
+    # of a way there and back per microbatch; all others keep its pace, however many messages they get themselves.
     stages, pair = len(forward), _stage_wait(forward) + _stage_wait(backward)
     wait = pair * (stages - 1) / stages / 2
     return tuple(  # type: ignore[return-value]

@@ -47,8 +47,7 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
 
 
 def beside(computing: Number, other: Number, hardware: Hardware) -> Number:
-    """Return the seconds of computing and of something `other` that it hides, or that comes on top if nothing is
-    done beside it."""
+    """Return the seconds of computing and of something `other`, which is hidden where anything is done beside it."""
     return np.maximum(computing, other) if hardware.ahead else computing + other
 
 
@@ -91,7 +90,7 @@ def sent_seconds(size: float, mesh: Mesh, hardware: Hardware) -> float:
 
 def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
     """Return the seconds of a message of `size` bytes `inside` a node, or between nodes: of one, or of many."""
-    node, network, reached = hardware.node.of("send"), hardware.network.of("send"), hardware.reached
+    node, network, reached = hardware.node.for_kind("send"), hardware.network.for_kind("send"), hardware.reached
     near = node.latency + size / (node.bandwidth * reached.node)
     return np.where(inside, near, network.latency + size / (network.bandwidth * reached.network))
 
@@ -99,7 +98,7 @@ def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
 def group_seconds(op: str, size: Number, n: Number, here: Number, hardware: Hardware) -> Number:
     """Return the seconds of a collective of n ranks, `here` of which share a node, on an input of `size` bytes: of one
     group, or of many at once; 0 for groups of one rank."""
-    node, network = hardware.node.of(op), hardware.network.of(op)
+    node, network = hardware.node.for_kind(op), hardware.network.for_kind(op)
     inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
     across, others = here < n, np.maximum(n - 1, 1)
     # a ring leaves each node once, over the adapters of all of the group's ranks there

@@ -82,7 +82,7 @@ def work_of(config: Config, plan: Plan, gradient_bytes: int = 0, kept_whole: boo
 
 def step_configs(config: Config, on_gpu: bool, tiny: bool) -> list[Config]:
     """Return the configurations of the steps that each worker measures alone: of a model whose steps are all launches,
-    with more and more microbatches, and last one of two usual layers. `tiny`: that one is small too."""
+    with more and more microbatches, and last one of two usual layers. `tiny`: True if that one is small too."""
     m, t = config.model, config.train
     small = replace(m, layers=2, d_model=16, heads=2, length=8, vocab=32)
     usual = replace(m, layers=2, d_model=4096, heads=32, length=2048, vocab=32768)

@@ -19,7 +19,7 @@ from platform.plan.language.mesh import Mesh
 from platform.train.health.link import CONNECTIONS, TOGETHER
 from platform.train.health.measure import FULL, QUICK, findings
 from platform.train.health.rates import collective_rates, in_groups, kernel_rates
-from platform.train.protocol.replies import Findings, Measured, Proof
+from platform.train.protocol.replies import Findings, Proof, Rates
 from platform.train.recovery.proof import proof
 from platform.train.step.rank_parameters import DTYPES
 
@@ -75,20 +75,19 @@ class Candidate:
         except Exception as error:
             return Findings(errors={check: error_line(error)})
 
+    # In both: `rank` in a mesh of a `shape`, members of a group by groups, called `name` in `store`, the driver's TCPStore
+    # (host, port); `tiny`: sizes that take a moment. `leave` must follow.
     def measure_kernels(
         self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
-    ) -> Measured:
-        """Measure how fast this worker computes, while all others do, which call this together. `rank`: this worker's
-        rank in a mesh of that `shape`, members of a group by groups; `name`: of the mesh in `store`, the driver's
-        TCPStore (host, port); `tiny`: True for sizes that take a moment. `leave` must follow."""
+    ) -> Rates:
+        """Measure how fast this worker computes, while all others do, which call this together."""
         self.communicator = in_groups(rank, shape, name, store, self._local_device())
         return kernel_rates(self.communicator, self.config, tiny)
 
     def measure_collectives(
         self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
-    ) -> Measured:
-        """Measure collectives and messages between this worker and the others of its group, while all other groups do.
-        Parameters as of `measure_kernels`. `leave` must follow."""
+    ) -> Rates:
+        """Measure collectives and messages in this worker's group, while all groups do, which call this together."""
         self.communicator = in_groups(rank, shape, name, store, self._local_device())
         return collective_rates(self.communicator, tiny)
 

@@ -96,10 +96,10 @@ def test_it_finds_the_hardware_that_was_measured():
 
 def test_one_slower_kind_changes_that_kind_alone():
     usual, slow = found(TRUE)[0], found(TRUE, slower=["reduce_scatter"])[0]
-    changed = [op for op in KINDS if slow.network.of(op) != usual.network.of(op)]
+    changed = [op for op in KINDS if slow.network.for_kind(op) != usual.network.for_kind(op)]
     assert changed == ["reduce_scatter"]
-    assert slow.network.of("reduce_scatter").bandwidth == pytest.approx(
-        usual.network.of("reduce_scatter").bandwidth / 2, rel=0.02
+    assert slow.network.for_kind("reduce_scatter").bandwidth == pytest.approx(
+        usual.network.for_kind("reduce_scatter").bandwidth / 2, rel=0.02
     )
 
 
@@ -107,7 +107,9 @@ def test_the_file_says_what_was_measured_and_is_read_again():
     made, tiers = found(TRUE)
     text = as_file(made, tiers, SEEN)
     again = hardware_of("mine", yaml.safe_load(text))
-    assert again.node.of("all_gather").bandwidth == pytest.approx(made.node.of("all_gather").bandwidth, rel=1e-3)
+    assert again.node.for_kind("all_gather").bandwidth == pytest.approx(
+        made.node.for_kind("all_gather").bandwidth, rel=1e-3
+    )
     assert again.ahead is False and again.reached.memory == pytest.approx(made.reached.memory, rel=1e-2)
     numbers = [line for line in text.splitlines()[1:] if not line.startswith((" ", "accelerator"))]
     assert all("#" in line for line in numbers if not line.startswith("reached"))

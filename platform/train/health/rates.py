@@ -18,17 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from platform.config.fields import Config
-from platform.data.corpus import corpus_of
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.meeting import connected
 from platform.parallel.compiled import uncompiled
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
 from platform.planning.step_price import step_configs
 from platform.train.health.link import TOGETHER, settle
-from platform.train.protocol.replies import Measured, Timing
+from platform.train.protocol.replies import Rates, Timing
 from platform.train.step.rank_parameters import DTYPES
 from platform.train.step.trainer import Trainer
 
@@ -46,8 +44,8 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Extents:
-    """Extents of what is measured. `side`: that SHAPES are multiples of; `copied`: bytes of a copy; `seconds`: for how
-    long each thing is repeated; `largest`: bytes of the largest collective; `repeats`: how often each is measured."""
+    """Extents of measurements. `side`: unit of SHAPES; `copied`: bytes of a copy; `seconds`: span of each measurement
+    on a device; `largest`: bytes of the largest collective; `repeats`: number of measurements of each collective."""
 
     side: int
     copied: int
@@ -62,14 +60,12 @@ TINY = Extents(32, 1 << 16, 0.002, 1 << 12, 1)  # for tests
 
 
 def extents(device: str, tiny: bool) -> Extents:
-    """Return the extents of what is measured on a device; `tiny`: those that take a moment and say nothing."""
+    """Return the extents of measurements on a device; `tiny`: sizes that take a moment and say nothing."""
     return TINY if tiny else ON_CPU if device == "cpu" else ON_GPU
 
 
 def in_groups(rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], device: str) -> Communicator:
-    """Connect a worker to the others of its group, along LINE, and to the other groups; return its communicator.
-    `rank`: this worker's in a mesh of that `shape`, members of a group by groups; `name`: of the mesh in `store`, the
-    driver's TCPStore (host, port)."""
+    """Connect a worker, as `rank` of a mesh of members by groups, to its group along LINE and to the others."""
     mesh = Mesh.of(dict(zip((*LINE, TOGETHER), shape, strict=True)))
     if mesh.size == 1:
         return SingleRank(mesh, device)
@@ -78,21 +74,21 @@ def in_groups(rank: int, shape: tuple[int, int], name: str, store: tuple[str, in
     return connected(mesh, rank, store, f"calibrate/{name}", groups, device, pairs)
 
 
-def kernel_rates(communicator: Communicator, config: Config, tiny: bool) -> Measured:
+def kernel_rates(communicator: Communicator, config: Config, tiny: bool) -> Rates:
     """Measure what this worker computes, in the configuration's precision, while all others of its group do."""
     device, sizes = communicator.device, extents(communicator.device.type, tiny)
     timer = _Timer(device, sizes.seconds)
     found: list[Timing] = []
-    for measure in (_peaks, _products, _copy, _attention, _steps):
+    for measure in (_square_products, _shaped_products, _copied_bytes, _fused_attention, _steps_alone):
         communicator.barrier()
         found += measure(timer, sizes, config)
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        return Measured(gpu.name, float(gpu.total_memory), gpu.multi_processor_count, found)
-    return Measured("cpu", 0.0, 1, found)
+        return Rates(gpu.name, float(gpu.total_memory), gpu.multi_processor_count, found)
+    return Rates("cpu", 0.0, 1, found)
 
 
-def collective_rates(communicator: Communicator, tiny: bool) -> Measured:
+def collective_rates(communicator: Communicator, tiny: bool) -> Rates:
     """Measure collectives and messages of growing size in this worker's group along LINE, and how a collective in the
     background slows products; all groups do so at the same time."""
     found: list[Timing] = []
@@ -108,7 +104,7 @@ def collective_rates(communicator: Communicator, tiny: bool) -> Measured:
             spent = _most(communicator, spent)
             size *= 4
     found.append(_beside(communicator, sizes, between))
-    return Measured(communicator.device.type, 0.0, 1, found)
+    return Rates(communicator.device.type, 0.0, 1, found)
 
 
 class _Between:
@@ -126,18 +122,18 @@ class _Between:
             self._a @ self._a
 
     def seconds(self, op: str, x: torch.Tensor, count: int) -> float:
-        """Return the seconds of a collective, or of a message between a group's first two ranks: those of `count`
-        products and collectives in turn, without those of as many products."""
+        """Return the seconds of a collective, or of a message between a group's first two ranks: `count` products and
+        collectives in turn take so much longer than as many products."""
         n = self.communicator.mesh.extent(LINE)
         x = x[: len(x) // n * n] if op in ("reduce_scatter", "all_to_all") else x
         apart, together = [], []
         for _ in range(min(self._repeats, 2 if count == FEW else self._repeats)):
-            apart.append(self._of(count, lambda: None))
-            together.append(self._of(count, partial(self._move, op, x)))
+            apart.append(self._seconds_of(count, lambda: None))
+            together.append(self._seconds_of(count, partial(self._move_bytes, op, x)))
         spent = (median(together) - median(apart)) / count
         return max(1e-7, spent / (2 if op == "send" else 1))
 
-    def _of(self, count: int, then: Callable[[], None]) -> float:
+    def _seconds_of(self, count: int, then: Callable[[], None]) -> float:
         """Return the seconds of `count` times a few products and something after them."""
         self.communicator.barrier()
         settle(self.communicator)
@@ -148,7 +144,7 @@ class _Between:
         settle(self.communicator)
         return time.perf_counter() - begin
 
-    def _move(self, op: str, x: torch.Tensor) -> None:
+    def _move_bytes(self, op: str, x: torch.Tensor) -> None:
         """Launch a collective and wait for it; or send a message there and back."""
         communicator, place = self.communicator, self.communicator.coordinates["stage"]
         if op != "send":
@@ -195,16 +191,16 @@ class _Timer:
     seconds: float
 
     def __call__(self, work: Callable[[], Any]) -> float:
-        """Return the mean seconds of `work` in a span of time in which other ranks are at work too: all of what they
-        take from each other counts, also where they are more than cores."""
-        once = max(1e-7, min(self._of(work, 1) for _ in range(3)))
+        """Return the mean seconds of `work` in a span of time in which other ranks are at work too."""
+        # the mean: all that ranks take from each other counts, also where they are more than cores
+        once = max(1e-7, min(self._seconds_of(work, 1) for _ in range(3)))
         many, done, spent = max(1, int(self.seconds / 20 / once)), 0, 0.0
         while spent < self.seconds:
-            spent += many * self._of(work, many)
+            spent += many * self._seconds_of(work, many)
             done += many
         return spent / done
 
-    def _of(self, work: Callable[[], Any], count: int) -> float:
+    def _seconds_of(self, work: Callable[[], Any], count: int) -> float:
         """Return the seconds of each of `count` times the same work."""
         self._settle()
         begin = time.perf_counter()
@@ -219,7 +215,7 @@ class _Timer:
             torch.cuda.synchronize()
 
 
-def _peaks(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _square_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield a square product in every precision that this device computes in."""
     for precision, (dtype, _) in DTYPES.items():
         n = sizes.side * 2 if precision == config.precision else sizes.side
@@ -227,8 +223,8 @@ def _peaks(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
         yield Timing(f"peak {precision}", [2.0 * n**3], timer(partial(torch.matmul, a, a)))
 
 
-def _products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
-    """Yield products of all SHAPES, each with those of both gradients."""
+def _shaped_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+    """Yield products of all SHAPES, each with the products of both gradients."""
     dtype = DTYPES[config.precision][0]
     for shape in SHAPES:
         rows, columns, inner = (max(1, int(sizes.side * share)) for share in shape)
@@ -238,14 +234,14 @@ def _products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]
         yield Timing("product", [float(n) for n in (rows, columns, inner)], timer(work))
 
 
-def _copy(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _copied_bytes(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield a copy, by the bytes that it reads and writes."""
     original = torch.ones(sizes.copied // 4, device=timer.device)
     copy = torch.empty_like(original)
     yield Timing("copy", [2.0 * original.nbytes], timer(partial(copy.copy_, original)))
 
 
-def _attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _fused_attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield causal attention in one kernel, in both passes: by sequences, heads, length and width of a head."""
     dtype, width = DTYPES[config.precision][0], 64
     for batch, length in ((4, sizes.side), (1, 4 * sizes.side)):
@@ -261,7 +257,7 @@ def _both_passes(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tens
     return torch.autograd.grad(function(inputs[0]), inputs, g)
 
 
-def _steps(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _steps_alone(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield steps of the models of `step_configs` on this worker alone, by their numbers."""
     for number, c in enumerate(step_configs(config, timer.device.type == "cuda", sizes is TINY)):
         compiles = "off" if uncompiled(c.train.compile, timer.device.type) else "on"
@@ -275,5 +271,5 @@ def _steps(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
 
 
 def _next_step(trainer: Trainer, numbers: Iterator[int]) -> None:
-    """Do a trainer's next step."""
+    """Run a trainer's next step."""
     trainer.step(next(numbers))

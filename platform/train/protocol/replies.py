@@ -50,7 +50,7 @@ class Timing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class Rates:
     """Measurements of a worker for a description of the hardware: its `device`, that one's `memory` in bytes (0 on a
     CPU) and number of `processors`, and `timings`."""
 
@@ -232,8 +232,8 @@ _REPLIES: dict[str, Any] = {
     "read_clock": float,
     "examine": Findings,
     "examine_connection": Findings,
-    "measure_kernels": Measured,
-    "measure_collectives": Measured,
+    "measure_kernels": Rates,
+    "measure_collectives": Rates,
     "form": Joined,
     "build": Built,
     "step": Taken,
