@@ -271,17 +271,17 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
-    mistakes, one line each. Settles open keys, parallel.data=-1 and elastic.snapshot_every=auto in `config`, so that
+    mistakes, one line each. Settles open keys, parallel.data=-1 and rhythms that are auto in `config`, so that
     workers make the same plan and take the same snapshots."""
-    from platform.cluster.run.devices import settle_here
-    from platform.cluster.run.resources import spans_machines
+    from platform.cluster.run.devices import settle_here, settle_rhythms_here
     from platform.data.data_checks import violations_of_sources
     from platform.planning.make_plan import make_plan
-    from platform.planning.snapshot_price import NODE, settle_interval
+    from platform.planning.step_price import violations_of_hardware
 
     lines = [*wrong] or [
         *violations_of_surroundings(config),
         *violations_of_sources(config.data, vocab=config.model.vocab),
+        *violations_of_hardware(config),
     ]
     if any(key.startswith(PLANNED) for key in violations_of_values(config)) or [*too_many_workers(config)]:
         return None, lines
@@ -298,7 +298,7 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
         return None, lines
     config.parallel.data = plan.replicas
     if not lines:
-        settle_interval(config, plan, NODE if spans_machines(config.cluster) else plan.mesh.size)
+        settle_rhythms_here(config, plan, print_line)
     return plan, [*lines, *absent_ranks(config, plan.mesh.size)]
 
 

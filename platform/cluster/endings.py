@@ -167,6 +167,8 @@ def end(error: BaseException | None, state: DriverState) -> int:
         state.journal.write(replace(event, **_progress(error, state)))
     if text:
         state.say(text)
+    if state.controller:
+        state.controller.forecast.report()
     if state.journal and state.monitor:
         _account(state.journal, state.monitor)
         if state.config.monitor.timing:

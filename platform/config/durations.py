@@ -25,6 +25,14 @@ def rhythm_of(every: int | str) -> tuple[int, float]:
     return 0, seconds
 
 
+def in_units(seconds: float) -> str:
+    """Format seconds as a user types a duration, such as 45s, 14m or 1h30m, to a minute from two minutes on."""
+    if seconds < 120:
+        return f"{max(1, round(seconds))}s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if minutes else "")
+
+
 def nearest_rhythms(every: str) -> list[str]:
     """Return legal values to suggest for a malformed key `checkpoint.every`: its first number as steps, as minutes."""
     found = re.search(r"[0-9]{1,9}", every)

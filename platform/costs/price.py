@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from platform.costs.machine import Hardware
+from platform.costs.parts import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_for
 from platform.costs.seconds import (
     beside,
     bytes_seconds,
@@ -73,9 +74,9 @@ class StepPrice:
     @property
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts of a step, by name."""
-        waits = {f"waiting for {axes}": seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])}
-        rest = {"bubble": self.bubble, "host": self.host, "optimizer": self.optimizer}
-        return {"computing": self.computing, **waits, **rest}
+        waits = {waiting_for(axes): seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])}
+        rest = {BUBBLE: self.bubble, HOST: self.host, OPTIMIZER: self.optimizer}
+        return {COMPUTING: self.computing, **waits, **rest}
 
     @property
     def speed(self) -> float:
@@ -109,12 +110,12 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     after, exposed = _after(work, clock, backward)
     optimizer = max(clock.update(once.masters, work.execution.moments) for once in work.once)
     n, paces = plan.microbatches, busy[slowest]
-    waiting = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
-    waiting.update(after)
+    waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
+    waits.update(after)
     return StepPrice(
         seconds=makespan + exposed + optimizer,
         computing=n * paces.computing,
-        waiting=dict(waiting),
+        waiting=dict(waits),
         bubble=makespan - n * paces.seconds,
         host=n * paces.host,
         optimizer=optimizer,
@@ -152,7 +153,7 @@ class _Clock:
         """Return the seconds of collectives by the names of their axes."""
         out: Counter[str] = Counter()
         for c, n in launches.items():
-            name = "stage" if c.op == "send" else "+".join(self.plan.mesh.ordered(c.axes))
+            name = STAGE if c.op == "send" else "+".join(self.plan.mesh.ordered(c.axes))
             out[name] += n * self.launched(c)  # type: ignore[assignment]
         return out
 
@@ -211,18 +212,18 @@ class _Clock:
 
 def in_flight(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[PassTime], list[PassTime]]:
     """Return the spans of 1F1B's passes, with what messages between stages cost where microbatches are in flight."""
-    # The first of p stages has p microbatches under way, each on p - 1 ways there and back, and so waits for (p - 1) / p
-    # of a way there and back per microbatch; all others keep its pace, however many messages they get themselves.
+    # The first of p stages has p microbatches under way, each on p - 1 ways there and back, and so waits for
+    # (p - 1) / p of a way there and back per microbatch; all others keep its pace, however many messages they get.
     stages, pair = len(forward), _stage_wait(forward) + _stage_wait(backward)
     wait = pair * (stages - 1) / stages / 2
     return tuple(  # type: ignore[return-value]
-        [replace(span, waiting={**span.waiting, "stage": wait}) for span in spans] for spans in (forward, backward)
+        [replace(span, waiting={**span.waiting, STAGE: wait}) for span in spans] for spans in (forward, backward)
     )
 
 
 def _stage_wait(spans: Sequence[PassTime]) -> float:
     """Return the longest wait for another stage's message in any of the passes."""
-    return max(span.waiting.get("stage", 0.0) for span in spans)
+    return max(span.waiting.get(STAGE, 0.0) for span in spans)
 
 
 def _makespan(
@@ -269,7 +270,7 @@ def _after(work: StepWork, clock: _Clock, backward: list[PassTime]) -> tuple[dic
         waiting = Counter(left)
         waiting.update(clock.by_axes(once.updated))
         if once.tied:
-            waiting["stage"] += sent_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
+            waiting[STAGE] += sent_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
         total = sum(waiting.values())
         scale = max(0.0, total - early) / total if total else 0.0
         found.append(({name: scale * s for name, s in waiting.items()}, scale * total))

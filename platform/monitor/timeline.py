@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from platform.plan.schedule.gantt import Bar, gantt_svg
 from platform.plan.schedule.simulate import Simulation, TimedAction, simulate
@@ -46,10 +46,18 @@ class RankRecord(Protocol):
         """Return the collectives that a rank launched in a step, with their times, for the timeline."""
 
 
+class StepForecast(NamedTuple):
+    """Forecast of a run's full steps on a `hardware`: the seconds of its `parts`, and the simulation of a schedule."""
+
+    hardware: str
+    parts: Mapping[str, float]
+    simulated: Callable[[Schedule], Simulation]
+
+
 class Timeline:
     """Collects what all ranks did in a run's last steps, to write it as a trace and a picture. `schedules`: schedules
     of steps, ascending by their number of microbatches; `rows`: per stage, the actions of each, lowered; `names`,
-    `stages`: name and stage of each rank."""
+    `stages`: name and stage of each rank; `forecast`: the forecast of a full step, None until there is one."""
 
     def __init__(
         self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
@@ -57,15 +65,19 @@ class Timeline:
         """Prepare the timeline of a run's steps by pipeline `schedules`, for ranks of these `names` and `stages`."""
         self._schedules, self._names, self._stages = schedules, names, stages
         self._actions = [{str(a): a for row in of_stage for a in row} for of_stage in rows]  # per stage: by name
-        self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[tuple[int, float, Sequence[RankRecord], Mapping[str, float]]] = deque(maxlen=KEPT_STEPS)
+        self.forecast: StepForecast | None = None
 
-    def step(self, step: int, start: float, ranks: Sequence[RankRecord]) -> dict[str, float] | None:
-        """Add to the timeline what every rank did in the step that began at `start`, seconds on the driver's clock.
+    def step(
+        self, step: int, start: float, ranks: Sequence[RankRecord], parts: Mapping[str, float]
+    ) -> dict[str, float] | None:
+        """Add to the timeline what every rank did in the step that began at `start`, seconds on the driver's clock;
+        `parts`: the seconds of the parts of that step.
 
         Returns the bubble of the pipeline, {"planned", "measured"}, both in units of the busiest worker's computing
         time; None without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
         """
-        self._steps.append((step, start, ranks))
+        self._steps.append((step, start, ranks, parts))
         if self._schedules[-1].stages == 1:
             return None
         ran = self._ran(ranks)
@@ -96,15 +108,19 @@ class Timeline:
     def _picture(self) -> str:
         """Draw the timeline of the last step as SVG: the simulated schedule above the measured actions of one rank per
         stage, with what it computed of the model and its collectives."""
-        step, _, ranks = self._steps[-1]
+        step, _, ranks, _ = self._steps[-1]
         ran = self._ran(ranks)
         planned = self._planned(ran)
         first = [self._stages.index(stage) for stage in range(self._schedules[-1].stages)]
         zero = min(event.start for rank in first for event in ran[rank])
         measured = [TimedAction(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
         title = f"measured: step {step}, bubble {bubble(ran):.1%}"
+        panels = {f"planned: {self._schedules[-1].name}, bubble {planned.bubble:.1%}": planned.timeline}
+        if self.forecast:
+            on = self.forecast.simulated(self._schedules[-1])
+            panels[f"predicted on {self.forecast.hardware}: bubble {on.bubble:.1%}"] = on.timeline
         return gantt_svg(
-            {f"planned: {self._schedules[-1].name}, bubble {planned.bubble:.1%}": planned.timeline, title: measured},
+            {**panels, title: measured},
             beneath={title: {stage: list(_rows(ranks[rank], zero)) for stage, rank in enumerate(first)}},
         )
 
@@ -118,8 +134,12 @@ class Timeline:
         for rank, name in enumerate(self._names):
             yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        if self.forecast:
+            named = {"name": f"parts of a step on {self.forecast.hardware}"}
+            yield {"ph": "M", "name": "process_name", "pid": len(self._names), "args": named}
         zero, threads = self._steps[0][1], set()
-        for step, began, ranks in self._steps:
+        for step, began, ranks, parts in self._steps:
+            yield from self._beside(step, began - zero, parts)
             for rank, own in enumerate(ranks):
                 for thread, start, end, more in self._events(rank, step, own):
                     if (rank, thread) not in threads:
@@ -127,6 +147,20 @@ class Timeline:
                         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": _thread(thread)}
                     time, length = (began - zero + start) * 1e6, (end - start) * 1e6  # microseconds
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
+
+    def _beside(self, step: int, began: float, parts: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+        """Yield the trace events of the parts of a step, one after the other from its beginning, as predicted and, on a
+        thread beside, as measured."""
+        if not self.forecast:
+            return
+        for thread, (row, found) in enumerate((("predicted", self.forecast.parts), ("measured", parts))):
+            where = {"pid": len(self._names), "tid": thread}
+            if step == self._steps[0][0]:
+                yield {"ph": "M", "name": "thread_name", **where, "args": {"name": row}}
+            time = began * 1e6
+            for name, length in ((name, seconds * 1e6) for name, seconds in found.items() if seconds > 0):
+                yield {"ph": "X", **where, "ts": time, "dur": length, "name": name, "cat": row, "args": {"step": step}}
+                time += length
 
     def _events(self, rank: int, step: int, own: RankRecord) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
         """Yield the computing, waiting and collectives of a rank's step, for the timeline's trace, as (thread, start,

@@ -50,10 +50,10 @@ from platform.planning.comparison import (
 )
 from platform.planning.make_plan import make_plan
 from platform.planning.measured_runs import read_runs
-from platform.planning.memory_budget import footprints
+from platform.planning.memory_budget import device_kind, footprints
 from platform.planning.replan import shrinking
-from platform.planning.snapshot_price import snapshot_price
-from platform.planning.step_price import hardware_named, picture, read_hardware, step_price
+from platform.planning.snapshot_price import Known, snapshot_price
+from platform.planning.step_price import chosen_hardware, hardware_named, picture, read_hardware, step_price
 
 COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
 
@@ -227,7 +227,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         tiers=arguments.tiers,
         dropout=config.model.dropout,
         footprints=footprints(config, plan),
-        snapshots=_snapshots(config, plan, min(arguments.tiers.values())),
+        snapshots=_snapshots(config, plan, min(arguments.tiers.values()), hardware),
         times=_times(config, plan, hardware, arguments.tokens) if hardware else None,
         settings=redact(shown_settings(config)),
     )
@@ -260,16 +260,17 @@ def _check(plan: Plan, as_json: bool) -> int:
     return FAILED if lines else DONE
 
 
-def _snapshots(config: Config, plan: Plan, per_node: int) -> dict[str, Any]:
+def _snapshots(config: Config, plan: Plan, per_node: int, hardware: Hardware | None) -> dict[str, Any]:
     """Return what `explain` says of the run's snapshots in memory, with `per_node` workers on a node."""
-    price, every = snapshot_price(config, plan, per_node), config.elastic.snapshot_every
+    known = Known(device_kind(config), hardware)
+    price, every = snapshot_price(config, plan, per_node, known), config.elastic.snapshot_every
     return {**price._asdict(), "every": price.interval if every == AUTO else every, "network": config.cluster.network}
 
 
 def _hardware(name: str | None, config: Config) -> Hardware | None:
-    """Return the hardware `name`, or that of cluster.gpu, None if it or its speed in the run's precision is not known.
-    Raises ConfigError for a `name` that is no hardware, or lacks that speed."""
-    found = read_hardware(name) if name else hardware_named(config.cluster.gpu) if config.cluster.gpu else None
+    """Return the hardware `name`, or the one of cluster.hardware or cluster.gpu, None if it or its speed in the run's
+    precision is not known. Raises ConfigError for a `name` that is no hardware, or lacks that speed."""
+    found = read_hardware(name) if name else chosen_hardware(config) or hardware_named(config.cluster.gpu)
     if found and config.precision not in found.peaks:
         if name:
             constraint = f"its peaks lack {config.precision}, in which the run computes"

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, closest, violation
 from platform.composition.composer import CONF
 from platform.config.fields import Config
+from platform.config.groups.execution_group import AUTO
 from platform.costs.machine import Hardware, HardwareMistake, hardware_of
 from platform.costs.price import StepPrice, price_of, simulated
 from platform.costs.step_work import EVEN, Execution, StepWork, step_work
@@ -31,11 +32,16 @@ def names_of_hardware() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+def file_of_hardware(name: str) -> Path:
+    """Return the path of the file that describes the hardware `name`, or that is called so."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+
+
 @lru_cache(maxsize=32)
 def read_hardware(name: str) -> Hardware:
     """Return the hardware `name` of `conf/hardware/`, or of the user's own file at that path. Raises ConfigError with
     every mistake."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    path = file_of_hardware(name)
     if not path.is_file():
         legal = ", ".join(names_of_hardware())
         raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
@@ -56,6 +62,38 @@ def hardware_named(gpu: str) -> Hardware | None:
         if wanted and accelerator(str(data["accelerator"]).replace("-", " ")) == wanted:
             return read_hardware(name)
     return None
+
+
+def chosen_hardware(config: Config) -> Hardware | None:
+    """Return the hardware that cluster.hardware names, None if it leaves that to the device. Raises ConfigError if no
+    file has that name or path, or its speed in the run's precision is not known."""
+    name = config.cluster.hardware
+    if name == AUTO:
+        return None
+    key = "cluster.hardware"
+    if not file_of_hardware(name).is_file():
+        legal = [*closest(name, [AUTO, *names_of_hardware()])[:3], "the path of a FILE.yaml"]
+        raise ConfigError(violation(key, name, "there is no such file", legal))
+    found = read_hardware(name)
+    if config.precision not in found.peaks:
+        raise ConfigError(violation(key, name, f"its peaks lack {config.precision}, in which the run computes", [AUTO]))
+    return found
+
+
+def violations_of_hardware(config: Config) -> list[str]:
+    """Return the lines that refuse the file of cluster.hardware."""
+    try:
+        chosen_hardware(config)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None:
+    """Return the hardware of a run's workers: the one of cluster.hardware, or of their `device` (cpu | cuda) and `gpu`;
+    None if no file describes it, or its speed in the run's precision."""
+    found = chosen_hardware(config) or (read_hardware("cpu") if device == "cpu" else hardware_named(gpu))
+    return found if found and config.precision in found.peaks else None
 
 
 def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:

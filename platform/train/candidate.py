@@ -75,8 +75,8 @@ class Candidate:
         except Exception as error:
             return Findings(errors={check: error_line(error)})
 
-    # In both: `rank` in a mesh of a `shape`, members of a group by groups, called `name` in `store`, the driver's TCPStore
-    # (host, port); `tiny`: sizes that take a moment. `leave` must follow.
+    # In both: `rank` in a mesh of a `shape`, members of a group by groups, called `name` in `store`, the driver's
+    # TCPStore (host, port); `tiny`: sizes that take a moment. `leave` must follow.
     def measure_kernels(
         self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
     ) -> Rates:

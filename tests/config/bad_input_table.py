@@ -73,6 +73,7 @@ run.time_margin -1.0 0 1e+300 100000000
 elastic.wait -1.0 0 1e+300 100000000
 elastic.hang_seconds 0.0 - 1e+300 100000000
 cluster.network 0.0 - 1e+300 1000000000000
+elastic.mean_hours_between_failures -1.0 0 1e+300 1000000
 elastic.slow -1.0 0 1e+300 1000000000000
 cluster.wait -1.0 0 1e+300 100000000
 """
@@ -290,6 +291,8 @@ resume.allow=[nope] run.dir=x | resume.allow=nope: no key of a run's identity
 resume.allow=[optimizer.lr] | resume.allow=optimizer.lr: needs the run to go on from | run.dir=DIRECTORY
 monitor.project='a/b c#' | monitor.project=a/b c#: W&B takes
 monitor.project='' | monitor.project=: W&B takes
+cluster.hardware=h10 | cluster.hardware=h10: there is no such file | h100
+cluster.hardware=mine.yaml | cluster.hardware=mine.yaml: there is no such file | FILE.yaml
 run.dir=/ | run.dir=/: is the root of the file system | a directory
 run.dir=//// | run.dir=/: is the root
 run.dir=~nosuchuser/x | run.dir=~nosuchuser/x: there is no user nosuchuser | ./~nosuchuser/x

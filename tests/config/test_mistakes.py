@@ -67,7 +67,7 @@ WRONG = [
     ("branch.axes.g=2", "branch.axes.g=2: branch=none has no axes"),
     ("checkpoint.every=-1", "checkpoint.every=-1: must be >= 0; nearest legal: 0"),
     ("checkpoint.every=30min", "checkpoint.every=30min: must be a number of steps, or a duration like 45s, 30m or "
-     "1h30m; nearest legal: 30, 30m"),
+     "1h30m, or auto; nearest legal: 30, 30m"),
     ("checkpoint.every=-30m", "checkpoint.every=-30m: must be a number of steps, or a duration"),
     ("elastic.snapshot_every=often", "elastic.snapshot_every=often: must be a number of steps >= 0, or auto; nearest "
      "legal: 1, auto"),

@@ -32,6 +32,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "running": {"step": 9, "parameters_per_worker": 1128},
     "first_step": {"step": 1},
     "traffic": {"rows": [{"tier": "inside a node", "messages": 8, "bytes": 4096, "busiest": None}]},
+    "predicted_step": {"hardware": "cpu", "seconds": 0.5, "parts": {"computing": 0.5}},
+    "measured_step": {"steps": 29, "seconds": 0.75, "parts": {"computing": 0.5, "rest": 0.25}},
     "injected": {"step": 4, "faults": ["4:kill:1"]},
     "spike": {"step": 4, "loss": "NaN", "grad_norm": "Infinity", "limit": 9.5, "policy": "skip", "attempt": 1},
     "undecided": {"step": 4, "tensors": [[[0, 2], "model.embedding"]]},

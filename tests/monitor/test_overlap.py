@@ -89,7 +89,7 @@ def test_the_trace_shows_collectives_in_rows_of_their_own(taken, tmp_path):
     _, c, _, ranks = taken
     schedule = schedule_of(c, 2)
     timeline = Timeline([schedule], [[row] for row in lower(schedule)], ["rank0", "rank1"], [0, 0])
-    timeline.step(2, 100.0, [found for found, _ in ranks])
+    timeline.step(2, 100.0, [found for found, _ in ranks], {})
     timeline.write(tmp_path)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     for rank, (found, _) in enumerate(ranks):

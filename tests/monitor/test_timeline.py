@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from platform.cluster.driver import run
-from platform.monitor import MetricsLog, Timeline
-from platform.monitor.timeline import KEPT_STEPS, bubble, executed
+from platform.monitor import JsonLines, MetricsLog, Timeline
+from platform.monitor.timeline import KEPT_STEPS, StepForecast, bubble, executed
 from platform.parallel.communicator.clock import Clock
 from platform.plan.schedule.generators import generate
 from platform.plan.schedule.lowering import lower
@@ -58,7 +58,7 @@ def test_waiting_is_no_computing():
 
 @pytest.mark.parametrize("ahead", [0.0, 3.0])
 def test_planned_and_measured_bubble(ahead):
-    found = timeline().step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead))
+    found = timeline().step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead), {})
     assert found["planned"] == pytest.approx(simulate(SCHEDULE).bubble)
     assert found["measured"] == pytest.approx(simulate(SCHEDULE, transfer=0.5).bubble)
     assert found["measured"] > found["planned"] > 0
@@ -67,7 +67,7 @@ def test_planned_and_measured_bubble(ahead):
 def test_one_stage_has_no_bubble_and_is_drawn(tmp_path):
     schedule = generate("1f1b", 1, 1, 3)
     one = timeline(schedule, lower(schedule))
-    assert one.step(1, 0.0, spans(schedule, lower(schedule))) is None
+    assert one.step(1, 0.0, spans(schedule, lower(schedule)), {}) is None
     one.write(tmp_path)
     assert (tmp_path / "timeline.svg").read_text().count("<title>") == 3 * 6  # planned, measured, and computed in it
 
@@ -80,7 +80,7 @@ def test_nothing_is_written_before_the_first_step(tmp_path):
 def test_the_trace_has_every_span_of_the_last_steps_on_one_time_scale(tmp_path):
     every, own = timeline(), spans(SCHEDULE, ROWS)
     for step in range(1, KEPT_STEPS + 3):
-        every.step(step, 100.0 * step, own)
+        every.step(step, 100.0 * step, own, {})
     every.write(tmp_path)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -96,12 +96,28 @@ def test_the_trace_has_every_span_of_the_last_steps_on_one_time_scale(tmp_path):
 
 def test_the_picture_shows_the_plan_beside_the_run(tmp_path):
     last = timeline()
-    last.step(7, 0.0, spans(SCHEDULE, ROWS, 0.5))
+    last.step(7, 0.0, spans(SCHEDULE, ROWS, 0.5), {})
     last.write(tmp_path)
     texts = [t.text for t in xml.parse(tmp_path / "timeline.svg").iter("{http://www.w3.org/2000/svg}text")]
     planned, measured = (f"{simulate(SCHEDULE, transfer=t).bubble:.1%}" for t in (0.0, 0.5))
     assert f"planned: interleaved, bubble {planned}" in texts
     assert f"measured: step 7, bubble {measured}" in texts
+
+
+def test_predicted_parts_of_a_step_lie_beside_measured_ones(tmp_path):
+    """On a process of their own in the trace, from the step's beginning on; and the schedule in predicted seconds."""
+    last, predicted, measured = timeline(), {"computing": 2.0, "bubble": 0.0, "optimizer": 1.0}, {"computing": 3.0}
+    last.forecast = StepForecast("moon", predicted, simulate)
+    for step in (7, 8):
+        last.step(step, 100.0 * step, spans(SCHEDULE, ROWS, 0.5), measured)
+    last.write(tmp_path)
+    events = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["pid"] == 2]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["parts of a step on moon", "predicted", "measured"]
+    bars = [(e["tid"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
+    of_one = [(0, "computing", 0.0, 2.0), (0, "optimizer", 2.0, 1.0), (1, "computing", 0.0, 3.0)]
+    assert bars == of_one + [(thread, name, 100.0 + start, length) for thread, name, start, length in of_one]
+    title = f"predicted on moon: bubble {simulate(SCHEDULE).bubble:.1%}"
+    assert title in (tmp_path / "timeline.svg").read_text()
 
 
 def test_a_clock_reads_every_section_and_what_is_inside_it():
@@ -111,11 +127,11 @@ def test_a_clock_reads_every_section_and_what_is_inside_it():
             pass
         with clock.section("inner"):
             pass
-    seconds, (a, b, outer), *_ = clock.read()
+    seconds, _, (a, b, outer), *_ = clock.read()
     assert [name for name, _, _ in (a, b, outer)] == ["inner", "inner", "outer"]
     assert 0.0 == outer[1] <= a[1] <= a[2] <= b[1] <= b[2] <= outer[2]
     assert seconds["outer"] + seconds["inner"] == pytest.approx(outer[2])
-    assert clock.read() == ({}, [], [], [])
+    assert clock.read() == ({}, {}, [], [], [])
 
 
 @pytest.mark.parametrize("kind", ["none", "zb_h1"])
@@ -146,21 +162,30 @@ def silent(c, plan):
     return reports
 
 
-def test_a_run_by_processes(tmp_path):
+def test_a_run_by_processes(tmp_path, capsys):
     c = configure(pipeline="1f1b", stages=2, microbatch=2, d_model=16, vocab=300, precision="fp32")
     c.run.dir, c.data.kind, c.cluster.kind = str(tmp_path / "run"), "synthetic", "processes"
-    c.monitor.timeline, c.train.steps = True, 3
+    c.monitor.timeline, c.train.steps = True, 12
     assert run(c, make_plan(c), experiment="quick") == 0
     rows = MetricsLog.read(tmp_path / "run" / "metrics.jsonl")
-    assert len(rows) == 3
+    assert len(rows) == 12
     for row in rows:  # 4 microbatches on 2 stages
+        assert sum(row["parts"].values()) == pytest.approx(row["step_seconds"])
         assert row["bubble"]["planned"] == pytest.approx(1 / 4) and row["bubble"]["measured"] > 0
     events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     for rank, row in enumerate(lower(schedule_of(c, 1))):
         own = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         ran = [e["name"] for e in own if "microbatch" in e["args"]]
-        assert sorted(ran) == sorted([str(a) for a in row] * 3)
+        assert sorted(ran) == sorted([str(a) for a in row] * 12)
         others = {str(a) for a in row if a.kind not in RECEIVES}  # receives are posted early
-        assert [name for name in ran if name in others] == [str(a) for a in row if str(a) in others] * 3
-        assert sum(e["name"] == "step" for e in own) == 3
+        assert [name for name in ran if name in others] == [str(a) for a in row if str(a) in others] * 12
+        assert sum(e["name"] == "step" for e in own) == 12
     assert "planned: 1f1b, bubble 25.0%" in (tmp_path / "run" / "timeline.svg").read_text()
+    journal = {event["event"]: event for event in JsonLines.read(tmp_path / "run" / "journal.jsonl")}
+    predicted, measured = journal["predicted_step"], journal["measured_step"]
+    assert predicted["hardware"] == "cpu" and sum(predicted["parts"].values()) == pytest.approx(predicted["seconds"])
+    assert {row.get("predicted_seconds") for row in rows} == {None, predicted["seconds"]}, "None of the first step"
+    assert measured["steps"] == 11 and measured["seconds"] == pytest.approx(sum(measured["parts"].values()))
+    assert predicted["parts"].keys() <= measured["parts"].keys(), "what is predicted is measured"
+    out = capsys.readouterr().out
+    assert "a step on cpu, measured in 11 steps" in out and "times as long as predicted" in out

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from platform.launch import compose, prepare
+from platform.monitor import Journal
+from platform.monitor.records import events, records
+from platform.monitor.records.own_costs import OwnCosts, own_costs
 from platform.plan.__main__ import main
 from platform.planning.make_plan import make_plan
-from platform.planning.snapshot_price import leaving_bytes, settle_interval, snapshot_price
+from platform.planning.snapshot_price import (
+    WORKER_HOURS,
+    Known,
+    checkpoint_price,
+    leaving_bytes,
+    settle_rhythms,
+    snapshot_price,
+)
+from platform.planning.step_price import read_hardware, step_price
 from platform.train.step.training_state import State
 from tests.harness.memories import opened, take
+from tests.harness.metrics_rows import row
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
+UNKNOWN = Known("cuda", None)
 LAYOUTS = {
     "replicas": {"data": 4},
     "zero 1": {"data": 4, "zero": 1},
@@ -76,10 +91,11 @@ def test_an_interval_is_the_least_that_there_is_time_for(changes, leaving, inter
     assert price.bytes / 1e9 == pytest.approx(leaving, abs=0.1)
     if price.step:
         assert price.seconds <= interval * price.step and (interval == 1 or price.seconds > (interval - 1) * price.step)
-    settle_interval(c, plan, 8)
+    [line] = settle_rhythms(c, plan, 8, UNKNOWN)
+    assert line.startswith(f"elastic.snapshot_every={interval}: ")
     assert c.elastic.snapshot_every == c.elastic.interval == interval
     c.elastic.snapshot_every = 5
-    settle_interval(c, plan, 8)
+    assert settle_rhythms(c, plan, 8, UNKNOWN) == []
     assert c.elastic.interval == 5, "who says how often is obeyed"
 
 
@@ -93,3 +109,63 @@ def test_a_run_settles_it_and_a_plan_shows_it(capsys):
     assert "  a step      43.6 GB  with elastic.snapshot_every=3" in shown
     assert main(["+experiment=gpt175b", "elastic.snapshot_every=0"]) == 0
     assert "a snapshot" not in capsys.readouterr().out
+
+
+GPT175B = ["+experiment=gpt175b", "elastic.snapshot_every=auto", "checkpoint.every=auto"]
+
+
+def settled(known, *changes):
+    c = compose([*GPT175B, *changes])
+    plan = make_plan(c)
+    lines = settle_rhythms(c, plan, 8, known)
+    return c, plan, lines
+
+
+def test_rare_failures_make_snapshots_and_checkpoints_rare():
+    """Young's formula, sqrt(2 x cost x time between failures): four times as rare failures, twice the interval."""
+    known = Known("cuda", read_hardware("a100_80g"))
+    found = []
+    for hours in (1e4, 4e4, 1.0):
+        c, plan, lines = settled(known, f"elastic.mean_hours_between_failures={hours}")
+        price, saved = snapshot_price(c, plan, 8, known), checkpoint_price(c, plan, known)
+        assert price.usual == step_price(c, plan, known.hardware).seconds and len(lines) == 2
+        assert c.elastic.interval == max(1, int((2 * price.cost * hours * 3600) ** 0.5 / price.usual))
+        assert saved.interval == pytest.approx(max(saved.saving, (2 * saved.stall * hours * 3600) ** 0.5))
+        assert f"checkpoint.every={c.checkpoint.every}: " in lines[1] and "as predicted" in lines[1]
+        found.append((c.elastic.interval, saved.interval))
+    (some, often), (rare, seldom), (least, written) = found
+    assert 1 < some < rare <= 2 * some + 1 and seldom == pytest.approx(2 * often)
+    assert least == 1 and written < often and "to write" not in lines[1]
+
+
+def test_nobody_saves_more_often_than_a_checkpoint_is_written():
+    hardware = read_hardware("a100_80g")
+    slow = Known("cuda", replace(hardware, storage=1e9))
+    c, plan, lines = settled(slow, "elastic.mean_hours_between_failures=1")
+    state = 12 * plan.parameter_count  # masters and two moments in fp32
+    assert checkpoint_price(c, plan, slow).interval == pytest.approx(state / 1e9) and "to write" in lines[1]
+    assert c.checkpoint.every == f"{round(state / 1e9 / 60)}m"
+
+
+def test_what_a_run_has_measured_counts_and_unknown_failures_are_guessed(tmp_path):
+    own = OwnCosts(step=10.0, snapshot=2.0, stall=8.0, saving=100.0)
+    c, plan, lines = settled(Known("cuda", read_hardware("a100_80g"), own), "elastic.mean_hours_between_failures=100")
+    assert c.elastic.interval == int((2 * 2.0 * 360_000) ** 0.5 / 10) and c.checkpoint.every == "40m"
+    assert all("as measured" in line for line in lines)
+    c, plan, lines = settled(UNKNOWN)
+    mean = WORKER_HOURS / plan.mesh.size * 3600
+    assert checkpoint_price(c, plan, UNKNOWN).mean == mean and "50,000 for each worker" in lines[1]
+    assert own_costs(tmp_path, 8) == OwnCosts(), "of no run"
+
+
+def test_a_run_s_own_costs_are_read_from_its_rows_and_journal(tmp_path):
+    rows = [
+        row(step, world_size=2 if step > 2 else 4, step_seconds=1.0 + step / 100, parts={"snapshot": 0.5 * (step % 2)})
+        for step in range(1, 10)
+    ]
+    rows[5].seconds["checkpoint"] = 0.25  # of step 6, after a checkpoint of step 5: no snapshot was taken in it
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(records.plain(r)) + "\n" for r in rows))
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write(events.Checkpoint(step=5, directory="step-5", bytes=10, seconds=7.0))
+    assert own_costs(tmp_path, 2) == OwnCosts(step=1.06, snapshot=0.5, stall=0.25, saving=7.0)
+    assert own_costs(tmp_path, 3) == OwnCosts(saving=7.0), "on so many workers it never ran"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from math import inf
@@ -12,7 +11,9 @@ from time import perf_counter
 from typing import Any
 
 from platform.boundary.terminal import tolerated
+from platform.cluster.control.damage import check_replicas
 from platform.cluster.control.evaluations import Evaluations
+from platform.cluster.control.forecast import Forecast
 from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.forming.former import Former
 from platform.cluster.control.forming.reform_advisor import ReformAdvisor
@@ -20,7 +21,7 @@ from platform.cluster.control.metrics_row import metrics_row
 from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
-from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.cluster.crew.base.failures import GaveUp, Reform, WorkerFailed
 from platform.cluster.crew.base.watch import FIRST_STEP_SECONDS
 from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
@@ -55,7 +56,7 @@ class Controller:
         self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
         self._checkpoints, self._evaluations = run.checkpoints, Evaluations(run)
         self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
-        self._pace = Pace()
+        self._pace, self.forecast = Pace(), Forecast(run)
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
         self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
@@ -135,7 +136,7 @@ class Controller:
             report = reports[0]
             bubble = losses = scores = None
             if generation.timeline:
-                bubble = generation.timeline.step(step, start, [report.timeline for report in reports])
+                bubble = generation.timeline.step(step, start, [report.timeline for report in reports], report.parts)
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
                 losses, scores = self._evaluations.take(crew, generation.plan, step, within)
@@ -156,6 +157,7 @@ class Controller:
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
                 self._report_traffic(generation)
+                self.forecast.predict(generation, row)
             self._save_if_due(crew, step)
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
@@ -198,7 +200,7 @@ class Controller:
             limit, start = self._spikes.limit, perf_counter()
             reports = self._take(crew, generation, step, limit, faults)
             seconds, report = perf_counter() - start, reports[0]
-            self._check_replicas(crew, generation, step, report)
+            check_replicas(crew, generation, report, self._former.ledger, self._journal)
             if not report.skipped:
                 return reports, seconds
             if report.overflowed:
@@ -226,35 +228,6 @@ class Controller:
             return crew.call("step", step, *args, within=within)
         return [crew.lead(step, *args, within=within)]
 
-    def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: StepReport) -> None:
-        """Raise WorkerFailed naming the ranks whose weights or optimizer state `report` shows to be damaged, so that
-        they are restored from replicas; no snapshot of theirs is used. Raise GaveUp if replicas differ and nothing
-        shows which is right. `Trainer.step` has updated nothing in either case."""
-        if unknown := report.differences.undecided:
-            ranks, tensor = unknown[0]
-            names = " and ".join(generation.job.name(rank) for rank in ranks)
-            more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
-            self._journal.write(events.Undecided(step=step, tensors=unknown))
-            why = "differ, and nothing tells who is right: their memory is damaged"
-            raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
-        damaged: dict[int, list[str]] = {}
-        for rank, tensor in report.differences.damaged:
-            damaged.setdefault(rank, []).append(tensor)
-        if not damaged:
-            return
-        self._former.ledger.distrust(generation.number, [generation.seats[rank] for rank in damaged])
-        self._journal.write(events.Damaged(step=step, ranks=list(damaged.items())))
-        raise WorkerFailed([self._damage(crew, generation, step, *item) for item in damaged.items()])
-
-    @staticmethod
-    def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
-        """Return the failure of the rank whose worker's memory is damaged: its `tensors` differ from its replicas'."""
-        number, job = generation.seats[rank], generation.job
-        more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
-        cause = f"its {tensors[0]}{more} is not what its replicas hold"
-        member = crew.members.get(number, Member(number, "", 0))
-        return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
-
     def _deadline(self, generation: Generation) -> float:
         """Return the seconds that a training step may last before a blocked worker counts as hung: HUNG_AFTER times the
         median step of this generation (until that is known, COLD times the run's; until that is known,
@@ -276,6 +249,7 @@ class Controller:
         self._pace.add(row.step, row.step_seconds)
         self._useful += row.step_seconds
         self._spikes.add(row.loss)
+        self.forecast.add(row)
         self._monitor.step(row)
 
     def _hold(self, crew: Crew, generation: Generation) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log
+from typing import Any
 
 from platform.cluster.control.forming.context import Generation
 from platform.config.fields import Config
 from platform.config.ramps.length_ramp import length_at
+from platform.costs.parts import REST
 from platform.monitor import MetricsRow
 from platform.train.protocol.replies import StepReport
 
@@ -29,11 +31,11 @@ def metrics_row(
 
     `step_seconds` is `wall_seconds`, the driver's time from sending the step out to the last rank's answer, so that
     dispatch counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput
-    counts this step's tokens; `mfu` is relative to the peak of a worker, None if that is unknown. `config`: the run's.
-    `stalled`: seconds for which saving has held up the run since the step before; `bubble`: planned and measured
-    pipeline bubble, None without timeline or pipeline; `val_losses`: losses by source of the data, "" being all of
-    them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC; `recovery_seconds`: time
-    since the first failure since the step before, None if there was none.
+    counts this step's tokens; `parts` add up to its seconds; `mfu` is relative to the peak of a worker, None if that is
+    unknown. `config`: the run's. `stalled`: seconds for which saving has held up the run since the step before;
+    `bubble`: planned and measured pipeline bubble, None without timeline or pipeline; `val_losses`: losses by source of
+    the data, "" being all of them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC;
+    `recovery_seconds`: time since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
     tokens_per_second = (end - first) * config.model.length / wall_seconds
@@ -59,6 +61,7 @@ def metrics_row(
         skipped=report.skipped or None,
         loss_scale=report.loss_scale,
         length=plan.sizes["length"] if config.train.length_ramp else None,
+        **_parts_of_step(report, generation, wall_seconds, config),
         bubble=bubble,
         val_loss=None if val_losses is None else val_losses[""],
         val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,
@@ -69,6 +72,20 @@ def metrics_row(
         experts=_load(report.routed) if any(report.routed) else None,
         expert_load=report.routed[: len(report.routed) // 2] if any(report.routed) else None,
     )
+
+
+def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: float, config: Config) -> dict[str, Any]:
+    """Return what a row says of the parts of a step, if they were measured: their seconds, which add up to
+    `wall_seconds`, and the seconds predicted of a full step, if it is one."""
+    if not report.parts:
+        return {}
+    first, end = report.samples
+    full = end - first == config.train.global_batch and length_at(config, report.step) == config.model.length
+    rest = wall_seconds - sum(report.parts.values())
+    return {
+        "parts": {**report.parts, REST: rest},
+        "predicted_seconds": generation.predicted_seconds if full else None,
+    }
 
 
 def _load(routed: Sequence[int]) -> dict[str, float]:

@@ -15,7 +15,9 @@ from platform.cluster.run import resources
 from platform.cluster.run.commands import Command
 from platform.cluster.run.resources import Places, available_workers, crew_kind, device_there
 from platform.config.fields import Config
+from platform.config.groups.execution_group import AUTO
 from platform.config.rules.left_open import OPEN
+from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
 from platform.planning.remedies import Device
@@ -94,6 +96,23 @@ def settle_here(config: Config, say: Callable[[str], None]) -> None:
     found = choose_plan(config, workers, device.memory if device else 0.0, usual_hardware(config, gpu))
     assert found, "a key is open"
     for line in ranked_table(found, config.plan.top) if config.plan.top else [choice_line(found)]:
+        say(line)
+
+
+def settle_rhythms_here(config: Config, plan: Plan, say: Callable[[str], None]) -> None:
+    """Settle elastic.snapshot_every=auto and checkpoint.every=auto of a run's configuration, in place, by what its
+    directory shows of their costs, else by the plan; print the reasons."""
+    if AUTO not in (config.elastic.snapshot_every, config.checkpoint.every):
+        return
+    from platform.monitor.records.own_costs import own_costs
+    from platform.planning.snapshot_price import NODE, Known, settle_rhythms
+    from platform.planning.step_price import hardware_of_device
+
+    size, kind = plan.mesh.size, device_there(config.cluster)
+    device = device_of(config, kind, size)
+    hardware = hardware_of_device(config, kind, device.name if device and kind == "cuda" else config.cluster.gpu)
+    known = Known(kind, hardware, own_costs(Path(config.run.dir), size))
+    for line in settle_rhythms(config, plan, NODE if resources.spans_machines(config.cluster) else size, known):
         say(line)
 
 

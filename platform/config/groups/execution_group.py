@@ -10,7 +10,7 @@ from platform.config.key import SECONDS, WORKERS, key
 
 RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
 
-AUTO = "auto"  # elastic.snapshot_every, until the plan settles it
+AUTO = "auto"  # elastic.snapshot_every, checkpoint.every: until the plan settles them; cluster.hardware: by the device
 
 ON_RAY = ("placement", "labels", "runtime_env", "autoscale")  # keys of Cluster that only cluster=ray reads
 
@@ -34,7 +34,7 @@ class Checkpoint:
 
     url: str = key("", 'a path or any fsspec URL; "" = checkpoints/ in the run directory')
     every: int | str = key(
-        0, "time between checkpoints; also one at the end; 0 = neither", constraint=f"must be {RHYTHM}"
+        0, "time between checkpoints; also one at the end; 0 = neither", constraint=f"must be {RHYTHM}, or auto"
     )
     on_stop: bool = key(True, "save when a signal, a time limit or a notice ends the run, whatever `every` is")
     keep: int = key(2, "number of newest checkpoints to keep; older ones are deleted", ">= 1")
@@ -69,9 +69,17 @@ class Elastic:
     )
     snapshot_every: int | str = key(
         1,
-        "steps between snapshots of the state in host memory; 0 = none; auto = as few as cluster.network has time for",
+        "steps between snapshots of the state in host memory; 0 = none; auto = as few as cluster.network has time for,"
+        " or as elastic.mean_hours_between_failures makes best",
         ">= 0",
         constraint="must be a number of steps >= 0, or auto",
+    )
+    mean_hours_between_failures: float = key(
+        0.0,
+        "hours between failures of any of the run's workers, for snapshot_every=auto and checkpoint.every=auto; 0 = not"
+        " known: the latter then reckons with 50,000 for each worker",
+        ">= 0",
+        most=10**6,
     )
     slow: float = key(1.5, "report a worker that takes this factor times its stage's median; 0 = never", ">= 0")
     replace_slow: bool = key(False, "replace a slow worker if a spare is ready")
@@ -114,6 +122,10 @@ class Cluster:
     )
     memory: str = key("refuse", "if a plan needs more memory than a device has", ("refuse", "warn"))
     gpu: str = key("", "GPU type to plan for, such as A100-80GB: its memory counts where no GPU is seen")
+    hardware: str = key(
+        "auto",
+        "hardware for which steps and plans are priced: a name in conf/hardware/, or FILE.yaml; auto = by the device",
+    )
     device_memory: float = key(
         0.0, "GB of memory per device; 0 = as seen, else as cluster.gpu says", ">= 0", most=10**6
     )

@@ -25,10 +25,10 @@ def _time_limit(config: Config) -> Iterator[str]:
 
 
 def _rhythm(config: Config) -> Iterator[str]:
-    """Yield a refusal line if `checkpoint.every` is neither a number of steps nor a duration."""
+    """Yield a refusal line if `checkpoint.every` is neither a number of steps nor a duration nor `auto`."""
     key, every = "checkpoint.every", config.checkpoint.every
     try:
-        rhythm_of(every)
+        rhythm_of(0 if every == AUTO else every)
     except ValueError:
         if isinstance(every, int):
             yield refused(config, key, "must be >= 0", [0])

@@ -1,7 +1,6 @@
-"""The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines.
-
-A field that is None by default is left out of the line where it is None. A field that a later version adds needs a
-default, as older journals lack it; kinds and fields that this version does not know are passed over.
+"""The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines. A field
+that is None by default is left out where it is None. One that a later version adds needs a default, as older journals
+lack it; unknown kinds and fields are passed over.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 from platform.boundary import schema
 from platform.boundary.schema import OpenMap, Text
 from platform.monitor.records import records
+from platform.monitor.records import step_events as step_events
 from platform.monitor.records.journal_event import EVENTS, Committed, End, JournalEvent
 from platform.monitor.records.records import Number, Seconds, Steps
 

@@ -45,6 +45,8 @@ class MetricsRow:
     skipped: Annotated[bool | None, Wandb("train/skipped")] = None  # true where the step updated nothing
     loss_scale: Annotated[float | None, Wandb("train/loss_scale")] = None  # of this step, where precision=fp16
     length: Annotated[int | None, Wandb("train/length")] = None  # tokens of a sequence, where they grow
+    parts: Annotated[dict[str, float] | None, Wandb("parts")] = None  # seconds, of the stage that computes longest
+    predicted_seconds: Annotated[float | None, Wandb("perf/predicted_seconds")] = None  # of a full step
     bubble: Annotated[dict[str, float] | None, Wandb("bubble")] = None  # planned, measured: makespan / ideal - 1
     val_loss: Annotated[float | None, Wandb("val/loss")] = None  # of steps after which the model was evaluated
     val_losses: Annotated[dict[str, float] | None, Wandb("val/sources")] = None  # of the sources of a mixture, by name

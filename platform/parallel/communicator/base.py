@@ -64,7 +64,8 @@ class Aborted(RuntimeError):
 
 class Handle:
     """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
-    booked under the clock section `section`. `flight`: the clock's note of the collective, if it takes one."""
+    booked under the clock section `section`, as `along` these axes, joined by "+". `flight`: the clock's note of the
+    collective, if it takes one."""
 
     def __init__(
         self,
@@ -73,14 +74,16 @@ class Handle:
         finish: Callable[[], Tensor],
         section: str = "exposed_comm",
         flight: Flight | None = None,
+        along: str = "",
     ):
         """Wrap a collective in progress: `wait` blocks until it is done, `finish` returns its result tensor, and the
-        waiting is booked in the section `section` of `clock`."""
-        self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
+        waiting is booked in the section `section` of `clock`, and there as one `along` axes."""
+        self._clock, self._wait, self._finish, self._flight = clock, wait, finish, flight
+        self._section, self._along = section, along
 
     def wait(self) -> Tensor:
         """Wait until the collective or message of this handle is done, and return its result tensor."""
-        with self._clock.section(self._section, waiting=True):
+        with self._clock.section(self._section, waiting=True, along=self._along):
             self._wait()
         if self._flight:
             self._clock.landed(self._flight)
@@ -188,7 +191,7 @@ class Communicator(ABC):
         begin = clock.mark() if clock.detailed else None
         wait = start()
         flight = None if begin is None else clock.launched(what, begin, wait, given)
-        return Handle(clock, wait, finish, flight=flight)
+        return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes))
 
     @abstractmethod
     def _start(

@@ -20,6 +20,7 @@ class ClockReading(NamedTuple):
     """Reading of a clock: what it has booked and noted since the reading before, times in seconds since its first mark.
 
     seconds      section name -> seconds in which it was the innermost open section ('' for the time outside of all)
+    waits        axes, joined by "+" -> seconds, part of the above, in which the rank waited for collectives along these
     sections     every section that was open, ordered by end, so that a section follows those nested in it
     spans        spans of the model, in order
     collectives  finished collectives, in order of launch: description, and the times of its launch (0 if that was
@@ -29,6 +30,7 @@ class ClockReading(NamedTuple):
     """
 
     seconds: dict[str, float]
+    waits: dict[str, float]
     sections: list[ClockSpan]
     spans: list[ClockSpan]
     collectives: list[tuple[Any, float, float, float]]
@@ -49,12 +51,12 @@ class Flight:
 
 class _Reading:
     """Marks of a clock since it was last read: (innermost section up to here, whether the rank waits for others in it,
-    time or event). `passed` and `completed`: number of them that the device is known to have passed, and number of
-    these that ended a wait for other ranks."""
+    along which axes, time or event). `passed` and `completed`: number of them that the device is known to have passed,
+    and number of these that ended a wait for other ranks."""
 
     def __init__(self) -> None:
         """Start a reading of the clock without marks, of which the device has passed none."""
-        self.marks: list[tuple[str, bool, Any]] = []
+        self.marks: list[tuple[str, bool, str, Any]] = []
         self.passed = self.completed = 0
 
 
@@ -71,7 +73,7 @@ class Clock:
         self._cuda = torch.device(device).type == "cuda"
         self.detailed = detailed
         self._beside = torch.cuda.Stream() if self._cuda and detailed else None  # waits for collectives, nothing else
-        self._open: list[tuple[str, bool]] = []  # sections, with whether the rank only waits for others in them
+        self._open: list[tuple[str, bool, str]] = []  # sections, whether the rank only waits for others in them, axes
         self._begin()
 
     def _begin(self) -> None:
@@ -91,16 +93,16 @@ class Clock:
         else:
             when = time.perf_counter()
         marks = self._reading.marks
-        marks.append((*(self._open[-1] if self._open else ("", False)), when))
+        marks.append((*(self._open[-1] if self._open else ("", False, "")), when))
         return len(marks) - 1
 
     @contextmanager
-    def section(self, name: str, waiting: bool = False) -> Iterator[None]:
+    def section(self, name: str, waiting: bool = False, along: str = "") -> Iterator[None]:
         """Book the time inside the context to the section `name`, but for sections opened within it, and show it as
-        this process's progress. `waiting`: the rank only waits for other ranks in it."""
+        this process's progress. `waiting`: the rank only waits for other ranks in it, `along` these axes."""
         before = PROGRESS.enter(name, waiting)
         begin = self.mark()
-        self._open.append((name, waiting))
+        self._open.append((name, waiting, along))
         try:
             if self.entered:
                 self.entered(name)
@@ -143,23 +145,26 @@ class Clock:
         """Return the times of the step since the clock was last read, and start it anew. A collective that is not
         waited for yet is left to the reading after its wait, from that one's beginning on."""
         assert not self._open, "a clock is read between sections"
-        seconds: dict[str, float] = defaultdict(float)
+        seconds, waits = defaultdict[str, float](float), defaultdict[str, float](float)
         marks, sections, spans = self._reading.marks, self._sections, self._spans
         flights = [(flight, *flight.waited) for flight in self._flights if flight.waited]
         under_way = [flight for flight in self._flights if not flight.waited]
         if self._cuda and marks:
             with self.waiting_for_device():
-                for event in (marks[-1][2], *(flight.done for flight, _, _ in flights if flight.done)):
+                for event in (marks[-1][-1], *(flight.done for flight, _, _ in flights if flight.done)):
                     event.synchronize()
         self._begin()
         for flight in under_way:
             flight.begin = 0
         self._flights = under_way
-        times = [self._between(marks[0][2], when) for _, _, when in marks]
-        for begin, (name, _, _), end in zip(times, marks[1:], times[1:], strict=False):
+        times = [self._between(marks[0][-1], when) for *_, when in marks]
+        for begin, (name, _, along, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin
+            if along:
+                waits[along] += end - begin
         return ClockReading(
             dict(seconds),
+            dict(waits),
             [(name, times[begin], times[end]) for name, begin, end in sections],
             [(name, times[begin], times[end]) for name, begin, end in spans],
             [
@@ -167,7 +172,7 @@ class Clock:
                     f.what,
                     times[f.begin],
                     times[wait],
-                    max(0.0, self._between(marks[0][2], f.done)) if f.done else times[end],
+                    max(0.0, self._between(marks[0][-1], f.done)) if f.done else times[end],
                 )
                 for f, wait, end in flights
             ],
@@ -185,7 +190,7 @@ class Clock:
         while the host waits for the device."""
         reading = self._reading
         marks = reading.marks
-        while reading.passed < len(marks) and marks[reading.passed][2].query():
+        while reading.passed < len(marks) and marks[reading.passed][-1].query():
             reading.completed += marks[reading.passed][1]
             reading.passed += 1
         section, waiting = marks[reading.passed][:2] if reading.passed < len(marks) else ("", False)

@@ -12,7 +12,7 @@ from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.describe import shown_seconds
 from platform.planning.search.best import Finalist, Standings, search
-from platform.planning.step_price import hardware_named, read_hardware
+from platform.planning.step_price import chosen_hardware, hardware_named, read_hardware
 
 NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
 
@@ -38,7 +38,10 @@ def choose_plan(
 
 
 def usual_hardware(config: Config, gpu: str = "") -> Hardware:
-    """Return the hardware for which plans are priced: of this `gpu`, of cluster.gpu, or the usual one."""
+    """Return the hardware for which plans are priced: as cluster.hardware says, of this `gpu`, of cluster.gpu, or the
+    usual one."""
+    if chosen := chosen_hardware(config):
+        return chosen
     c = config.cluster
     kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
     found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]

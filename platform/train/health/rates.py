@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from platform.config.fields import Config
+from platform.data.corpus import corpus_of
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.meeting import connected
 from platform.parallel.compiled import uncompiled
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import stage_rows
+from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
 from platform.planning.step_price import step_configs
 from platform.train.health.link import TOGETHER, settle

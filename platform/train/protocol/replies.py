@@ -173,9 +173,11 @@ class StepReport:
 
     If `skipped`, nothing was updated: the loss or the gradient norm is not finite, the loss is too high, or replicas
     differ. `overflowed`: True if the loss scale was too large, and has fallen. `seconds`: seconds by clock section;
-    `comm_bytes`: bytes by collective. `layer_gradients`, `layer_activations`: sizes by layer, where monitor.layers asks
-    for them: a rank's own sums of squares; combined, the norm of the gradient, and the root mean square of the layer's
-    output. `routed`: tokens that chose each expert, in all layers, and then tokens that each took; [] without experts.
+    `waits`: a rank's own of waiting for collectives, by their axes; `parts`: combined, of the parts of the step
+    (`platform.costs.parts`) on the stage that computes longest; `comm_bytes`: bytes by collective. `layer_gradients`,
+    `layer_activations`: sizes by layer, where monitor.layers asks for them: a rank's own sums of squares; combined, the
+    norm of the gradient, and the root mean square of the layer's output. `routed`: tokens that chose each expert, in
+    all layers, and then tokens that each took; [] without experts.
     """
 
     step: Count
@@ -198,6 +200,8 @@ class StepReport:
     layer_gradients: dict[str, Real] = field(default_factory=dict)
     layer_activations: dict[str, Real] = field(default_factory=dict)
     routed: list[Count] = field(default_factory=list)
+    waits: dict[str, Real] = field(default_factory=dict)
+    parts: dict[str, Real] = field(default_factory=dict)
     held: Count | None = None  # the newest step whose state all ranks hold in memory; None if there is none
 
 

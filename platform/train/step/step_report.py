@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from platform.costs.parts import BUBBLE, COMPUTING, DATA, OPTIMIZER, SNAPSHOT, STAGE, waiting_for
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.watched import is_due, layers_of
 from platform.plan.communication.traffic import label
@@ -14,7 +15,8 @@ from platform.plan.core.step_collectives import step_collectives
 from platform.train.protocol.replies import SlowRank, StepReport, Taken
 from platform.train.step.trainer import SECTIONS
 
-OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a rank does not wait for others
+PASSES = ("forward", "backward")
+OWN_WORK = ("data", *PASSES, "optimizer")  # sections in which a rank does not wait for others
 
 
 class Combiner:
@@ -27,28 +29,33 @@ class Combiner:
         """Prepare to combine ranks' step reports. `slow`: ratio that makes a rank slow; `layers`: monitor.layers."""
         self._communicator, self._slow, self._every = communicator, slow, layers
         self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
+        self._of_stage = [self._stages == stage for stage in range(plan.stages)]
         moved = {label(c.op, plan.mesh.ordered(c.axes)) for p in plan.of_lengths for _, c, _ in step_collectives(p)}
         self._moved = sorted(moved)
+        self._waits = sorted(
+            {key.partition("/")[2] for key in moved} - {STAGE}
+        )  # messages are waited for in the bubble
         self._layers, self._routed = layers_of(plan), 2 * plan.sizes.get("experts", 0)
 
     def together(self, mine: StepReport) -> StepReport | Taken:
         """Combine the ranks' reports on a training step, of which `mine` is this rank's, returned by `Trainer.step`;
         all ranks call it together. Return on rank 0 its own report with `seconds` as means over the ranks, `comm_bytes`
-        and `routed` as sums, `peak_memory_bytes` as the maximum, the slow ranks, and sizes by layer if they are due; on
-        other ranks an acknowledgement."""
+        and `routed` as sums, `peak_memory_bytes` as the maximum, the slow ranks, the parts of the step, and sizes by
+        layer if they are due; on other ranks an acknowledgement."""
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
         numbers = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
         numbers += [moved.get(key, 0) for key in self._moved]
+        numbers += [mine.waits.get(axes, 0.0) for axes in self._waits]
         numbers += mine.routed or [0] * self._routed
         for squares in (mine.layer_gradients, mine.layer_activations) if is_due(self._every, mine.step) else ():
             numbers += [squares.get(layer, 0.0) for layer in self._layers]
         ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))
         if ranks is None:
             return Taken(mine.step, mine.timeline)
-        sizes = [1, 1, len(SECTIONS), len(self._moved), self._routed]
-        work, memory, sections, sums, routed, of_layers = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
+        sizes = [1, 1, len(SECTIONS), len(self._moved), len(self._waits), self._routed]
+        work, memory, sections, sums, waits, routed, of_layers = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
         of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0).tolist())
         return replace(
@@ -57,6 +64,8 @@ class Combiner:
             comm_bytes={key: n for key, n in total.items() if n},
             peak_memory_bytes=int(memory.max()),
             slow=self._slower(work.flatten()),
+            waits={},
+            parts=self._parts_of_step(sections, waits),
             layer_gradients=of_gradients,
             layer_activations=of_activations,
             routed=list(map(int, routed.sum(0).tolist())),
@@ -76,6 +85,17 @@ class Combiner:
             {layer: x**0.5 for layer, x in gradients.items()},
             {layer: (x / sequences) ** 0.5 for layer, x in seen.items() if x},
         )
+
+    def _parts_of_step(self, sections: torch.Tensor, waits: torch.Tensor) -> dict[str, float]:
+        """Return the seconds of the parts of a training step, as means over the ranks of the stage that computes
+        longest. `sections`, `waits`: seconds by rank, and by clock section, or by the axes of collectives."""
+        computing = [SECTIONS.index(section) for section in PASSES]
+        paces = max(self._of_stage, key=lambda ranks: float(sections[ranks][:, computing].sum(1).mean()))
+        mean = dict(zip(SECTIONS, sections[paces].mean(0).tolist(), strict=True))
+        waited = zip(map(waiting_for, self._waits), waits[paces].mean(0).tolist(), strict=True)
+        found = {COMPUTING: sum(mean[section] for section in PASSES), **dict(waited), BUBBLE: mean["bubble"]}
+        found[OPTIMIZER] = mean["optimizer"] + mean["reduce"]
+        return found | {DATA: mean["data"], SNAPSHOT: mean["checkpoint"]}
 
     def _slower(self, work: torch.Tensor) -> list[SlowRank]:
         """Return the slow ranks of a training step, by the seconds `work` [ranks] of each rank's own work in it."""

@@ -160,7 +160,7 @@ class Trainer:
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
         scale, overflowed = self.loss_scale, not differences and self._rescale(loss, norm, skipped)
-        samples, seconds = samples_of(self.config.train, step), (reading := clock.read()).seconds
+        samples, reading = samples_of(self.config.train, step), clock.read()
         return StepReport(
             step=step,
             loss=loss,
@@ -171,8 +171,7 @@ class Trainer:
             loss_scale=scale.scale if scale else None,
             tokens=samples[1] * plan.sizes["length"],
             samples=samples,
-            step_seconds=sum(seconds.values()),
-            seconds={name: seconds.get(name, 0.0) for name in SECTIONS},
+            **_clock_times(reading),
             comm_bytes=dict(communicator.moved),
             peak_memory_bytes=peak_memory(communicator.device),
             world_size=plan.mesh.size,
@@ -337,6 +336,12 @@ class Trainer:
             total += passes.evaluate(self.rows.forward, split, first, end)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))
+
+
+def _clock_times(reading: ClockReading) -> dict[str, Any]:
+    """Return the seconds of a training step from the clock's reading, for the rank's report."""
+    seconds = {name: reading.seconds.get(name, 0.0) for name in SECTIONS}
+    return {"step_seconds": sum(reading.seconds.values()), "seconds": seconds, "waits": reading.waits}
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:

@@ -109,9 +109,18 @@ def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkey
     assert detailed.read().collectives == [("reduce", 0.0, 0.0, 0.0)], "it began and ended before this reading did"
 
 
+def test_waits_are_booked_by_axes_too(clock):
+    Event.during = lambda: None
+    with clock.section("forward"):
+        for along in ("t", "data+t", "t", ""):
+            Handle(clock, lambda: None, lambda: None, along=along).wait()
+    reading = clock.read()
+    assert reading.waits == {"t": 2.0, "data+t": 1.0} and reading.seconds["exposed_comm"] == 4.0
+
+
 def test_a_clock_without_a_timeline_notes_nothing_beside_sections(clock):
     clock.span("layers.0")
-    assert Event.made == 0 and clock.read() == ({}, [], [], [])
+    assert Event.made == 0 and clock.read() == ({}, {}, [], [], [])
 
 
 def test_a_device_that_goes_on_has_moved_and_one_that_stands_has_not(clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -58,6 +59,7 @@ def check(ranks):
         assert all(type(n) is int for n in together.comm_bytes.values())
         for section in SECTIONS:
             assert together.seconds[section] == pytest.approx(fmean(r.seconds[section] for r in own))
+        assert together.parts.keys() >= {"computing", "optimizer", "data"} and not together.waits
         assert together.peak_memory_bytes == max(r.peak_memory_bytes for r in own)
         assert together.world_size == len(ranks)
         for key in ("loss", "grad_norm", "lr", "samples", "tokens", "skipped"):
@@ -80,6 +82,22 @@ def test_a_slow_rank_is_named():
 
     assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0)]
     assert "exposed_comm" not in OWN_WORK
+
+
+def test_the_parts_of_a_step_are_those_of_the_stage_that_computes_longest():
+    plan = make_plan(CASES["pipeline"])
+
+    def work(communicator):
+        seconds, stage = dict.fromkeys(SECTIONS, 0.0), communicator.coordinates["stage"]
+        seconds |= {"forward": 1.0 + stage, "backward": 2.0, "exposed_comm": 0.5, "bubble": 3.0 - stage, "reduce": 0.25}
+        mine = replace(report(seconds), waits={"t": float(communicator.rank), "moon": 9.0})
+        return Combiner(plan, communicator, slow=0).together(mine)
+
+    parts = run_threads(plan.mesh, work)[0].parts
+    ranks = [rank for rank in range(plan.mesh.size) if plan.mesh.coordinates(rank)["stage"] == 1]
+    assert {name: seconds for name, seconds in parts.items() if seconds} == {
+        "computing": 4.0, "waiting for t": fmean(ranks), "bubble": 2.0, "optimizer": 0.25,
+    }  # fmt: skip
 
 
 def test_a_collective_that_was_not_planned_is_ours_to_mend():

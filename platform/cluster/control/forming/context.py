@@ -45,16 +45,19 @@ class RunContext:
 class Generation:
     """Mesh of seated workers that has formed, between two failures. `number`: counts from the run's first; `formed`:
     seats and configuration; `tiers`: cluster tiers that its ranks are in; `step`: updates in the state that it starts
-    from; `peak_flops`: FLOP/s of a worker, None if unknown; `timeline`: None unless monitor.timeline is set."""
+    from; `device`: name of a worker's; `peak_flops`: its FLOP/s, None if unknown; `timeline`: None unless
+    monitor.timeline is set; `predicted_seconds`: seconds of a full step, None until they are predicted."""
 
     number: int
     plan: Plan
     formed: Formation
     tiers: Tiers
     step: int
+    device: str
     peak_flops: float | None
     timeline: Timeline | None
     job: Job
+    predicted_seconds: float | None = None
 
     @property
     def seats(self) -> list[int]:

@@ -104,7 +104,7 @@ class Former:
         peak = dense_bf16_peak(built[0].device)
         formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
         tiers = tiers_of(seats, places(members))
-        generation = Generation(number, plan, formed, tiers, step, peak, timeline, job)
+        generation = Generation(number, plan, formed, tiers, step, built[0].device, peak, timeline, job)
         if source or (step and self._config.elastic.interval):
             self.ledger.add(generation, step)
         return generation

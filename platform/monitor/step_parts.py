@@ -1,0 +1,71 @@
+"""The parts of a training step in seconds: predicted beside measured, and the largest cause of their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+from platform.costs.parts import BUBBLE, COMPUTING, DATA, OPTIMIZER, REST, SNAPSHOT
+from platform.plan.language.numbers import count_of
+from platform.plan.reports.describe import shown_seconds
+
+Parts = Mapping[str, float]  # name of a part (`platform.costs.parts`) -> seconds
+
+NEAR = 0.05  # share of a prediction up to which a step takes as long as predicted
+LEAST = 0.01  # share of a step below which a part is among the rest
+CAUSES = {
+    COMPUTING: "computing, in which devices are {speed} than described",
+    BUBBLE: "the bubble: messages between stages are {speed} than described, or passes more {even}",
+    OPTIMIZER: "the update, for which memory is {speed} than described",
+    DATA: "data, which no prediction counts",
+    SNAPSHOT: "snapshots in memory (elastic.snapshot_every), which no prediction counts",
+    REST: "what lies between the parts, such as the driver's orders, which no prediction counts",
+}
+WAITS = "{name}: links are {speed} than described, or ranks more {even}"
+
+
+def typical(steps: Sequence[Parts]) -> dict[str, float]:
+    """Return the parts of a typical step: their means over the middle half of `steps`, ordered by seconds."""
+    ordered = sorted(steps, key=lambda parts: sum(parts.values()))
+    middle = ordered[len(steps) // 4 : len(steps) - len(steps) // 4]
+    names = dict.fromkeys(name for parts in middle for name in parts)
+    return {name: fmean(parts.get(name, 0.0) for parts in middle) for name in names}
+
+
+def parts_table(predicted: Parts, measured: Parts, hardware: str, steps: int) -> Iterator[str]:
+    """Yield the lines of a table of the parts of a step, predicted on a `hardware` and measured over so many `steps`,
+    and of the largest cause of the difference."""
+    expected, taken = sum(predicted.values()), sum(measured.values())
+    names = [name for name in dict.fromkeys((*predicted, *measured)) if name != REST]
+    rows = [(name, predicted.get(name, 0.0), measured.get(name, 0.0)) for name in names]
+    rows = [row for row in rows if max(row[1] / expected, row[2] / taken) >= LEAST]
+    predicted_rows, measured_rows = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    rows += [(REST, max(0.0, expected - predicted_rows), taken - measured_rows), ("altogether", expected, taken)]
+    width = max(len(name) for name, *_ in rows)
+    yield f"a step on {hardware}, measured in {count_of(steps, 'step')}"
+    yield f"  {'':<{width}}  predicted   measured  difference"
+    for name, before, after in rows:
+        expects = shown_seconds(before) if before else "-"
+        yield f"  {name:<{width}}  {expects:>9}  {shown_seconds(after):>9}  {_signed(after - before):>10}"
+    yield cause(predicted, measured)
+
+
+def cause(predicted: Parts, measured: Parts) -> str:
+    """Return the line that says by how much a step differs from its prediction, and mostly in which part."""
+    expected, taken = sum(predicted.values()), sum(measured.values())
+    behind = taken - expected
+    if abs(behind) <= NEAR * expected:
+        return f"a step takes as long as predicted, to {abs(behind) / expected:.1%}"
+    sign = 1 if behind > 0 else -1
+    names = dict.fromkeys((*predicted, *measured))
+    name = max(names, key=lambda n: sign * (measured.get(n, 0.0) - predicted.get(n, 0.0)))
+    speed, even = ("slower", "uneven") if behind > 0 else ("faster", "even")
+    why = CAUSES.get(name, WAITS).format(name=name, speed=speed, even=even)
+    share = (measured.get(name, 0.0) - predicted.get(name, 0.0)) / behind
+    most = "all" if share >= 1 else f"{share:.0%}"
+    return f"a step takes {taken / expected:.2g} times as long as predicted; {most} of the difference is {why}"
+
+
+def _signed(seconds: float) -> str:
+    """Format a difference of durations with its sign."""
+    return ("+" if seconds >= 0 else "-") + shown_seconds(abs(seconds))
