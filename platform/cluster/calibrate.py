@@ -16,7 +16,7 @@ from platform.cluster.crew.open import open_crew
 from platform.cluster.driver import relay_log
 from platform.cluster.run import resources
 from platform.config.fields import Config
-from platform.costs.calibration import Round, Seen, Timings, as_file, hardware_of_rounds, rounds
+from platform.costs.calibration import Round, Seen, Timings, as_file, calibration_rounds, hardware_of_rounds
 from platform.costs.machine import Hardware
 from platform.plan.language.numbers import count_of
 from platform.planning.make_plan import make_plan
@@ -41,7 +41,7 @@ def calibration(config: Config, workers: int, folder: Path, like: Hardware | Non
     with relay_log("platform.cluster", print_line), open_crew(kind, job) as crew:
         nodes = [crew.members[number].node.partition("/")[0] for number in sorted(crew.members)]
         found = []
-        for number, one in enumerate(rounds(nodes)):
+        for number, one in enumerate(calibration_rounds(nodes)):
             print_line(f"  {one.tier}: {count_of(one.shape[1], 'group')} of {count_of(one.shape[0], 'worker')}")
             found.append((one, _of_round(crew, job, one, str(number), tiny)))
     device, memory, processors = found[0][1][0]

@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 Samples = Mapping[str, Sequence[Sample]]  # kind -> its measurements
 
 
-def samples_of(timings: Iterable[tuple[str, Sequence[float], float]], usual: Callable = median) -> Samples:
+def samples_by_kind(timings: Iterable[tuple[str, Sequence[float], float]], usual: Callable = median) -> Samples:
     """Return the measurements of all ranks by kind; of ranks that measured the same, the `usual` one counts."""
     by_key: dict[Key, list[float]] = defaultdict(list)
     for kind, sizes, seconds in timings:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import log
 from typing import NamedTuple
 
-from platform.costs.calibrated import Sample, Samples, calibrated, samples_of, solution
+from platform.costs.calibrated import Sample, Samples, calibrated, samples_by_kind, solution
 from platform.costs.fit import fit
 from platform.costs.machine import LINK, Hardware, Link
 from platform.costs.price import price_of
@@ -36,11 +36,11 @@ class Round(NamedTuple):
         return [group[i] for i in range(len(self.groups[0])) for group in self.groups]
 
 
-def rounds(nodes: Sequence[str]) -> list[Round]:
+def calibration_rounds(nodes: Sequence[str]) -> list[Round]:
     """Return the rounds of a calibration by ranks on these `nodes`: inside each node, and between the n-th ranks of all
     nodes, in pairs and altogether. Nodes of more ranks than the smallest have some that wait.
 
-    >>> [(r.tier, r.groups) for r in rounds(["a", "a"])]
+    >>> [(r.tier, r.groups) for r in calibration_rounds(["a", "a"])]
     [('kernels', [[0, 1]]), ('node', [[0, 1]])]
     """
     by_node = [[rank for rank, its in enumerate(nodes) if its == node] for node in dict.fromkeys(nodes)]
@@ -75,10 +75,10 @@ def hardware_of_rounds(
     by_tier: dict[str, list[tuple[str, Sequence[float], float]]] = {}
     for one, timings in measured:
         by_tier.setdefault(one.tier, []).extend(timing for its in timings for timing in its)
-    links: Mapping[str, Samples] = {tier: samples_of(by_tier[tier], max) for tier in TIERS if tier in by_tier}
+    links: Mapping[str, Samples] = {tier: samples_by_kind(by_tier[tier], max) for tier in TIERS if tier in by_tier}
     if len(seen.nodes) > 1:
         first = replace(first, ranks=min(seen.nodes.values()))
-    kernels = samples_of(by_tier["kernels"])
+    kernels = samples_by_kind(by_tier["kernels"])
     found = _with_steps(calibrated(first, kernels, links, seen.precision), kernels["step"], steps)
     return found, {*links}
 
@@ -121,7 +121,7 @@ def as_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
         f"fused: {h.fused:.3g} # {here}: attention in one kernel, both passes, beside products",
         f"launch: {h.launch:.4g} # {here}: tiny steps of more and of fewer microbatches, by kernel",
         f"ahead: {'true' if h.ahead else 'false'} # {'as GPUs are' if on_gpu else 'a core does one after the other'}",
-        f"interference: {h.interference:.3g} # {here if tiers else there}: products beside an all-reduce",
+        f"interference: {h.interference:.3g} # {here if tiers else there}: products beside an all-gather",
     ]
     for tier, link in (("node", h.node), ("network", h.network)):
         lines.append(f"{tier}: # {here + ': messages, and kinds of collectives' if tier in tiers else there}")

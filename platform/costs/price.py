@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from platform.costs.machine import Hardware
 from platform.costs.parts import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_for
 from platform.costs.seconds import (
-    beside,
     bytes_seconds,
     collective_seconds,
     computing_seconds,
     sent_seconds,
     update_bytes,
+    with_hidden,
 )
 from platform.costs.step_work import EVEN, Execution, Launches, PassWork, StepWork, step_work
 from platform.costs.work import Part
@@ -192,7 +192,7 @@ class _Clock:
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
         host = kernels * self.hardware.launch
-        return PassTime(computing, waiting, float(beside(device, host, self.hardware)) - device)
+        return PassTime(computing, waiting, float(with_hidden(device, host, self.hardware)) - device)
 
     def spans(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""

@@ -43,10 +43,10 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
         return 0.0
     share = tiling(p.rows, p.columns, p.batch, hardware.processors, hardware.tile) * p.inner / (p.inner + hardware.fill)
     computing = p.flops / (hardware.peak(precision) * hardware.reached.products * share)
-    return float(beside(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
+    return float(with_hidden(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
 
 
-def beside(computing: Number, other: Number, hardware: Hardware) -> Number:
+def with_hidden(computing: Number, other: Number, hardware: Hardware) -> Number:
     """Return the seconds of computing and of something `other`, which is hidden where anything is done beside it."""
     return np.maximum(computing, other) if hardware.ahead else computing + other
 

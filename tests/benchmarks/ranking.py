@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.cluster.calibrate import TINY
-from platform.costs.calibration import Seen, as_file, hardware_of_rounds, rounds
+from platform.costs.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
 from platform.launch import compose
 from platform.planning.comparison import as_text, compare
 from platform.planning.make_plan import make_plan
@@ -106,7 +106,7 @@ def calibrate_and_step(
     torch.set_num_threads(1)
     dist.destroy_process_group()
     found = []
-    for number, one in enumerate(rounds(nodes)):
+    for number, one in enumerate(calibration_rounds(nodes)):
         communicator = in_groups(one.seats.index(rank), one.shape, str(number), (address[0], address[1]), "cpu")
         if one.tier == "kernels":
             measured = kernel_rates(communicator, compose([*TINY]), False)
@@ -134,7 +134,7 @@ def hardware_text(case: Case, timings: Sequence[Any]) -> str:
     """Return the text of the file that `calibrate` would write on the nodes of a case."""
     nodes = [f"node{rank // case.per_node}" for rank in range(case.ranks)]
     seen = Seen(date.today().isoformat(), "fp32", "cpu", {node: nodes.count(node) for node in nodes}, "cpu")
-    by_round = [(one, [rank[i] for rank in timings]) for i, one in enumerate(rounds(nodes))]
+    by_round = [(one, [rank[i] for rank in timings]) for i, one in enumerate(calibration_rounds(nodes))]
     steps = [work_of(c, make_plan(c)) for c in step_configs(compose([*TINY]), False, False)]
     return as_file(*hardware_of_rounds(read_hardware("cpu"), by_round, seen, steps), seen)
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from platform.cluster.calibrate import TINY
-from platform.costs.calibrated import samples_of, solution
-from platform.costs.calibration import Seen, as_file, hardware_of_rounds, rounds
+from platform.costs.calibrated import samples_by_kind, solution
+from platform.costs.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
 from platform.costs.machine import HardwareMistake, Link, hardware_of
 from platform.costs.price import price_of
 from platform.costs.seconds import group_seconds, message_seconds, product_seconds
@@ -71,7 +71,8 @@ def links(h, one, slower=()):
 
 def found(h, slower=()):
     measured = [
-        (one, [list(kernels(h) if one.tier == "kernels" else links(h, one, slower))] * 2) for one in rounds(NODES)
+        (one, [list(kernels(h) if one.tier == "kernels" else links(h, one, slower))] * 2)
+        for one in calibration_rounds(NODES)
     ]
     return hardware_of_rounds(CPU, measured, SEEN, steps())
 
@@ -113,24 +114,26 @@ def test_the_file_says_what_was_measured_and_is_read_again():
     assert again.ahead is False and again.reached.memory == pytest.approx(made.reached.memory, rel=1e-2)
     numbers = [line for line in text.splitlines()[1:] if not line.startswith((" ", "accelerator"))]
     assert all("#" in line for line in numbers if not line.startswith("reached"))
-    alone = as_file(*hardware_of_rounds(CPU, [(rounds(["a"])[0], [list(kernels(TRUE))])], SEEN, steps()), SEEN)
+    alone = as_file(
+        *hardware_of_rounds(CPU, [(calibration_rounds(["a"])[0], [list(kernels(TRUE))])], SEEN, steps()), SEEN
+    )
     assert "network: # not measured: of cpu" in alone and "node: # not measured: of cpu" in alone
 
 
 def test_who_measures_with_whom():
-    assert [(r.tier, r.groups) for r in rounds(["a"])] == [("kernels", [[0]])]
-    four = [(r.tier, r.groups) for r in rounds(["a", "a", "b", "b"])[1:]]
+    assert [(r.tier, r.groups) for r in calibration_rounds(["a"])] == [("kernels", [[0]])]
+    four = [(r.tier, r.groups) for r in calibration_rounds(["a", "a", "b", "b"])[1:]]
     assert four == [("node", [[0, 1], [2, 3]]), ("network", [[0, 2], [1, 3]])]
-    by_size = [(r.tier, r.shape) for r in rounds(NODES)[1:]]
+    by_size = [(r.tier, r.shape) for r in calibration_rounds(NODES)[1:]]
     assert by_size == [("node", (2, 4)), ("node", (4, 2)), ("network", (2, 4))]
-    assert rounds(["a", "a", "b", "b"])[1].seats == [0, 2, 1, 3]
-    assert [r.groups for r in rounds(["a", "a", "b"])[1:]] == [[[0, 2]]], "the second of node a waits"
+    assert calibration_rounds(["a", "a", "b", "b"])[1].seats == [0, 2, 1, 3]
+    assert [r.groups for r in calibration_rounds(["a", "a", "b"])[1:]] == [[[0, 2]]], "the second of node a waits"
 
 
 def test_no_factor_is_negative():
     assert solution([[1, 1, 1], [1, 2, 3]], [2, 1.5, 1]) == pytest.approx([1.384615, 0], rel=0.1)
     assert solution([[1, 1, 1], [1, 2, 3]], [3, 5, 7]) == pytest.approx([1, 2])
-    assert samples_of([("x", [1], 2.0), ("x", [1], 6.0), ("x", [1], 3.0)])["x"][0].seconds == 3.0
+    assert samples_by_kind([("x", [1], 2.0), ("x", [1], 6.0), ("x", [1], 3.0)])["x"][0].seconds == 3.0
 
 
 def test_nothing_is_hidden_where_one_core_does_it_all():

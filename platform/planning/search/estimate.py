@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.costs.machine import Hardware
-from platform.costs.seconds import beside, bytes_seconds, group_seconds, message_seconds, update_bytes
+from platform.costs.seconds import bytes_seconds, group_seconds, message_seconds, update_bytes, with_hidden
 from platform.costs.work import FUSED_BACKWARD
 from platform.plan.core.buckets import BUCKET_BYTES
 from platform.plan.core.plan import ITEMSIZE
@@ -102,7 +102,7 @@ class Estimator:
             if kind.what == "flops":
                 width, read = self.numbers[i + 1], self.numbers[i + 2] * size
                 one = number / (speed * width / (width + h.fill))
-                one = beside(one, bytes_seconds(read, h), h)
+                one = with_hidden(one, bytes_seconds(read, h), h)
                 computing[0, i], computing[1, i] = one, 2 * one
             elif kind.what == "fused":
                 one = number / (speed * h.fused)
@@ -123,7 +123,9 @@ class Estimator:
         found = np.maximum(computing, hidden) + waiting
         kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
         host = kernels * self.setting.hardware.launch
-        return beside(found[0], host, self.setting.hardware), beside(found[1], 2 * host, self.setting.hardware)
+        return with_hidden(found[0], host, self.setting.hardware), with_hidden(
+            found[1], 2 * host, self.setting.hardware
+        )
 
     @cached_property
     def _times(self) -> tuple[Column, Column, Column, Column]:

@@ -27,7 +27,7 @@ from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
 from platform.planning.step_price import step_configs
-from platform.train.health.link import TOGETHER, settle
+from platform.train.health.link import TOGETHER, settle_device
 from platform.train.protocol.replies import Rates, Timing
 from platform.train.step.rank_parameters import DTYPES
 from platform.train.step.trainer import Trainer
@@ -61,7 +61,7 @@ ON_GPU = Extents(4096, 1 << 30, 0.15, 1 << 28)
 TINY = Extents(32, 1 << 16, 0.002, 1 << 12, 1)  # for tests
 
 
-def extents(device: str, tiny: bool) -> Extents:
+def extents_on(device: str, tiny: bool) -> Extents:
     """Return the extents of measurements on a device; `tiny`: sizes that take a moment and say nothing."""
     return TINY if tiny else ON_CPU if device == "cpu" else ON_GPU
 
@@ -78,7 +78,7 @@ def in_groups(rank: int, shape: tuple[int, int], name: str, store: tuple[str, in
 
 def kernel_rates(communicator: Communicator, config: Config, tiny: bool) -> Rates:
     """Measure what this worker computes, in the configuration's precision, while all others of its group do."""
-    device, sizes = communicator.device, extents(communicator.device.type, tiny)
+    device, sizes = communicator.device, extents_on(communicator.device.type, tiny)
     timer = _Timer(device, sizes.seconds)
     found: list[Timing] = []
     for measure in (_square_products, _shaped_products, _copied_bytes, _fused_attention, _steps_alone):
@@ -94,7 +94,7 @@ def collective_rates(communicator: Communicator, tiny: bool) -> Rates:
     """Measure collectives and messages of growing size in this worker's group along LINE, and how a collective in the
     background slows products; all groups do so at the same time."""
     found: list[Timing] = []
-    n, sizes = communicator.mesh.extent(LINE), extents(communicator.device.type, tiny)
+    n, sizes = communicator.mesh.extent(LINE), extents_on(communicator.device.type, tiny)
     between = _Between(communicator, sizes)
     for op in (*COLLECTIVES, "send"):
         size, spent = 1 << 10, 0.0
@@ -138,12 +138,12 @@ class _Between:
     def _seconds_of(self, count: int, then: Callable[[], None]) -> float:
         """Return the seconds of `count` times a few products and something after them."""
         self.communicator.barrier()
-        settle(self.communicator)
+        settle_device(self.communicator)
         begin = time.perf_counter()
         for _ in range(count):
             self.products(4)
             then()
-        settle(self.communicator)
+        settle_device(self.communicator)
         return time.perf_counter() - begin
 
     def _move_bytes(self, op: str, x: torch.Tensor) -> None:
@@ -164,20 +164,20 @@ def _most(communicator: Communicator, seconds: float) -> float:
 
 
 def _beside(communicator: Communicator, sizes: Extents, between: _Between) -> Timing:
-    """Measure products and an all-reduce that takes about as long, one after the other and at the same time."""
+    """Measure products and an all-gather that takes about as long, one after the other and at the same time."""
     x = torch.zeros(sizes.largest // 64, device=communicator.device)
-    moving = _most(communicator, between.seconds("all_reduce", x, MANY))
+    moving = _most(communicator, between.seconds("all_gather", x, MANY))
 
     def passed(count: int, launched: bool) -> float:
-        """Return the seconds of so many products, beside the all-reduce if it is `launched`."""
+        """Return the seconds of so many products, beside the all-gather if it is `launched`."""
         communicator.barrier()
-        settle(communicator)
+        settle_device(communicator)
         begin = time.perf_counter()
-        handle = communicator.launch("all_reduce", x, LINE) if launched else None
+        handle = communicator.launch("all_gather", x, LINE) if launched else None
         between.products(count)
         if handle:
             handle.wait()
-        settle(communicator)
+        settle_device(communicator)
         return time.perf_counter() - begin
 
     count = 1 + int(8 * moving / _most(communicator, passed(8, False)))
