@@ -183,7 +183,7 @@ def _write_hardware(given: argparse.Namespace) -> int:
 def _refuse_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError for a file that cannot be written, or is not to be, before anything is measured."""
     if output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(violation("--output", output, "must end in .yaml", [output.with_suffix(".yaml")]))
+        raise ConfigError(violation("--output", output, f"must end in .yaml, as {output.stem}.yaml"))
     if output.exists() and not overwrite:
         raise ConfigError(violation("--output", output, "exists; --overwrite replaces it"))
     place = output if output.exists() else output.parent
