@@ -9,12 +9,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.cluster.control.forming.context import RunContext
+from platform.cluster.control.pulse import Pulse
 from platform.cluster.crew.base.job import WORKER, Job, gpu_count
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
@@ -37,6 +39,7 @@ from platform.data.tokens import cache
 from platform.data.vocabulary import Vocabulary, given_vocabulary
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
+from platform.monitor.records.live import Live
 from platform.optimizer.learning_rate import short_of_peak
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
@@ -262,6 +265,20 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     return journal, monitor
 
 
+def _sight(state: DriverState) -> Live:
+    """Return the driver's own part of live.json, in the thread that writes it."""
+    controller, saving = state.controller, state.checkpoints.saving if state.checkpoints else None
+    return Live(
+        time=0.0,
+        generation=state.journal.generation if state.journal else 0,
+        step=state.done,
+        usual=controller.pace.usual(0) if controller else None,
+        held=controller.held if controller else None,
+        saving=saving[0] if saving else None,
+        saving_since=time() - (monotonic() - saving[1]) if saving else None,
+    )
+
+
 def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
     """Start the run's crew of workers and train to the last step, re-forming the mesh as often as it takes. `orphan`:
     the last step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the
@@ -288,7 +305,9 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
         run.journal.write(events.TookOver(step=orphan, steps_lost=lost))
         say(f"the driver before died after step {orphan}: this one goes on in its place after {run.checkpoints.step}")
     try:
-        with relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
+        pulse = Pulse(state.directory.path, partial(_sight, state))
+        with relay_log("platform.cluster", say), pulse, open_crew(kind, job, beside) as crew:
+            pulse.outlook = crew.outlook
             if crew.came is not None:
                 state.phases.reach("first_process", crew.came)
             from platform.cluster.control.controller import Controller

@@ -27,6 +27,11 @@ class Link:
         """Return the links as a collective of this operation finds them."""
         return self.kinds.get(op, self)
 
+    def taking(self, times: float) -> Link:
+        """Return links that take so many times as long for everything."""
+        kinds = {op: link.taking(times) for op, link in self.kinds.items()}
+        return Link(self.bandwidth / times, self.latency * times, self.hop * times, kinds)
+
 
 @dataclass(frozen=True)
 class Reached:
@@ -75,6 +80,13 @@ class Hardware:
     def peak(self, precision: str) -> float:
         """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
         return self.peaks[precision]
+
+    def taking(self, times: Mapping[str, float]) -> Hardware:
+        """Return the hardware whose `device`, links of a `node` and of the `network` take so many times as long."""
+        device, reached = times["device"], self.reached
+        slower = replace(reached, products=reached.products / device, memory=reached.memory / device)
+        links = {name: getattr(self, name).taking(times[name]) for name in ("node", "network")}
+        return replace(self, launch=self.launch * device, reached=slower, **links)
 
     def with_reached(self, values: Mapping[str, float]) -> Hardware:
         """Return the hardware with other shares of its peaks that are reached, by name."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from platform.costs.parts import BUBBLE, COMPUTING, DATA, OPTIMIZER, REST, SNAPSHOT
+from platform.monitor.records.step_events import Replanning
 from platform.plan.language.numbers import count_of
 from platform.plan.reports.describe import shown_seconds
 
@@ -64,6 +65,19 @@ def cause(predicted: Parts, measured: Parts) -> str:
     share = (measured.get(name, 0.0) - predicted.get(name, 0.0)) / behind
     most = "all" if share >= 1 else f"{share:.0%}"
     return f"a step takes {taken / expected:.2g} times as long as predicted; {most} of the difference is {why}"
+
+
+def replanning_line(event: Replanning) -> str:
+    """Return the line that says what a run does whose steps left their prediction, and why."""
+    times = {name: n for name, n in event.times.items() if abs(n - 1) >= NEAR}
+    parts = [f"{name} {n:,.0f}" if n >= 10 else f"{name} {n:.2g}" for name, n in times.items()]
+    told = f"step {event.step}: steps take {shown_seconds(event.measured)}, predicted {shown_seconds(event.predicted)}"
+    why = f"times as long as described: {', '.join(parts) or 'nothing'}"
+    if event.now <= event.then:
+        return f"{told} ({why}); no other plan is quicker"
+    quicker = f"{event.chosen} takes {shown_seconds(event.then)} instead of {shown_seconds(event.now)}"
+    gain = f"gains {shown_seconds(event.gain)} in the steps left, for {shown_seconds(event.cost)}"
+    return f"{told} ({why}); {quicker}, {gain}: {'re-forms' if event.reforms else 'stays'}"
 
 
 def _signed(seconds: float) -> str:

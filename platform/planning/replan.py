@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from platform.config.fields import Config
 from platform.config.layout_map import axes_of
+from platform.costs.machine import Hardware
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
@@ -69,7 +70,7 @@ class Replanned(NamedTuple):
     reason: str
 
 
-def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | None:
+def replan(config: Config, workers: int, *, memory: float = inf, hardware: Hardware | None = None) -> Replanned | None:
     """Find the best configuration and plan of a run for at most `workers` ranks; None if no plan fits.
 
     First choice: all as configured but the number of data replicas: as many as the workers allow, at most as many as at
@@ -80,7 +81,8 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     own count; of these, the nearest to the configured sizes. All axes may become 1, so there is a plan for any number
     of workers that have the memory.
 
-    Where the configuration left keys to the planner (`plan.search`), these are chosen anew, as at the start.
+    Where the configuration left keys to the planner (`plan.search`), these are chosen anew, as at the start; so are the
+    sizes of the axes that it has, on a `hardware` that was fitted to the run's own steps.
 
     `config`: the run's configuration at its start, with parallel.data settled, not -1. Everything in the run's identity
     (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
@@ -89,7 +91,7 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     assert config.parallel.data >= 1, "-1 is settled before a run starts"
     workers = min(workers, most_workers(config))
     budget = MemoryBudget(config, memory)
-    if config.plan.search and (best := _searched(config, workers, budget)):
+    if (config.plan.search or hardware) and (best := _searched(config, workers, budget, hardware)):
         return best
     found = _with_fewer_replicas(config, workers, budget)
     if not found or (config.tensor.uneven and found[1].mesh.size < workers):
@@ -97,18 +99,31 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     return found and Replanned(*found, _reason(config, *found, workers))
 
 
-def _searched(config: Config, workers: int, budget: MemoryBudget) -> Replanned | None:
-    """Choose the open keys of a run's configuration anew, for at most `workers`; None if no plan fits."""
+def _searched(config: Config, workers: int, budget: MemoryBudget, fitted: Hardware | None) -> Replanned | None:
+    """Choose the open keys of a run's configuration anew, for at most `workers`, or without any the sizes of its
+    axes; None if no plan fits. `fitted`: hardware to take in place of the usual one."""
     from platform.planning.search.best import search  # with numpy, which only this needs
     from platform.planning.search.chosen import memory_of_worker, usual_hardware
 
-    hardware = usual_hardware(config)
+    hardware = fitted or usual_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
-    found = search(config, workers, memory, hardware).fitting
+    sized = replace(config, plan=replace(config.plan, search=config.plan.search or _sized_keys(config)))
+    found = search(sized, workers, memory, hardware).fitting
     if not found:
         return None
     best = found[0]
-    return Replanned(best.config, best.plan, _reason(config, best.config, best.plan, workers))
+    chosen = replace(best.config, plan=config.plan)
+    return Replanned(chosen, best.plan, _reason(config, chosen, best.plan, workers))
+
+
+def _sized_keys(config: Config) -> list[str]:
+    """Return the keys of the sizes of the axes that a configuration has."""
+    there = {
+        "tensor.axes": axes_of(config.tensor),
+        "pipeline.stages": config.pipeline.kind not in ("none", "file"),
+        "parallel.context": config.parallel.context > 1,
+    }
+    return ["parallel.data", *(key for key, has in there.items() if has)]
 
 
 def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:

@@ -96,7 +96,7 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
 
 
 def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPrice:
-    """Predict what a checkpoint costs a run under `plan`, by what is `known`."""
+    """Predict what a checkpoint costs a run under `plan`, from the facts that are `known`."""
     mean = config.elastic.mean_hours_between_failures or WORKER_HOURS / plan.mesh.size
     state = (plan.parameter_count + state_elements(plan, kept_numbers(config))) * plan.itemsize["master"]
     saving = known.own.saving or (state / known.hardware.storage if known.hardware else 0.0)

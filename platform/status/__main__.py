@@ -19,7 +19,7 @@ from typing import Any
 from platform.boundary.command_line import command_line, run_command
 from platform.boundary.refusals import ConfigError, violation
 from platform.boundary.terminal import visible
-from platform.status.facts import facts, rows_of
+from platform.status.facts import ago_text, clock_text, facts, rows_of
 from platform.status.seen_run import RUNS, Look, look, newest_runs, run_directory
 
 WELL, ATTENTION = 0, 1  # exit statuses, beside REFUSED
@@ -66,7 +66,8 @@ def status_text(found: Look) -> Iterator[str]:
     if verdict := found.verdict:
         width = max(60, shutil.get_terminal_size((120, 24)).columns)
         yield from textwrap.wrap(visible(verdict.line), width, break_on_hyphens=False, break_long_words=False)
-        more = [f"seen {_when(verdict.since)}; {verdict.sure}"] if verdict.since else [verdict.sure]
+        when, now = verdict.since, found.evidence.now
+        more = [f"since {clock_text(when)}, {ago_text(now, when)}; {verdict.sure}" if when else verdict.sure]
         more += verdict.details
         more += ["where it was, the innermost call last:", *(f"  {frame}" for frame in verdict.stack)] * bool(
             verdict.stack
@@ -76,11 +77,6 @@ def status_text(found: Look) -> Iterator[str]:
     named = [*rows_of(found)]
     width = max(len(name) for name, _ in named)
     yield from (visible(f"{name:{width}}  {value}") for name, value in named)
-
-
-def _when(moment: float) -> str:
-    """Format a moment, in seconds since the epoch, as a local time, for the verdict on a run."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 if __name__ == "__main__":

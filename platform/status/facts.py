@@ -11,7 +11,9 @@ from platform.config.durations import hms
 from platform.monitor.records import events
 from platform.monitor.records.journal_event import End
 from platform.monitor.verdict.ended import of_failure
-from platform.monitor.verdict.evidence import GONE, PHASES, STOPPED
+from platform.monitor.verdict.evidence import GONE, STOPPED
+from platform.monitor.verdict.stalled import stalled_call
+from platform.monitor.verdict.verdict import Verdict
 from platform.plan.language.numbers import count_of
 from platform.status.seen_run import Look, goodput_so_far
 
@@ -38,7 +40,7 @@ def facts(found: Look) -> dict[str, Any]:
         "steps": evidence.steps,
         "step_seconds": seconds,
         "tokens_per_second": last.get("tokens_per_second"),
-        "seconds_left": None if evidence.end else left,
+        "seconds_left": None if evidence.end or found.verdict and found.verdict.attention else left,
         "loss": last.get("loss"),
         "val_loss": validated.get("val_loss"),
         "val_step": validated.get("step"),
@@ -51,6 +53,7 @@ def facts(found: Look) -> dict[str, Any]:
         "checkpoint_time": saved.time if saved else None,
         "snapshot_step": _snapshot(found),
         "goodput": cost.goodput if cost and evidence.end else None,
+        "last_failure": failure.plain() if (failure := last_failure(found)) else None,
         "failures": cost.failures if cost else 0,
         "steps_lost": cost.steps_lost if cost else 0,
         "torn": found.torn,
@@ -68,11 +71,18 @@ def state_word(found: Look) -> str:
         return "died"
     if evidence.driver == STOPPED:
         return "stopped"
-    return PHASES[type(evidence.phase)] if evidence.phase else "starting"
+    if evidence.live and stalled_call(evidence):
+        return "stalled"
+    if evidence.live and evidence.live.doing and evidence.phase and evidence.live.time >= evidence.phase.time:
+        return evidence.live.doing
+    return evidence.phase_word or "starting"
 
 
 def _snapshot(found: Look) -> int | None:
     """Return the last step that is in the workers' memory, None if there is none or the workers are gone."""
+    live = found.evidence.live
+    if live and live.held and not found.evidence.end and found.evidence.driver != GONE:
+        return live.held
     every = found.config.elastic.snapshot_every if found.config else 0
     if found.evidence.end or found.evidence.driver == GONE or not isinstance(every, int) or not every:
         return None
@@ -85,7 +95,7 @@ def rows_of(found: Look) -> Iterator[tuple[str, str]]:
     yield "run", found.directory
     yield "state", f["state"] + (f", driver {f['driver']}" if f["driver"] and not found.evidence.end else "")
     if f["wrote"]:
-        yield "ended" if found.evidence.end else "wrote last", _how_long_ago(now, f["wrote"])
+        yield "ended" if found.evidence.end else "wrote last", ago_text(now, f["wrote"])
     yield "step", _progress_row(f)
     if f["loss"] is not None:
         validation = f", validation {f['val_loss']:.4f} at step {f['val_step']}" if f["val_loss"] is not None else ""
@@ -97,7 +107,7 @@ def rows_of(found: Look) -> Iterator[tuple[str, str]]:
     if f["checkpoint"]:
         yield (
             "checkpoint",
-            f"step {f['checkpoint_step']}, {_how_long_ago(now, f['checkpoint_time'])}, {f['checkpoint']}",
+            f"step {f['checkpoint_step']}, {ago_text(now, f['checkpoint_time'])}, {f['checkpoint']}",
         )
     elif f["step"]:
         yield "checkpoint", "none"
@@ -120,6 +130,12 @@ def _progress_row(f: dict[str, Any]) -> str:
     return text + (f", {hms(round(f['seconds_left']))} left" if f["seconds_left"] is not None else "")
 
 
+def last_failure(found: Look) -> Verdict | None:
+    """Return the verdict on the last failure of a worker under the run's last driver, got over or not."""
+    failure = found.evidence.last(events.Failure)
+    return of_failure(found.evidence, failure) if failure else None
+
+
 def _failure_got_over(found: Look) -> Iterator[tuple[str, str]]:
     """Yield the row on the last failure that a run has got over."""
     evidence = found.evidence
@@ -128,14 +144,16 @@ def _failure_got_over(found: Look) -> Iterator[tuple[str, str]]:
         if first := next(steps, None):
             verdict = of_failure(evidence, failure)
             took = f"; training again after {first.time - failure.time:.2f} s"
-            yield "got over", f"{verdict.line}, {_how_long_ago(evidence.now, failure.time)}{took}"
+            yield "got over", f"{verdict.line}, {ago_text(evidence.now, failure.time)}{took}"
 
 
-def _how_long_ago(now: float, moment: float) -> str:
+def ago_text(now: float, moment: float) -> str:
     """Return in words how long ago a moment was, both in seconds since the epoch."""
     seconds = max(0.0, now - moment)
     text = f"{seconds:.0f} s" if seconds < 100 else hms(int(seconds))
-    if seconds >= 86400:
-        text = time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
-        return f"on {text}"
-    return f"{text} ago"
+    return f"{text} ago" if seconds < 86400 else f"on {clock_text(moment)}"
+
+
+def clock_text(moment: float) -> str:
+    """Format a moment, in seconds since the epoch, as a local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

@@ -21,12 +21,13 @@ from platform.cluster.run import traces
 from platform.config.fields import Config
 from platform.monitor.records import events, metrics, records
 from platform.monitor.records.journal_event import JournalEvent
+from platform.monitor.records.live import LIVE, read_live
 from platform.monitor.records.records import JOURNAL, METRICS
 from platform.monitor.verdict import Evidence, Verdict, verdict_on
 from platform.status.owner import owner_of
 
 RUNS = "runs"  # folder of the runs of a working directory
-_FILES = (traces.CONFIG, traces.PLAN, traces.LOCK, JOURNAL, METRICS)
+_FILES = (traces.CONFIG, traces.PLAN, traces.LOCK, JOURNAL, METRICS, LIVE)
 _TAIL = 1 << 20  # bytes that are copied of the end of a remote metrics.jsonl
 
 
@@ -59,7 +60,8 @@ def look(directory: Path, name: str = "") -> Look:
         raise ConfigError(violation("run.dir", name or directory, "holds no run", newest_runs()[:3]))
     owner, driver = owner_of(directory)
     steps = (config.train.stop_at or config.train.steps) if config else None
-    evidence = Evidence(journal, rows, time.time(), steps, driver, owner, _wrote(directory))
+    live = _tolerant(torn, LIVE, lambda: read_live(directory), None)
+    evidence = Evidence(journal, rows, time.time(), steps, driver, owner, _wrote(directory), live)
     return Look(name or str(directory), config, plan, evidence, torn)
 
 

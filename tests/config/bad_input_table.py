@@ -281,6 +281,7 @@ elastic.faults=[5:kill:999999] | elastic.faults=5:kill:999999: its rank must be 
 elastic.faults=[5:kill:1:bakward] | elastic.faults=5:kill:1:bakward: a step has no section | 5:kill:1:backward
 elastic.max_workers=2 elastic.min_workers=3 | elastic.max_workers=2: must be 0 or >= elastic.min_workers=3 | 0, 3
 elastic.spares=1 cluster=inline | elastic.spares=1: cluster=inline is a world of one | 0
+elastic.replan=true elastic.snapshot_every=0 | elastic.replan=true: a mesh re-forms from snapshots or | false
 run.time_limit=soon | run.time_limit=soon: must be seconds or H:MM:SS | 3600
 run.time_limit=1:2:3:4 | run.time_limit=1:2:3:4: must be seconds | 3600
 run.time_limit=-5 | run.time_limit=-5: must be seconds | 3600

@@ -142,6 +142,12 @@ class Links:
         """Join a node that was cut off to the others again."""
         self._in_hub(f"ip link set port{node} up")
 
+    def slow(self, node: int, rate: str) -> None:
+        """Limit a node's link to another rate, in both directions, from now on."""
+        for run, interface in ((self._in_hub, f"port{node}"), (lambda c: self._in_node(node, c), INTERFACE)):
+            run(f"tc qdisc del dev {interface} root")
+            run(self._limited(interface, rate))
+
     def carried(self, node: int) -> Mapping[str, Carried]:
         """Return what each interface of a node has carried: `lo` between its own processes, `link0` to and from other
         nodes."""

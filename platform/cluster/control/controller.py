@@ -48,7 +48,8 @@ class RunState(Enum):
 
 class Controller:
     """Drives one run from state to state, as `RunState` lists them. `done`: number of updates in the workers' state
-    now; `worked`: at least one training step was committed, even if it was rolled back since."""
+    now; `worked`: at least one training step was committed, even if it was rolled back since; `pace`: durations of the
+    committed steps; `held`: the newest step whose state this generation's workers hold in memory."""
 
     def __init__(self, run: RunContext, former: Former):
         """Prepare to drive a run of training steps, from forming its first mesh of workers by `former`."""
@@ -56,13 +57,13 @@ class Controller:
         self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
         self._checkpoints, self._evaluations = run.checkpoints, Evaluations(run)
         self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
-        self._pace, self.forecast = Pace(), Forecast(run)
+        self.pace, self.forecast = Pace(), Forecast(run)
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
         self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
         self._advisor = ReformAdvisor(run, former.recruiter)
         self._failed: float | None = None  # time of the first failure since the last step
-        self._held: int | None = None  # the newest step whose state this generation's workers hold in memory
+        self.held: int | None = None
         self._does = {
             RunState.FORMING: self._form,
             RunState.RUNNING: self._train_on,
@@ -90,7 +91,7 @@ class Controller:
     def give_up_unsaved(self) -> tuple[int, float]:
         """Return the number of training steps since the newest checkpoint and their seconds, and forget them."""
         steps = max(0, self.done - self._checkpoints.step)
-        return steps, self._pace.take_back(self.done - steps)
+        return steps, self.pace.take_back(self.done - steps)
 
     # FORMING
 
@@ -101,10 +102,10 @@ class Controller:
             self._signals.check()
         self._generation = generation = self._former.form(crew)
         if (lost := self.done - generation.step) > 0:
-            seconds = self._pace.take_back(generation.step)
+            seconds = self.pace.take_back(generation.step)
             self._journal.write(events.RolledBack(step=generation.step, steps_lost=lost, lost_seconds=seconds))
             self._monitor.say(f"goes on after step {generation.step}: {count_of(lost, 'step')} to do again")
-        self.done, self._held = generation.step, None
+        self.done, self.held = generation.step, None
         self._signals.defer()
         return RunState.RUNNING
 
@@ -232,7 +233,7 @@ class Controller:
         """Return the seconds that a training step may last before a blocked worker counts as hung: HUNG_AFTER times the
         median step of this generation (until that is known, COLD times the run's; until that is known,
         FIRST_STEP_SECONDS), and at least elastic.hang_seconds."""
-        usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
+        usual, ever = self.pace.usual(generation.step), self.pace.usual(0)
         if usual is None:
             usual = FIRST_STEP_SECONDS / HUNG_AFTER if ever is None else COLD * ever
         return max(self._config.elastic.hang_seconds, HUNG_AFTER * usual)
@@ -243,10 +244,10 @@ class Controller:
         self.done, self.worked = row.step, True
         self._stall, self._failed = 0.0, None
         self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
-        self._held = held
+        self.held = held
         if held is not None:
             self._former.ledger.add(generation, held)
-        self._pace.add(row.step, row.step_seconds)
+        self.pace.add(row.step, row.step_seconds)
         self._useful += row.step_seconds
         self._spikes.add(row.loss)
         self.forecast.add(row)
@@ -258,10 +259,10 @@ class Controller:
         """
         if not (every := self._config.elastic.interval) or self.done % every:
             return False
-        if self._held != self.done:
+        if self.held != self.done:
             crew.call("hold", self.done)
             self._former.ledger.add(generation, self.done)
-            self._held = self.done
+            self.held = self.done
         return True
 
     def _save_if_due(self, crew: Crew, step: int) -> None:
@@ -307,9 +308,10 @@ class Controller:
             self._hold(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
-        if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(
-            crew, generation
-        ):
+        proposal = self._advisor.optional_reform(crew, generation, report) or self.forecast.better_plan(
+            crew, self._former.recruiter, generation, self.done
+        )
+        if proposal and self._loses_nothing(crew, generation):
             self._checkpoints.finish(crew)
             self._former.recruiter.barred |= proposal.barred
             raise Reform(proposal.reason)
@@ -331,20 +333,7 @@ class Controller:
         if culprit.refusal and self.state is RunState.RUNNING:
             raise GaveUp(culprit.refusal)
         self._failed = self._failed or perf_counter()
-        self._journal.write(
-            events.Failure(
-                number=culprit.member.number,
-                rank=culprit.rank,
-                coordinates=dict(culprit.coordinates),
-                node=culprit.member.node,
-                method=culprit.method,
-                kind=culprit.kind,
-                cause=culprit.cause,
-                log=str(culprit.log) if culprit.log else None,
-                step=step,
-                useful_seconds=self.take_useful_seconds(),
-            )
-        )
+        self._journal.write(events.Failure(**culprit.account(), step=step, useful_seconds=self.take_useful_seconds()))
         self._monitor.say(str(failure))
         self._failures[step] += 1
         count = self._failures[step]

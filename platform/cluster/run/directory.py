@@ -22,9 +22,10 @@ from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.config.fields import Config, Eval
 from platform.config.identity import identity, violations_of_identity
+from platform.monitor.records.live import LIVE
 from platform.monitor.records.records import JOURNAL, METRICS
 
-OURS = (JOURNAL, METRICS, traces.LOCK, "wandb")  # may exist before the first step; see `claim`
+OURS = (JOURNAL, METRICS, traces.LOCK, LIVE, "wandb")  # may exist before the first step; see `claim`
 
 
 class RunDirectory:

@@ -83,6 +83,9 @@ class Elastic:
     )
     slow: float = key(1.5, "report a worker that takes this factor times its stage's median; 0 = never", ">= 0")
     replace_slow: bool = key(False, "replace a slow worker if a spare is ready")
+    replan: bool = key(
+        False, "re-form the mesh by a better plan, if steps leave their predicted time by a fifth and it pays"
+    )
     attempts: int = key(3, "failures of the same step after which the run ends", ">= 1", most=10**6)
     faults: list[str] = key([], "faults to inject, once each: STEP:KIND:RANK[:SECTION]")
 

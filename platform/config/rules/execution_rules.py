@@ -43,6 +43,14 @@ def _snapshots(config: Config) -> Iterator[str]:
         yield refused(config, key, KEYS[key].constraint, [1, AUTO])
 
 
+def _replan(config: Config) -> Iterator[str]:
+    """Yield a refusal line if `elastic.replan` could change the plan only by losing steps."""
+    if config.elastic.replan and not config.elastic.snapshot_every and not config.checkpoint.every:
+        constraint = "a mesh re-forms from snapshots or checkpoints, and both are off"
+        legal = ["elastic.snapshot_every=1", "checkpoint.every=30m", False]
+        yield refused(config, "elastic.replan", constraint, legal)
+
+
 def _workers(config: Config) -> Iterator[str]:
     """Yield a refusal line for each contradiction between the bounds on the number of workers, and of spares."""
     least, most = config.elastic.min_workers, config.elastic.max_workers
@@ -138,4 +146,4 @@ def _sample(config: Config) -> Iterator[str]:
         yield refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
 
 
-RULES = (_faults, _sample, _time_limit, _rhythm, _snapshots, _workers, _deterministic, _gpu, _ray)
+RULES = (_faults, _sample, _time_limit, _rhythm, _snapshots, _replan, _workers, _deterministic, _gpu, _ray)

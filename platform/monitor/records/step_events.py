@@ -14,6 +14,23 @@ class PredictedStep(JournalEvent):
     parts: dict[str, Seconds]
 
 
+class Replanning(JournalEvent):
+    """Steps left their prediction (elastic.replan): a typical one of `measured` seconds is `times` as long as described
+    by device, node and network. By that, steps take `now` seconds, and under the plan `chosen` `then`; `gain`: seconds
+    of all steps left; `cost`: seconds of re-forming; `reforms`: True if it pays."""
+
+    step: Steps
+    predicted: Seconds
+    measured: Seconds
+    times: dict[str, float]
+    chosen: str
+    now: Seconds
+    then: Seconds
+    gain: Seconds
+    cost: Seconds
+    reforms: bool
+
+
 class MeasuredStep(JournalEvent):
     """Parts of a typical step of the last generation, in seconds, from so many `steps`."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any, TypeVar
 
 from platform.monitor.records import events
 from platform.monitor.records.journal_event import End, JournalEvent
+from platform.monitor.records.live import Live
 
 Kind = TypeVar("Kind", bound=JournalEvent)
 
@@ -20,7 +22,8 @@ ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"  # UNKNOWN
 class Evidence:
     """Evidence on a run at the time `now` (seconds since the epoch). `journal`: its events;
     `rows`: its last rows of metrics; `steps`: its last step; `driver`: ALIVE, STOPPED (by a signal), GONE or UNKNOWN;
-    `owner`: the driver's process and machine, as its lock names them; `wrote`: when it wrote last."""
+    `owner`: the driver's process and machine, as its lock names them; `wrote`: when it wrote last; `live`: its sight of
+    the workers, None of a run of an earlier version."""
 
     journal: Sequence[JournalEvent]
     rows: Sequence[Mapping[str, Any]] = ()
@@ -29,6 +32,7 @@ class Evidence:
     driver: str = UNKNOWN
     owner: str = ""
     wrote: float = 0.0
+    live: Live | None = None
 
     @cached_property
     def life(self) -> Sequence[JournalEvent]:
@@ -50,12 +54,23 @@ class Evidence:
         """Return the event with which the run's last driver entered the state that it is in."""
         return next((e for e in reversed(self.life) if type(e) in PHASES), None)
 
+    @property
+    def phase_word(self) -> str:
+        """Return the state of the run's last driver by its journal, in a word or two; "" before its first event."""
+        return PHASES[type(self.phase)] if self.phase else ""
+
     @cached_property
     def step(self) -> int:
         """Return the last training step that the run has done."""
         done = [e.step for e in self.life if isinstance(e, _DONE)]
         rows = [row["step"] for row in self.rows]
         return max([*done, *rows], default=0)
+
+    @cached_property
+    def save_seconds(self) -> float:
+        """Return the median seconds of the run's checkpoints so far, 0 if it has none."""
+        seconds = [e.seconds for e in self.journal if isinstance(e, events.Checkpoint)]
+        return median(seconds) if seconds else 0.0
 
     @cached_property
     def workers(self) -> dict[int, Mapping[str, Any]]:
@@ -65,9 +80,12 @@ class Evidence:
 
     @cached_property
     def mesh(self) -> Mapping[str, int]:
-        """Return the axes of the run's newest mesh, with their sizes."""
-        forming = self.last(events.Forming)
-        return forming.mesh if forming else {}
+        """Return the axes of the meshes of the run's last driver, with their largest sizes."""
+        found: dict[str, int] = {}
+        for event in self.life:
+            for axis, size in event.mesh.items() if isinstance(event, events.Forming) else ():
+                found[axis] = max(size, found.get(axis, 1))
+        return found
 
     def name(self, rank: int | None, number: int | None = None, node: str = "", at: Mapping[str, int] = {}) -> str:  # noqa: B006
         """Name a worker of the run for people: its rank with coordinates, its node, and its number in the crew."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from platform.monitor.verdict import ended, running
+from platform.monitor.verdict import ended, links, running, stalled
 from platform.monitor.verdict.evidence import Evidence
 from platform.monitor.verdict.verdict import Verdict
 
 JUDGES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     ended.of_end,
     ended.of_driver,
+    stalled.of_pulse,
+    stalled.of_call,
+    stalled.of_itself,
     running.of_waiting,
     running.of_recovery,
     running.of_bad_save,
+    stalled.of_saving,
     running.of_slow_worker,
+    links.of_links,
     running.of_slow_steps,
     running.of_bad_loss,
 )

@@ -48,13 +48,14 @@ class Launch:
 
 
 class Launched(NamedTuple):
-    """Collective as a timeline shows it: what it is called, its operation, its axes, and the bytes that its group
-    moves, as counted."""
+    """Collective as a timeline shows it: what it is called, its operation, its axes, the bytes that its group moves, as
+    counted, and the rank at the other end of a message."""
 
     name: str
     op: str
     axes: tuple[str, ...]
     bytes: int
+    peer: int = -1
 
 
 class Aborted(RuntimeError):
@@ -75,15 +76,17 @@ class Handle:
         section: str = "exposed_comm",
         flight: Flight | None = None,
         along: str = "",
+        what: Launched | None = None,
     ):
         """Wrap a collective in progress: `wait` blocks until it is done, `finish` returns its result tensor, and the
-        waiting is booked in the section `section` of `clock`, and there as one `along` axes."""
+        waiting is booked in the section `section` of `clock`, and there as one `along` axes; heartbeats call it `what`.
+        """
         self._clock, self._wait, self._finish, self._flight = clock, wait, finish, flight
-        self._section, self._along = section, along
+        self._section, self._along, self._what = section, along, what
 
     def wait(self) -> Tensor:
         """Wait until the collective or message of this handle is done, and return its result tensor."""
-        with self._clock.section(self._section, waiting=True, along=self._along):
+        with self._clock.section(self._section, True, self._along, self._what):
             self._wait()
         if self._flight:
             self._clock.landed(self._flight)
@@ -191,7 +194,7 @@ class Communicator(ABC):
         begin = clock.mark() if clock.detailed else None
         wait = start()
         flight = None if begin is None else clock.launched(what, begin, wait, given)
-        return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes))
+        return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
 
     @abstractmethod
     def _start(
@@ -224,14 +227,16 @@ class Communicator(ABC):
         x, peer = x.contiguous(), self._peer(stage)
         self.moved[label("send", ("stage",))] += x.nbytes
         self._log_transfer((self.rank, peer), x.numel())
-        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble")
+        what = Launched("", "send", ("stage",), x.nbytes, peer)
+        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble", what=what)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
         """Start receiving the next tensor of `shape` and `dtype` that the rank of pipeline stage `stage` with this
         rank's index along all other axes sends here; `wait` returns it."""
         out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
         self._log_transfer((peer, self.rank), out.numel())
-        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble")
+        what = Launched("", "receive", ("stage",), out.nbytes, peer)
+        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble", what=what)
 
     def _peer(self, stage: int) -> int:
         """Return the global rank in pipeline stage `stage` that has this rank's index along all other axes."""

@@ -97,10 +97,11 @@ class Clock:
         return len(marks) - 1
 
     @contextmanager
-    def section(self, name: str, waiting: bool = False, along: str = "") -> Iterator[None]:
+    def section(self, name: str, waiting: bool = False, along: str = "", what: Any = None) -> Iterator[None]:
         """Book the time inside the context to the section `name`, but for sections opened within it, and show it as
-        this process's progress. `waiting`: the rank only waits for other ranks in it, `along` these axes."""
-        before = PROGRESS.enter(name, waiting)
+        this process's progress. `waiting`: the rank only waits for other ranks in it, `along` these axes, for the
+        collective or message `what`."""
+        before = PROGRESS.enter(name, waiting, False, what)
         begin = self.mark()
         self._open.append((name, waiting, along))
         try:

@@ -3,16 +3,30 @@ waiting and hanging."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from threading import get_native_id
+from dataclasses import dataclass, field, replace
+from threading import get_ident, get_native_id
 from time import monotonic
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from platform.boundary.schema import Count, Span
+from platform.boundary.schema import Count, Many, Span
+from platform.parallel.communicator.sockets import TcpLink, links
 
 SYNCHRONIZE = "synchronize"  # section in which the host waits for its device
+STILL_SECONDS = 1.0  # in one section, from which on a heartbeat says where in the code that is
+_FRAMES = 10  # of a stack, the innermost
+
+
+class Wait(NamedTuple):
+    """Collective or message that a rank waits for: its operation, its name in the plan, the mesh axes along which its
+    group lies, and the rank at the other end of a message, -1 for a collective."""
+
+    op: str
+    name: str
+    axes: Annotated[list[str], Many(0, 64)]
+    peer: Annotated[int, Span(-1, 1 << 53)] = -1
 
 
 class DevicePlace(NamedTuple):
@@ -33,7 +47,8 @@ class Activity:
     the section that the device is in, `device_waits` says whether it waits for other ranks there, and `completed` how
     many waits for others (collectives and messages) it has completed in this step; its passing on counts as a change.
     `busy`: the share of the time since the heartbeat before in which the main thread ran, or waited for a processor or
-    a disk; 1 if that is not known.
+    a disk; 1 if that is not known. `wait`: the collective or message that the section waits for; `stack`: frames of the
+    main thread where it stands still, the innermost last; `links`: its connections to other addresses.
     """
 
     call: str
@@ -45,6 +60,12 @@ class Activity:
     completed: Count = 0
     busy: Annotated[float, Span(0, 1e12)] = 0.0
     preparing: bool = False
+    wait: Wait | None = None
+    stack: Annotated[list[str], Many(0, _FRAMES)] = field(default_factory=list)
+    links: Annotated[list[TcpLink], Many(0, 64)] = field(default_factory=list)
+
+
+_Now = tuple[str, bool, bool, Any, float]  # section, waiting for other ranks, preparing, what it waits for, since
 
 
 class Progress:
@@ -54,23 +75,25 @@ class Progress:
     def __init__(self) -> None:
         """Construct the progress of a worker that is in no call and no section, and whose device has passed no mark."""
         self._call = ""
-        self._now = ("", False, False, monotonic())  # section, waiting for other ranks, preparing, since
+        self._now: _Now = ("", False, False, None, monotonic())
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
-        self._thread = 0  # that executes the driver's calls, by its number in the kernel
+        self._thread = self._own = 0  # that executes the driver's calls, by its number in the kernel and in Python
         self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active`
 
     def begin(self, call: str) -> None:
         """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
-        self._call, self._now, self._device = call, ("", False, False, monotonic()), None
-        self._thread, self._looked = get_native_id(), None
+        self._call, self._now, self._device = call, ("", False, False, None, monotonic()), None
+        self._thread, self._own, self._looked = get_native_id(), get_ident(), None
 
-    def enter(self, section: str, waiting: bool = False, preparing: bool = False) -> tuple[str, bool, bool]:
+    def enter(
+        self, section: str, waiting: bool = False, preparing: bool = False, what: Any = None
+    ) -> tuple[str, bool, bool, Any]:
         """Note for heartbeats that the main thread enters the clock section `section`; `waiting`: it only waits for
-        other ranks there; `preparing`: it compiles, loads or pins something. Returns the arguments by which `enter`
-        restores the section before."""
-        before = self._now[:3]
-        self._now = (section, waiting, preparing, monotonic())
+        other ranks there, for the collective or message `what`, if that is given (`base.Launched`); `preparing`: it
+        compiles, loads or pins something. Returns the arguments by which `enter` restores the section before."""
+        before = self._now[:4]
+        self._now = (section, waiting, preparing, what, monotonic())
         return before
 
     @contextmanager
@@ -97,8 +120,20 @@ class Progress:
     def beat(self) -> Activity:
         """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where
         the device is looked at for the first time, that counts as its last movement, as nothing was known before."""
-        (section, waiting, preparing, since), device, now = self._now, self._device, monotonic()
-        beat = Activity(self._call, section, waiting, now - since, busy=self._busy(now), preparing=preparing)
+        (section, waiting, preparing, what, since), device, now = self._now, self._device, monotonic()
+        wait = what and Wait(what.op, what.name, list(what.axes), what.peer)
+        stack = stack_of(self._own) if self._call and now - since >= STILL_SECONDS else []
+        beat = Activity(
+            self._call,
+            section,
+            waiting,
+            now - since,
+            busy=self._busy(now),
+            preparing=preparing,
+            wait=wait,
+            stack=stack,
+            links=links(),
+        )
         if device is None:
             return beat
         try:
@@ -119,6 +154,17 @@ class Progress:
         if active is None or before is None or now == before[0]:
             return 1.0
         return max(0.0, (active - before[1]) / (now - before[0]))
+
+
+def stack_of(thread: int) -> list[str]:
+    """Return the innermost frames of a thread of this process, the innermost last, for heartbeats."""
+    found: list[str] = []
+    frame = sys._current_frames().get(thread)
+    while frame and len(found) < _FRAMES:
+        path = "/".join(frame.f_code.co_filename.split("/")[-3:])
+        found.append(f"{path}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found[::-1]
 
 
 def _active(thread: int) -> float | None:

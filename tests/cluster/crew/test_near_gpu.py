@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from platform.cluster.crew.base import near_gpu
-from platform.cluster.crew.base.near_gpu import cores_near, keep_near_gpu
+from platform.cluster.crew.launchers import near_gpu
+from platform.cluster.crew.launchers.near_gpu import cores_near, keep_near_gpu
 
 
 @pytest.fixture

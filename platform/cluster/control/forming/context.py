@@ -46,7 +46,8 @@ class Generation:
     """Mesh of seated workers that has formed, between two failures. `number`: counts from the run's first; `formed`:
     seats and configuration; `tiers`: cluster tiers that its ranks are in; `step`: updates in the state that it starts
     from; `device`: name of a worker's; `peak_flops`: its FLOP/s, None if unknown; `timeline`: None unless
-    monitor.timeline is set; `predicted_seconds`: seconds of a full step, None until they are predicted."""
+    monitor.timeline is set; `seconds`: duration of its forming; `predicted_seconds`: seconds of a full step, None until
+    they are predicted."""
 
     number: int
     plan: Plan
@@ -57,6 +58,7 @@ class Generation:
     peak_flops: float | None
     timeline: Timeline | None
     job: Job
+    seconds: float = 0.0
     predicted_seconds: float | None = None
 
     @property

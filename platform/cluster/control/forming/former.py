@@ -62,6 +62,7 @@ class Former:
         a run's first generation, for what the user has to correct.
         """
         members, found = self.recruiter.wait(crew)
+        start = perf_counter()
         plan, size = found.plan, found.plan.mesh.size
         schedules = schedules_of(found.config, plan.replicas)
         schedule = schedules[-1]
@@ -104,7 +105,8 @@ class Former:
         peak = dense_bf16_peak(built[0].device)
         formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
         tiers = tiers_of(seats, places(members))
-        generation = Generation(number, plan, formed, tiers, step, built[0].device, peak, timeline, job)
+        device, seconds = built[0].device, perf_counter() - start
+        generation = Generation(number, plan, formed, tiers, step, device, peak, timeline, job, seconds)
         if source or (step and self._config.elastic.interval):
             self.ledger.add(generation, step)
         return generation

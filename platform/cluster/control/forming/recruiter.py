@@ -9,6 +9,7 @@ from platform.cluster.control.forming.context import RunContext
 from platform.cluster.control.forming.examination import Doctor
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp, Member
+from platform.costs.machine import Hardware
 from platform.monitor.records import events
 from platform.plan.language.numbers import count_of
 from platform.planning.replan import Replanned, most_workers, replan
@@ -20,7 +21,7 @@ HIRE_AGAIN_SECONDS = 10.0  # pause after a new worker did not start
 class Recruiter:
     """Chooses the members and the plan of a run's next generation, and hires missing workers. `barred`: numbers of
     members that get no seat any more; `memory`: bytes of the smallest device among all workers so far, inf if
-    unknown."""
+    unknown; `hardware`: fitted to the run's own steps, None until one is."""
 
     def __init__(self, run: RunContext):
         """Prepare to choose the members and plan of each mesh that a run forms, and to hire workers; none is barred
@@ -36,6 +37,7 @@ class Recruiter:
         self._unsound: dict[int, str] = {}  # barred because of that
         self.barred: set[int] = set()
         self.memory = inf
+        self.hardware: Hardware | None = None
 
     def usable(self, crew: Crew) -> dict[int, Member]:
         """Return the crew members that may get a rank, by number: neither barred nor about to be taken away."""
@@ -47,14 +49,20 @@ class Recruiter:
         `memory` bytes; None if no legal plan fits. The plan of the run's start, if it has `members` workers, or fewer
         and the run may not grow; else, as `replan` does, the one with another number of data replicas alone; if none is
         legal, the one with the most workers, of these the fewest bytes moved per step, of these the nearest to the
-        configured sizes of the axes."""
-        size = self._plan.mesh.size
-        if members == size or members > size == self._most:
+        configured sizes of the axes. On a `hardware`, the one that is quickest there."""
+        size, fitted = self._plan.mesh.size, self.hardware
+        if not fitted and (members == size or members > size == self._most):
             return Replanned(self._config, self._plan, "")
         key = members, self.memory
         if key not in self._plans:
-            self._plans[key] = replan(self._config, members, memory=self.memory) if members else None
+            found = replan(self._config, members, memory=self.memory, hardware=fitted) if members else None
+            self._plans[key] = found
         return self._plans[key]
+
+    def fit_to(self, hardware: Hardware) -> None:
+        """Choose plans for a hardware that was fitted to the run's own steps, from now on."""
+        self.hardware = hardware
+        self._plans.clear()
 
     def wait(self, crew: Crew) -> tuple[dict[int, Member], Replanned]:
         """Wait for enough workers to form the next mesh, at most elastic.wait seconds; return the members that

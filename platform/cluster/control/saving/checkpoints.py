@@ -86,7 +86,7 @@ class Checkpoints:
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # the workers' answers
         self._writing = False  # the workers are writing
         self._abandoned = False  # the current or the last save was abandoned
-        self._began = 0.0  # when the save under way began (monotonic)
+        self._saving, self._began = 0, 0.0  # step of the save under way, and when that began (monotonic)
         self._corpus = ""
         self._own: set[str] = set()  # directories of the checkpoints that this driver made
         self._failed, self._failing = 0, 0.0  # failed saves in a row; time of the first one
@@ -130,6 +130,11 @@ class Checkpoints:
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             where, count = urls.storage_key(self._config), count_of(self._failed, "checkpoint")
             raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
+
+    @property
+    def saving(self) -> tuple[int, float] | None:
+        """Return the step of the save under way and when that began, monotonic; None if there is none."""
+        return (self._saving, self._began) if self._saver.busy else None
 
     def lacks(self, last: int) -> bool:
         """Return True if the state after `last`, the run's last step, was to be saved and no checkpoint holds it."""
@@ -256,7 +261,7 @@ class Checkpoints:
         them, for the event that ends this save."""
         self.finish(crew)
         self._cadence.saved()
-        self._abandoned, self._began = False, monotonic()
+        self._abandoned, self._saving, self._began = False, step, monotonic()
         snapshots = crew.call("snapshot")
         values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds

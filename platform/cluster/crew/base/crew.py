@@ -10,6 +10,7 @@ from typing import Any
 
 from platform.cluster.crew.base.failures import Failure, Member
 from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.base.outlook import NOTHING, Outlook
 
 
 class ByRank(list[Any]):
@@ -26,6 +27,7 @@ class Crew(AbstractContextManager["Crew"]):
         elastic: True if the other members can go on after one has failed.
         unstarted: failures of hired members that never got ready.
         came: when the first process dialled in, a reading of the monotonic clock; None if none has to.
+        outlook: sight of the seated workers, which other threads may read.
     """
 
     store: tuple[str, int]
@@ -33,6 +35,7 @@ class Crew(AbstractContextManager["Crew"]):
     elastic: bool = False
     unstarted: list[Failure]
     came: float | None = None
+    outlook: Outlook = NOTHING
 
     @property
     @abstractmethod

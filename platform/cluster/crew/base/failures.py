@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from platform.monitor.verdict import causes
 
@@ -40,11 +40,28 @@ class Failure:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     log: Path | None = None
     refusal: str = ""  # of a user's mistake, which the call has found: its lines
+    seen: Sequence[str] = ()  # what other ranks did meanwhile, by their heartbeats
+    stack: Sequence[str] = ()  # where a hung member stood, the innermost frame last
 
     def __str__(self) -> str:
         """Format this failure of a worker as a line for the user: its name, node, kind, call and error."""
         where = f" on {self.member.host}" if self.member.node else ""
         return f"{self.name}{where} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
+
+    def account(self) -> dict[str, Any]:
+        """Return the fields of the journal's event on this failure of a worker, without the run's own."""
+        return {
+            "number": self.member.number,
+            "rank": self.rank,
+            "coordinates": dict(self.coordinates),
+            "node": self.member.node,
+            "method": self.method,
+            "kind": self.kind,
+            "cause": self.cause,
+            "log": str(self.log) if self.log else None,
+            "seen": list(self.seen) or None,
+            "stack": list(self.stack) or None,
+        }
 
     @property
     def out_of_memory(self) -> bool:

@@ -14,6 +14,7 @@ from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import START, Job
 from platform.cluster.crew.base.launcher import Launcher
+from platform.cluster.crew.base.outlook import Outlook
 from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.crew.base.roster import Roster
 from platform.cluster.crew.base.watch import BEAT_SECONDS, CALM_SECONDS, Watch
@@ -37,7 +38,7 @@ class RemoteCrew(Crew):
         """Start a worker process per rank of `job` and `spares` more (fewer if negative) by `launcher`, and wait until
         all are ready; close the crew if that fails. Raises WorkerFailed."""
         self.job, self.can_hire, self._launcher = job, launcher.can_hire, launcher
-        self._silence = job.config.elastic.hang_seconds
+        self._silence, self.outlook = job.config.elastic.hang_seconds, Outlook()
         self._roster = Roster(launcher, job)
         self.unstarted = self._roster.unstarted
         self._ranks: dict[int, int] = {}  # member number -> rank, in order
@@ -196,7 +197,8 @@ class RemoteCrew(Crew):
         failures, roster = self._failures, self._roster
         silence = min(within, max(self._silence, CALM_SECONDS))
         pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), silence)
-        with self._impolite():
+        self.outlook.begin_call(method, call, self._ranks, dict(roster.ready), pending)
+        with self._impolite(), self.outlook:
             while len(values) < len(wanted):
                 gone = self._gone
                 for number in gone.keys() - failures.keys():
@@ -206,10 +208,11 @@ class RemoteCrew(Crew):
                 if hung or gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
                 roster.send(watch.ask(pending, monotonic()), Ask(self._call))
-                for number, message in self._said(min(watch.patience(monotonic()), deadline - monotonic())):
+                roster.send(self.outlook.ask(pending, now := monotonic()), Ask(self._call))
+                for number, message in self._said(min(watch.patience(now), self.outlook.patience(now), deadline - now)):
                     match message:
-                        case Beat(beat=self._call):
-                            watch.heard(number, message.progress, monotonic())
+                        case Beat():
+                            self._hear(number, message, watch)
                         case Raised(answer=known) if number in pending and known >= self._oldest:
                             failures[number] = self._failure(number, "failed", call, message.error, message.refusal)
                             deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failures[number].innocence])
@@ -225,6 +228,13 @@ class RemoteCrew(Crew):
                 if failures and not pending:
                     raise WorkerFailed(list(failures.values()))
         return values
+
+    def _hear(self, number: int, message: Beat, watch: Watch) -> None:
+        """Record a worker's heartbeat for `watch`, unless it is one of an earlier call, and for the outlook."""
+        current, now = message.beat == self._call, monotonic()
+        self.outlook.heard(number, message.progress, now, current)
+        if current:
+            watch.heard(number, message.progress, now)
 
     def _said(self, seconds: float) -> list[tuple[int, Said]]:
         """Return the workers' messages, as (member number, message); wait up to `seconds` if there is none yet."""
@@ -262,4 +272,6 @@ class RemoteCrew(Crew):
         """Return the failure of the seated worker `number` in `call`, with its rank, readable name and log file."""
         rank, member = self._ranks[number], self._roster.member(number)
         name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
-        return Failure(member, kind, call, cause, rank, name, coordinates, self._roster.log(number), refusal)
+        seen, stack = self.outlook.witnesses(number), self.outlook.stack(number) if kind == "hung" else []
+        log = self._roster.log(number)
+        return Failure(member, kind, call, cause, rank, name, coordinates, log, refusal, seen, stack)

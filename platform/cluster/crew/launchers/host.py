@@ -27,7 +27,7 @@ from platform.boundary.refusals import refusal_in
 from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import call_text
 from platform.cluster.crew.base.job import START, Assignment
-from platform.cluster.crew.base.near_gpu import keep_near_gpu
+from platform.cluster.crew.launchers.near_gpu import keep_near_gpu
 from platform.cluster.wire.channel import Garbled, Line, dial, encode, read
 from platform.cluster.wire.descriptors import allow_many_files
 from platform.cluster.wire.interface import interface_of

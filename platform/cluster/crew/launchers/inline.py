@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
+from time import monotonic
 from typing import Any
 
 from platform.boundary.own_code import passes
@@ -17,7 +18,19 @@ from platform.boundary.terminal import visible
 from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import Job, assign
+from platform.cluster.crew.base.outlook import Outlook
 from platform.cluster.crew.base.rendezvous import open_store
+from platform.monitor.records.live import SeenWorker
+from platform.parallel.communicator.progress import PROGRESS
+
+
+class OwnOutlook(Outlook):
+    """Outlook of the driver on the worker in its own process, whose heartbeat is read when it is wanted."""
+
+    def workers(self) -> list[SeenWorker]:
+        """Return the sight of the only worker, by a heartbeat of now."""
+        self.heard(0, PROGRESS.beat(), monotonic(), True)
+        return super().workers()
 
 
 class InlineCrew(Crew):
@@ -27,7 +40,7 @@ class InlineCrew(Crew):
         """Construct the only worker of the crew, member 0, in this process; `job` has one rank."""
         assert job.world_size == 1
         self.job = job
-        self.unstarted = []
+        self.unstarted, self.outlook = [], OwnOutlook()
         self._closed = False
         self._member = Member(0, socket.gethostname(), os.getpid())
         place = assign(job, 0, local_rank=0, local_world_size=1, group_rank=0)
@@ -54,16 +67,22 @@ class InlineCrew(Crew):
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         """Run a call of the driver on the worker in this process; raise WorkerFailed, after a traceback, if it
         fails."""
+        call = call_text(method, args)
+        self.outlook.begin_call(method, call, {0: 0}, self.members, {0})
+        PROGRESS.begin(call)
         try:
-            return [getattr(self._worker, method)(*arguments(args, 0))]
+            with self.outlook:
+                return [getattr(self._worker, method)(*arguments(args, 0))]
         except BaseException as error:
             if passes(error):
                 raise
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
             print(visible(cause), file=sys.stderr, end="")
-            call, name, coordinates = call_text(method, args), self.job.name(0), self.job.coordinates[0]
+            name, coordinates = self.job.name(0), self.job.coordinates[0]
             failure = Failure(self._member, "failed", call, cause, 0, name, coordinates, refusal=refusal_in(error))
             raise WorkerFailed([failure]) from error
+        finally:
+            PROGRESS.begin("")
 
     def release(self) -> list[Failure]:
         """Let the only worker, in this process, leave its process groups; none can be lost."""

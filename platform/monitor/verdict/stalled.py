@@ -1,0 +1,198 @@
+"""Verdicts on a standstill while it lasts, from what the driver sees of its workers (live.json): who keeps the others
+waiting in the call under way, in which collective or part of the code, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from platform.monitor.records.live import Live, SeenWorker
+from platform.monitor.verdict.evidence import ALIVE, Evidence
+from platform.monitor.verdict.links import cut_link, slow_link, slowest_link
+from platform.monitor.verdict.telling import activity_text, ranks_text, wait_text
+from platform.monitor.verdict.verdict import CERTAIN, GUESS, LIKELY, Verdict
+from platform.plan.language.numbers import count_of
+
+LEAST_SECONDS = 2.5  # of a call, before which it is no standstill
+LONG = 3.0  # times the usual step, likewise
+UNKNOWN_SECONDS = 10.0  # likewise, of a call whose usual time nobody knows
+SILENT_SECONDS = 1.5  # without an answer to the question for a heartbeat
+STILL_SECONDS = 1.5  # in one place
+BUSY = 0.2  # share of its time from which a worker is at work
+PULSE_SECONDS = 10.0  # without a new live.json, from which on the driver itself stands still
+_SILENCE = {  # state of a silent worker's process by the kernel's letter, "" if not known -> why it is silent
+    "T": ("its process is stopped by a signal", CERTAIN),
+    "Z": ("its process has ended", CERTAIN),
+    "D": ("its process waits for a disk", LIKELY),
+    "S": ("something holds its interpreter", LIKELY),
+    "R": ("something holds its interpreter", LIKELY),
+    "": ("its process is stopped, something holds its interpreter, or its node is cut off", LIKELY),
+}
+_SECTIONS = {"data": "data", "checkpoint": "storage"}  # sections of a step -> why they take long
+
+
+def of_pulse(evidence: Evidence) -> Verdict | None:
+    """Return the verdict on a driver that lives and has not written for long: it, or its storage, stands still."""
+    live = evidence.live
+    if live is None or evidence.driver != ALIVE or evidence.now - live.time < PULSE_SECONDS:
+        return None
+    silent = evidence.now - max(live.time, evidence.wrote)
+    if silent < PULSE_SECONDS:  # the journal or the metrics are written: a reader's copy of live.json may be old
+        return None
+    line = f"the driver has written nothing for {silent:.0f} s, {evidence.owner}: it, or the storage of the run"
+    line += f" directory, stands still in {live.call or live.doing or 'its start'}"
+    return Verdict("driver", line, step=evidence.step, since=evidence.now - silent, sure=LIKELY, stack=live.stack)
+
+
+def is_late(live: Live) -> bool:
+    """Return True if the call under way lasts longer than it should, by the usual step of the run."""
+    if not live.call:
+        return False
+    elapsed, step = live.time - live.called, live.call.startswith("step(")
+    if step and live.usual is not None:
+        return elapsed >= max(LEAST_SECONDS, LONG * live.usual)
+    return elapsed >= UNKNOWN_SECONDS
+
+
+def stalled_call(evidence: Evidence) -> bool:
+    """Return True if the call under way lasts too long."""
+    return bool(evidence.live and evidence.now - evidence.live.time < PULSE_SECONDS and is_late(evidence.live))
+
+
+def of_call(evidence: Evidence) -> Verdict | None:
+    """Return the verdict on the call under way if it lasts too long: on the worker that the others wait for."""
+    live = evidence.live
+    if live is None or not live.call or not live.workers or evidence.now - live.time >= PULSE_SECONDS:
+        return None
+    workers = [worker for worker in live.workers if not worker.answered]
+    first = live.call.startswith("step(") and live.usual is None and live.time - live.called >= LEAST_SECONDS
+    judges = (_silent, _blocked, _at_work, _all_wait) if is_late(live) else (_silent, _blocked) if first else ()
+    return next(filter(None, (judged(evidence, live, workers) for judged in judges)), None)
+
+
+def _verdict(
+    evidence: Evidence, live: Live, worker: SeenWorker, why: str, what: str, seconds: float, sure: str = LIKELY
+) -> Verdict:
+    """Return a verdict on one worker that the others wait for, with what these do as its details."""
+    who = evidence.name(worker.rank, worker.number, worker.node)
+    others = [other for other in live.workers if other.number != worker.number and other.activity]
+    return Verdict(
+        why,
+        f"{who} {what}",
+        rank=worker.rank,
+        number=worker.number,
+        node=worker.node,
+        step=live.step + 1,
+        since=live.time - seconds,
+        sure=sure,
+        details=[f"seen: {line}" for line in _witnesses(others)],
+        stack=worker.activity.stack if worker.activity else [],
+    )
+
+
+def _witnesses(workers: Sequence[SeenWorker]) -> list[str]:
+    """Return lines on what workers do, one for each thing that they do, with the ranks that do it."""
+    doing = sorted((activity_text(worker.activity), worker.rank) for worker in workers if worker.activity)
+    grouped = [(text, [rank for _, rank in found]) for text, found in groupby(doing, key=lambda pair: pair[0])]
+    return [f"{ranks_text(ranks)} {text}" for text, ranks in sorted(grouped, key=lambda pair: -len(pair[1]))]
+
+
+def _silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+    """Return the verdict on workers that answer no question for a heartbeat: one, or all of a node."""
+    silent = [worker for worker in workers if worker.owes is not None and worker.owes >= SILENT_SECONDS]
+    if not silent:
+        return None
+    if link := cut_link(live):
+        return link
+    worker, owes = silent[0], silent[0].owes or 0.0
+    of_node = [other for other in live.workers if other.node == worker.node]
+    if len(of_node) > 1 and len(of_node) == len([s for s in silent if s.node == worker.node]):
+        who = f"all {len(of_node)} workers on {worker.node.partition('/')[0]} give no sign of life"
+        line = f"{who} for {owes:.1f} s in {live.call}: their node is cut off, lost or frozen"
+        return Verdict("hung", line, node=worker.node, step=live.step + 1, since=live.time - owes, sure=LIKELY)
+    reason, sure = _SILENCE.get(worker.process, _SILENCE[""])
+    what = f"hung in {live.call}: no sign of life for {owes:.1f} s: {reason}"
+    return _verdict(evidence, live, worker, "hung", what, owes, sure)
+
+
+def _blocked(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+    """Return the verdict on a worker that stands still, neither at work nor waiting for others."""
+    for worker in workers:
+        beat = worker.activity
+        if beat and not (beat.waiting or beat.preparing) and beat.call and beat.seconds >= STILL_SECONDS:
+            if beat.busy >= BUSY:
+                continue
+            where = f"in {beat.section}" if beat.section else "before its first section"
+            if beat.section in _SECTIONS:
+                what = f"waits in {live.call} for its {'data' if beat.section == 'data' else 'storage'}"
+                return _verdict(evidence, live, worker, _SECTIONS[beat.section], what, beat.seconds)
+            what = f"hung in {live.call}: blocked for {beat.seconds:.1f} s {where}"
+            return _verdict(evidence, live, worker, "hung", what, beat.seconds)
+    return None
+
+
+def _at_work(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+    """Return the verdict on workers that compute while others have long waited for them."""
+    busy = [worker for worker in workers if worker.activity and not worker.activity.waiting]
+    waiting = [worker for worker in live.workers if worker not in busy]
+    if not busy or busy[0].activity is None:
+        return None
+    beat = busy[0].activity
+    if beat.preparing:
+        return None
+    where = f" in {beat.section}" if beat.section else ""
+    if not waiting:
+        line = f"{live.call} takes {live.time - live.called:.1f} s: {count_of(len(busy), 'worker')} at work{where}"
+        return Verdict("slow", line, step=live.step + 1, since=live.called, sure=GUESS, stack=beat.stack)
+    what = f"is slow in {live.call}: at work{where} while {count_of(len(waiting), 'other')} wait"
+    return _verdict(evidence, live, busy[0], "slow", what, beat.seconds)
+
+
+def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+    """Return the verdict on workers that all wait for each other: a link, or ranks that wait for different things."""
+    if link := cut_link(live) or slow_link(live) or slowest_link(live):
+        return link
+    beats = [(worker, worker.activity) for worker in workers if worker.activity]
+    if not beats:
+        return None
+    devices = [worker for worker, beat in beats if beat.device and not beat.device_waits]
+    if devices and len(devices) < len(beats):
+        beat = devices[0].activity
+        what = f"hung in {live.call}: its device is at work in {beat.device if beat else ''} while the others' wait"
+        return _verdict(evidence, live, devices[0], "hung", what, beat.seconds if beat else 0.0)
+    waits = {wait_text(beat.wait) if beat.wait else beat.section for _, beat in beats}
+    seconds = min(beat.seconds for _, beat in beats)
+    line = f"{live.call}: all {len(beats)} workers wait for each other, in {' and '.join(sorted(waits)[:3])}"
+    details = [f"seen: {text}" for text in _witnesses(workers)]
+    stack = beats[0][1].stack
+    return Verdict(
+        "link", line, step=live.step + 1, since=live.time - seconds, sure=GUESS, details=details, stack=stack
+    )
+
+
+def of_itself(evidence: Evidence) -> Verdict | None:
+    """Return the verdict on a driver that has called no worker for long although the run trains."""
+    live = evidence.live
+    if live is None or live.call or live.doing != "training" or evidence.phase_word != "training":
+        return None
+    seconds = live.time - live.called
+    if not live.called or seconds < max(UNKNOWN_SECONDS, LONG * (live.usual or 0.0)):
+        return None
+    where = f" in {live.stack[-1]}" if live.stack else ""
+    line = f"the driver itself stands still after step {live.step}: no call of a worker for {seconds:.0f} s{where}"
+    return Verdict("driver", line, step=live.step, since=live.called, sure=LIKELY, stack=live.stack)
+
+
+def of_saving(evidence: Evidence) -> Verdict | None:
+    """Return the verdict on a checkpoint that has been under way for long, by the durations of those before."""
+    live = evidence.live
+    if live is None or live.saving is None or live.saving_since is None:
+        return None
+    before = evidence.save_seconds
+    seconds = live.time - live.saving_since
+    if seconds < max(UNKNOWN_SECONDS, LONG * before):
+        return None
+    than = f", {before:.1f} s for the one before" if before else ""
+    line = f"storage is slow: the checkpoint after step {live.saving} has taken {seconds:.0f} s{than}"
+    return Verdict("storage", line, step=live.saving, since=live.saving_since, sure=LIKELY)

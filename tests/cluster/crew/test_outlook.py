@@ -1,0 +1,126 @@
+"""What the driver sees of its workers in a call, and the file in which a look from outside finds it."""
+
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from platform.cluster.control import pulse
+from platform.cluster.control.pulse import Pulse
+from platform.cluster.crew.base import outlook
+from platform.cluster.crew.base.failures import Member
+from platform.cluster.crew.base.outlook import Outlook
+from platform.monitor.records.live import Live, read_live
+from platform.parallel.communicator import sockets
+from platform.parallel.communicator.progress import Activity, Progress
+from platform.parallel.communicator.sockets import TcpLink, links
+
+RANKS, HOST = {7: 0, 8: 1}, socket.gethostname()
+MEMBERS = {7: Member(7, HOST, os.getpid()), 8: Member(8, "elsewhere", 5)}
+
+
+def waits(seconds=1.0, **more):
+    return Activity("step(5)", "exposed_comm", True, seconds, **more)
+
+
+@pytest.fixture
+def sight(monkeypatch):
+    monkeypatch.setattr(outlook, "LOOK_SECONDS", 0.0)
+    found = Outlook()
+    found.pending = {7, 8}
+    found.begin_call("step", "step(5)", RANKS, MEMBERS, {7, 8})
+    return found
+
+
+def test_workers_are_asked_once_a_call_takes_long():
+    found, pending = Outlook(), {7, 8}
+    found._round = time.monotonic() + 100
+    found.begin_call("step", "step(5)", RANKS, MEMBERS, pending)
+    begun = found.call[1]
+    assert found.ask(pending, begun + 1.9) == [] and sorted(found.ask(pending, begun + 2.0)) == [7, 8]
+    assert found.ask(pending, begun + 3.9) == [] and found.ask(pending, begun + 4.0) == []  # both owe an answer
+    found.heard(7, waits(), begun + 4.1, True)
+    assert found.ask(pending, begun + 6.1) == [7] and found.patience(begun + 6.2) == pytest.approx(1.9)
+
+
+def test_who_is_silent_waits_or_has_answered(sight):
+    sight.ask({7, 8}, time.monotonic() - 3.0)
+    sight.heard(8, waits(), time.monotonic(), True)
+    first, second = sight.workers()
+    assert (first.rank, first.owes > 2.9, first.process in "RS", first.activity) == (0, True, True, None)
+    assert (second.rank, second.owes, second.activity.section) == (1, None, "exposed_comm")
+    assert sight.witnesses(7) == ["rank 1 waiting in exposed_comm"]
+    sight.pending.discard(8)
+    assert [worker.answered for worker in sight.workers()] == [False, True]
+
+
+def test_the_speed_of_a_link_is_that_of_its_busy_time(sight):
+    for sent, busy in ((0, 1.0), (10**6, 1.5), (10**6 + 9, 1.6), (13 * 10**5, 4.6), (16 * 10**5, 7.6)):
+        beat = waits(links=[TcpLink("10.0.0.1", "10.0.0.2", sent, busy, 5, 0.5)])
+        sight.heard(8, beat, time.monotonic(), False)
+    [found] = sight.links()
+    assert (found.node, found.there, found.best, found.queued) == ("elsewhere", "10.0.0.2", 2e6, 5)
+    assert found.rate == pytest.approx(1e5, rel=0.05)
+
+
+def test_a_heartbeat_says_where_a_worker_stands_still(monkeypatch):
+    progress, held, up = Progress(), threading.Event(), threading.Event()
+
+    def stand_still():
+        progress.begin("step(5)")
+        up.set()
+        held.wait()
+
+    thread = threading.Thread(target=stand_still)
+    thread.start()
+    up.wait()
+    assert progress.beat().stack == []
+    monkeypatch.setattr("platform.parallel.communicator.progress.STILL_SECONDS", 0.0)
+    assert any(frame.endswith("in stand_still") for frame in progress.beat().stack)
+    held.set()
+    thread.join()
+
+
+def test_links_are_counted_by_the_kernel(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
+        client.bind(("127.0.0.2", 0))  # another address than the other end's
+        client.connect(server.getsockname())
+        peer, _ = server.accept()
+        with peer:
+            client.sendall(b"x" * 1000)
+            assert len(peer.recv(1000, socket.MSG_WAITALL)) == 1000
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline:
+                found = next(link for link in links() if link.here == "127.0.0.2")
+                if found.sent >= 1000 and not found.queued:
+                    break
+            assert (found.there, found.queued) == ("127.0.0.1", 0) and found.sent >= 1000
+    monkeypatch.setattr(sockets, "open_sockets", lambda: {99999: 0})
+    assert links() == []
+
+
+def test_the_pulse_writes_what_is_seen(tmp_path, monkeypatch, sight):
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.01)
+    with Pulse(tmp_path, lambda: Live(time=0.0, step=4, usual=0.5)) as beating:
+        beating.outlook = sight
+        deadline = time.monotonic() + 10
+        while not ((tmp_path / "live.json").exists() and read_live(tmp_path).workers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = read_live(tmp_path)
+    assert (found.step, found.call, found.doing, found.pending) == (4, "step(5)", "training", 2)
+    assert [worker.number for worker in found.workers] == [7, 8] and abs(found.time - time.time()) < 60
+    assert json.loads((tmp_path / "live.json").read_text())["usual"] == 0.5
+
+
+def test_a_pulse_on_a_disk_that_does_not_answer_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.01)
+    held = threading.Event()
+    monkeypatch.setattr(pulse, "replace_text", lambda *_: held.wait())
+    begin = time.monotonic()
+    with Pulse(tmp_path, lambda: Live(time=0.0)):
+        time.sleep(0.05)
+    assert time.monotonic() - begin < 5
+    held.set()

@@ -1,0 +1,40 @@
+"""A hardware is refitted to the measured parts of steps: what took longer is found, and nothing else."""
+
+import pytest
+
+from platform.costs.parts import measurable
+from platform.costs.price import price_of
+from platform.costs.refit import times_longer
+from platform.launch import compose
+from platform.planning.make_plan import make_plan
+from platform.planning.step_price import read_hardware, work_of
+
+CPU = read_hardware("cpu")
+SIZES = ["+experiment=gpt_quick", "tensor=1d", "tensor.axes.t=2", "parallel.data=2"]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"device": 1.0, "node": 1.0, "network": 1.0},
+        {"device": 1.5, "node": 1.0, "network": 1.0},
+        {"device": 1.0, "node": 6.0, "network": 1.0},
+        {"device": 0.7, "node": 0.5, "network": 1.0},
+    ],
+)
+def test_what_took_longer_is_found(times):
+    config = compose(SIZES)
+    work = work_of(config, make_plan(config))
+    measured = measurable(price_of(work, CPU.taking(times)).parts)
+    found = times_longer(work, CPU, measured)
+    assert found["network"] == pytest.approx(1.0), "nothing of this run goes there"
+    assert {name: found[name] for name in ("device", "node")} == pytest.approx(
+        {name: times[name] for name in ("device", "node")}, rel=0.08
+    )
+
+
+def test_twice_the_time_for_everything_is_twice_the_step():
+    config = compose(SIZES)
+    work = work_of(config, make_plan(config))
+    slow = CPU.taking({"device": 2.0, "node": 2.0, "network": 2.0})
+    assert price_of(work, slow).seconds == pytest.approx(2 * price_of(work, CPU).seconds)

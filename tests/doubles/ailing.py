@@ -1,0 +1,96 @@
+"""An extension that makes one process of a run ill at one moment: `extend=[tests.doubles.ailing]`, with
+`AILING="WHO:HOW:STEP"` in the environment. WHO: `driver`, or the number of a worker; HOW: a function below."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from platform.boundary.files.local_files import Local
+from platform.cluster.control import controller
+from platform.data.corpus import Corpus
+from platform.monitor.records.metrics import MetricsLog
+from platform.train.step.trainer import Trainer
+
+LONG, LAZY = 1000.0, 0.4  # seconds
+
+
+def before(owner: Any, name: str, strike: Callable[[], None]) -> None:
+    """Let `strike` happen before each call of a method or function."""
+    real = getattr(owner, name)
+
+    @wraps(real)
+    def struck(*args: Any, **more: Any) -> Any:
+        strike()
+        return real(*args, **more)
+
+    setattr(owner, name, struck)
+
+
+def at(step: int, strike: Callable[[], None]) -> Callable[[], None]:
+    """Return `strike` for the calls from number `step` on."""
+    seen = [0]
+
+    def count() -> None:
+        seen[0] += 1
+        if seen[0] >= step:
+            strike()
+
+    return count
+
+
+def toil() -> None:
+    """Compute for long."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def lag() -> None:
+    """Compute for a moment."""
+    end = time.monotonic() + LAZY
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def no_memory() -> None:
+    raise MemoryError("can't allocate memory: you tried to allocate 1 TB")
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def wrong() -> None:
+    raise KeyError("a mistake in the driver")
+
+
+HOW = {  # name -> where it strikes, and what
+    "memory": (Trainer, "_forward_backward", no_memory),
+    "toil": (Trainer, "_forward_backward", toil),
+    "lag": (Trainer, "_forward_backward", lag),
+    "sleep": (Trainer, "_forward_backward", lambda: time.sleep(LONG)),
+    "data": (Corpus, "batch", lambda: time.sleep(LONG)),
+    "lazy data": (Corpus, "batch", lambda: time.sleep(LAZY)),
+    "full": (Local, "write", full),
+    "slow disk": (Local, "write", lambda: time.sleep(LONG)),
+    "error": (controller, "metrics_row", wrong),
+    "dead disk": (MetricsLog, "write", lambda: time.sleep(LONG)),
+}
+
+
+def fall_ill() -> None:
+    who, how, step = os.environ["AILING"].split(":")
+    name = multiprocessing.current_process().name.replace("MainProcess", "driver").replace("worker", "")
+    if who in (name, "all"):
+        owner, method, strike = HOW[how]
+        before(owner, method, at(int(step), strike))
+
+
+if "AILING" in os.environ:
+    fall_ill()
