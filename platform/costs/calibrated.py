@@ -97,7 +97,8 @@ def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hard
         said = np.array(columns).T @ factors
         fits.append((float(np.mean((said / seconds_left - 1) ** 2)), -tile, factors))
     _, tile, (per_flop, per_sum, _) = min(fits)
-    products = min(1.5, 1 / (per_flop * hardware.peaks[precision]))
+    per_flop = max(per_flop, 1 / (1.5 * hardware.peaks[precision]))  # none, of products too small to show it
+    products = 1 / (per_flop * hardware.peaks[precision])
     rates = []
     for (batch, heads, length, width), seconds in kernels["attention"]:
         flops = 2.0 * batch * heads * length * length * width * (1 + FUSED_BACKWARD)
