@@ -225,6 +225,13 @@ def _run(args: Namespace, phases: Phases) -> int:
             statuses.append(_train(job.config, job.plan, command, phases if number == 1 else Phases()))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
+    if args.multirun:
+        from platform.cluster.run.resources import device_there
+        from platform.planning.measured.runs_table import TrainedRun, table_of_sweep
+
+        runs = [TrainedRun(j.arguments, j.config, j.plan.mesh.size, device_there(j.config.cluster)) for j in jobs]
+        if path := table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, compose):
+            print_line(f"the measured steps, beside the predicted: python -m platform.plan compare {path}")
     return max(statuses, key=SEVERITY.index)
 
 

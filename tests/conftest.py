@@ -139,12 +139,12 @@ def files_composed_once():
     anew."""
     from platform.composition.composer import Composer
 
-    init, chosen, options = Composer.__init__, {}, {}
+    init, chosen, options, swept = Composer.__init__, {}, {}, {}
 
     def share(self, own, stored):
         init(self, own, stored)
         if not own and not stored:
-            self._chosen, self._options = chosen, options
+            self._chosen, self._options, self._swept = chosen, options, swept
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Composer, "__init__", share)

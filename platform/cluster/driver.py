@@ -112,7 +112,7 @@ def _check_and_drive(
         state.say(f"already done: {count_of(done, 'step')}{early}, in {directory.path}")
         return DONE
     refuse_all([*violations_of_sources(config.data, vocab=config.model.vocab), *_impossible(config, plan)])
-    _check_memory(config, plan, config.cluster.device, state.say, stated=True)
+    _check_memory(config, plan, config.cluster.device, state, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
     from platform.cluster.run.devices import reserve_or_suggest
@@ -134,7 +134,7 @@ def _check_and_drive(
         state.say(line)
     here = replace(config, cluster=replace(config.cluster, device=places.device))
     refuse_all(kernel_violations(here, plan))
-    _check_memory(here, plan, places.device, state.say)
+    _check_memory(here, plan, places.device, state)
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
         check_writable(config)
@@ -353,22 +353,22 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
         yield violation("elastic.min_workers", e.min_workers, constraint, [most])
 
 
-def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], None], *, stated: bool = False) -> None:
+def _check_memory(config: Config, plan: Plan, kind: str, state: DriverState, *, stated: bool = False) -> None:
     """Raise ConfigError for a plan that needs more memory than its workers' devices of `kind` (cpu | cuda) have, or
     warn the user of it, as cluster.memory says. The driver calls it twice, and one of the calls checks: the first
     (`stated`), before it looks for devices, if the configuration states their memory; else the second."""
-    from platform.cluster.run.devices import device_of, machine_memory
-    from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
+    from platform.cluster.run.devices import device_of, machine_memory, refuse_lack_of_memory
+    from platform.planning.search.remedies import Device, lack_of_host_memory, lack_of_memory
 
     c = config.cluster
     decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())
     if stated != decides:
         return
     device = device_of(config, kind, plan.mesh.size)
-    if device and (line := lack_of_memory(config, plan, device)):
-        if c.memory == "refuse":
-            raise ConfigError(line)
-        say(f"warning: {line}")
+    if device and c.memory == "refuse":
+        refuse_lack_of_memory(config, plan, device, state.command)
+    elif device and (line := lack_of_memory(config, plan, device)):
+        state.say(f"warning: {line}")
     if kind == "cuda" and resources.crew_kind(c) in ("inline", "local", "processes"):
         here = Device(machine_memory(), "this machine")
         refuse_all(filter(None, [lack_of_host_memory(config, plan, here, plan.mesh.size)]))

@@ -208,6 +208,9 @@ def translate_error(argument: str, error: Exception) -> str:
     place = re.search(r"(?m)full_key: (\S+)|Could not override '(\S+)'|^([^\s=]+)=.*: unknown key", text)
     where = next(filter(None, place.groups()), key) if place else key
     within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # the chosen file has the mistake
+    if key == "hardware":
+        constraint = f"no key of a run: --hardware {value} of python -m platform.plan, or cluster.hardware={value}"
+        return violation(key, value, constraint)
     if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return violation(key, value, f"{within}unknown key", _similar_keys(where))
     if "incompatible with type hint 'Union[int, str]'" in text:

@@ -105,10 +105,9 @@ def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hard
         rates.append(flops * per_flop / max(LEAST, seconds))
     return replace(
         hardware,
-        reached=replace(hardware.reached, products=products),
+        reached=replace(hardware.reached, products=products, attention=min(1.5, products * median(rates))),
         fill=max(1e-3, per_sum / per_flop),
         tile=float(-tile),
-        fused=min(1.5, median(rates)),
     )
 
 

@@ -97,10 +97,10 @@ def _with_steps(hardware: Hardware, samples: Sequence[Sample], steps: Sequence[S
 
     def errors(constants: Mapping[str, float]) -> list[float]:
         """Return the logarithm of predicted over measured seconds of the usual step."""
-        return [log(price_of(steps[-1], hardware.with_reached(constants)).seconds / seconds[-1])]
+        return [log(price_of(steps[-1], hardware.with_constants(constants)).seconds / seconds[-1])]
 
     reached = fit(errors, {"memory": hardware.reached.memory})
-    return hardware.with_reached({"memory": min(1.5, reached["memory"])})
+    return hardware.with_constants({"memory": min(1.5, reached["memory"])})
 
 
 def as_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
@@ -118,7 +118,6 @@ def as_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
         f"processors: {h.processors} # {'of the device' if on_gpu else 'a core'}",
         f"tile: {h.tile:.4g} # {'usual' if on_gpu else here + ': fits products by shape best'}",
         f"fill: {h.fill:.4g} # {here}: products with short sums",
-        f"fused: {h.fused:.3g} # {here}: attention in one kernel, both passes, beside products",
         f"launch: {h.launch:.4g} # {here}: tiny steps of more and of fewer microbatches, by kernel",
         f"ahead: {'true' if h.ahead else 'false'} # {'as GPUs are' if on_gpu else 'a core does one after the other'}",
         f"interference: {h.interference:.3g} # {here if tiers else there}: products beside an all-gather",
@@ -130,7 +129,11 @@ def as_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
         lines += ["  kinds:"] if link.kinds else []
         lines += [f"    {op}: {{{', '.join(_of_link(kind))}}}" for op, kind in link.kinds.items()]
     lines += [f"storage: {h.storage:.4g} # {there}", "reached:"]
-    for name, how in (("products", "products by shape"), ("memory", "a step of two layers")):
+    for name, how in (
+        ("products", "products by shape"),
+        ("attention", "attention in one kernel"),
+        ("memory", "a step of two layers"),
+    ):
         lines.append(f"  {name}: {getattr(h.reached, name):.3g} # {here}: {how}, in {seen.precision}")
     for tier in TIERS:
         text = f"{here}: in the bandwidths above" if tier in tiers else there

@@ -35,14 +35,19 @@ class Link:
 
 @dataclass(frozen=True)
 class Reached:
-    """Shares of a device's peaks that large operations reach: the speed of matrix `products`, and the bandwidth of
-    `memory`, of links inside a `node` and of the `network` between nodes. Measurements settle these few numbers; data
-    sheets give all others."""
+    """Shares of a device's peaks that large operations reach: the speed of matrix `products`, and of products inside
+    one kernel of `attention` (forward); the bandwidth of `memory`, of links inside a `node` and of the `network`
+    between nodes. Measurements settle these few numbers; data sheets give all others."""
 
     products: float
     memory: float
     node: float
     network: float
+    attention: float
+
+
+_SHARES = tuple(f.name for f in fields(Reached))
+ATTENTION = 0.75  # share of the speed of products that one kernel of attention reaches, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,10 @@ class Hardware:
     the tiles of a product are dealt out; `launch`: seconds of the host for one kernel; `ranks`: devices of a node;
     `storage`: bytes/s of all nodes together. `fill`: length of the contracted dim at which a product reaches half of
     its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time by
-    which it slows what hides it, as it takes processors and memory. `adapters`: most adapters of a node that one group
-    uses at once. `tile`: longer edge of the largest tile in which products are computed; `fused`: share of the speed of
-    products that one kernel of attention reaches. `ahead`: True if the host launches kernels while the device computes,
-    and memory is read while it multiplies; a CPU does one after the other.
+    which it slows what hides it, as it takes processors and memory (0.12 on A100 by Galvatron, 0.6 to 1 by the steps of
+    FSDP in llm-foundry's tables). `adapters`: most adapters of a node that one group uses at once. `tile`: longer edge
+    of the largest tile in which products are computed. `ahead`: True if the host launches kernels while the device
+    computes, and memory is read while it multiplies; a CPU does one after the other.
     """
 
     name: str
@@ -71,10 +76,9 @@ class Hardware:
     storage: float
     reached: Reached
     fill: float = 64.0
-    interference: float = 0.12
+    interference: float = 0.4
     adapters: float = 64.0
     tile: float = 256.0
-    fused: float = 0.75
     ahead: bool = True
 
     def peak(self, precision: str) -> float:
@@ -84,13 +88,15 @@ class Hardware:
     def taking(self, times: Mapping[str, float]) -> Hardware:
         """Return the hardware whose `device`, links of a `node` and of the `network` take so many times as long."""
         device, reached = times["device"], self.reached
-        slower = replace(reached, products=reached.products / device, memory=reached.memory / device)
+        slower = {name: getattr(reached, name) / device for name in ("products", "attention", "memory")}
         links = {name: getattr(self, name).taking(times[name]) for name in ("node", "network")}
-        return replace(self, launch=self.launch * device, reached=slower, **links)
+        return replace(self, launch=self.launch * device, reached=replace(reached, **slower), **links)
 
-    def with_reached(self, values: Mapping[str, float]) -> Hardware:
-        """Return the hardware with other shares of its peaks that are reached, by name."""
-        return replace(self, reached=replace(self.reached, **values))
+    def with_constants(self, values: Mapping[str, float]) -> Hardware:
+        """Return the hardware with other values of some constants, by name: shares reached, or fields of its own."""
+        shares = {key: value for key, value in values.items() if key in _SHARES}
+        others: dict[str, Any] = {key: value for key, value in values.items() if key not in _SHARES}
+        return replace(self, reached=replace(self.reached, **shares), **others)
 
 
 class HardwareMistake(ValueError):
@@ -179,7 +185,8 @@ def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
     made = {key: part.link() for key, part in links.items()}
     ranks = links["node"].number("ranks")
     shares = reader.part("reached")
-    reached = Reached(*(shares.number(f.name, most=1.5) for f in fields(Reached)))
+    usual = {"attention": ATTENTION * shares.number("products", most=1.5)}
+    reached = Reached(*(shares.number(name, usual.get(name), most=1.5) for name in _SHARES))
     found = Hardware(
         name=name,
         peaks=speeds,
@@ -193,7 +200,6 @@ def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
         interference=reader.number("interference", Hardware.interference),
         adapters=reader.number("adapters", Hardware.adapters),
         tile=reader.number("tile", Hardware.tile),
-        fused=reader.number("fused", Hardware.fused, most=1.5),
         ahead=reader.flag("ahead", Hardware.ahead),
         reached=reached,
         **made,

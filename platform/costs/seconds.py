@@ -59,7 +59,7 @@ def bytes_seconds(count: Number, hardware: Hardware) -> Number:
 def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: int) -> float:
     """Return the seconds for which a part of a pass keeps the device busy, without its collectives."""
     products = sum(product_seconds(p, hardware, precision, itemsize) for p in part.products)
-    fused = part.fused / (hardware.peak(precision) * hardware.reached.products * hardware.fused)
+    fused = part.fused / (hardware.peak(precision) * hardware.reached.attention)
     return products + fused + bytes_seconds(part.bytes, hardware)
 
 
@@ -104,7 +104,7 @@ def group_seconds(op: str, size: Number, n: Number, here: Number, hardware: Hard
     # a ring leaves each node once, over the adapters of all of the group's ranks there
     ring = np.where(across, np.minimum(inside, np.minimum(here, hardware.adapters) * outside), inside)
     nodes, far = np.ceil(n / here), network.hop / node.hop
-    steps = np.where(across, here - 1 + (nodes - 1) * far, n - 1)
+    steps = np.where(across, nodes * (here - 1) + (nodes - 1) * far, n - 1)
     tree = np.log2(here) + np.where(across, np.log2(nodes) * far, 0.0)
 
     def around(turns: float, moved: Number) -> Number:

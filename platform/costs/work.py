@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
@@ -42,9 +42,9 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention, `bytes` that
-    other kernels read and write, the number of all `kernels`; `collectives` for which the pass waits, and others that
-    start a product `ahead`."""
+    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention at its forward
+    speed, `bytes` that other kernels read and write, the number of all `kernels`; `collectives` for which the pass
+    waits, and others that start a product `ahead`."""
 
     products: tuple[Product, ...] = ()
     fused: float = 0.0
@@ -87,16 +87,25 @@ USUAL = (2, 3)  # an operation that nothing is said of reads one activation and 
 FUNCTION = {1: (2, 3), 2: (3, 5)}
 RESIDUAL = (3, 3)
 SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
-FUSED_BACKWARD = 2.5  # a fused kernel of attention computes the scores again: five products for two
+# Of one kernel of attention: its backward pass computes the scores again, five products for two, at a lower speed.
+FUSED_BACKWARD = 2.5 / 0.8
 
 
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool):
-        """Begin a pass under a plan; `dropout`: the model's rate, `fused_dropout`: attention's kernel draws masks."""
+    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, stops_early: bool):
+        """Begin a pass under a plan; `dropout`, `fused_dropout` and `stops_early` as in Execution."""
         super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
+        self.stops_early, self._last = stops_early, Part()
+
+    def recomputed(self, kind, name, function, spec, x, *more):
+        """Note a stretch of operations, once more if they are recomputed, as far as the backward pass needs them."""
+        out = super().recomputed(kind, name, function, spec, x, *more)
+        if self.stops_early and kind == self.recompute.kind:
+            self.work.backward[self._last] -= 1
+        return out
 
     def record(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
@@ -114,6 +123,7 @@ class WorkRecorder(Recorder):
         self.work.backward[backward] += 1
         if self._recomputing:
             self.work.backward[forward] += 1
+            self._last = forward if forward.products else self._last
 
     def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
@@ -133,14 +143,20 @@ class WorkRecorder(Recorder):
 
 
 def chunk_work(
-    plan: Plan, model: RecordableModel, dropout: float, fused_dropout: bool, kept_in_parts: bool = True
+    plan: Plan,
+    model: RecordableModel,
+    dropout: float,
+    fused_dropout: bool,
+    kept_in_parts: bool = True,
+    stops_early: bool = False,
 ) -> list[ChunkWork]:
     """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor.
-    `dropout` and `fused_dropout` as in Execution; `kept_in_parts`: True if ranks keep parts of inputs."""
+    `dropout`, `fused_dropout` and `stops_early` as in Execution; `kept_in_parts`: True if ranks keep parts of
+    inputs."""
     flow: dict[str, Symbol] = {}
     found = []
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout)
+        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, stops_early)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
@@ -166,12 +182,30 @@ def share_in_use(planner: Planner, spec: Spec) -> float:
     return rows / planner.shape(spec)[spec.dims.index("rows")]
 
 
+def _evenly(plan: Plan, planned: PlannedOperation) -> list[Collective]:
+    """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
+    share = share_of_rows(plan.planner, planned.operation)
+    return [replace(c, elements=int(c.elements * share)) if spare_rows(c) else c for c in planned.collectives]
+
+
+def share_of_rows(planner: Planner, o: Operation) -> float:
+    """Return `share_in_use` of the rows that an operation reads or makes."""
+    found = (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
+    return next((share_in_use(planner, t) for t in found), 1.0)
+
+
+def spare_rows(c: Collective) -> bool:
+    """Return True if a collective's elements have room for the worst routing: an exchange has a rank's own rows."""
+    return bool(c.rows) and c.op != "all_to_allv"
+
+
 def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     """Return the work of a planned operation on a rank, in its forward and its backward pass."""
     operation = planned.operation
     if planned.groups:
         return _products_of(plan, planned)
-    sides = {phase: tuple(c for c in planned.collectives if c.phase == phase) for phase in ("forward", "backward")}
+    moved = _evenly(plan, planned)
+    sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     size = plan.itemsize["compute"]
     if operation.kind in ("fused_attention", "ring_attention"):
         return _attention_of(plan, operation, sides)
@@ -228,7 +262,7 @@ def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
                 summed += prod(e.operand.before) * SUMMED
     if plan.microbatches == 1:
         summed = 0.0
-    waited = Counter(planned.collectives) - Counter(ahead)
+    waited = Counter(_evenly(plan, planned)) - Counter(ahead)
     parts = []
     for phase, products, count in (("forward", forward, 0.0), ("backward", backward, summed)):
         parts.append(

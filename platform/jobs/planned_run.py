@@ -22,8 +22,8 @@ from platform.launch import compose
 from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
-from platform.planning.remedies import Device, lack_of_host_memory, lack_of_memory
 from platform.planning.search.chosen import choose_plan
+from platform.planning.search.remedies import Device, lack_of_host_memory, lack_of_memory
 
 TEMPLATES = CONF.parent / "jobs" / "templates"
 _PLACE = re.compile(r"@\{(\w+)\}")  # `${...}` is bash's
@@ -107,8 +107,8 @@ def _settled(config: Config, options: JobOptions, words: list[str]) -> tuple[Pla
     `words`, its arguments, with these values."""
     replicas, chooses = config.parallel.data == -1, bool(config.plan.search)
     world = options.nodes * workers_per_node(options, 0) if replicas or chooses else None
-    if chooses and (found := choose_plan(config, world or 0)):
-        words, replicas = with_values(words, found.space.typed(found.fitting[0].choice)), False
+    if chooses and (found := choose_plan(config, world or 0)) and found.best:
+        words, replicas = with_values(words, found.space.typed(found.best.choice)), False
     plan = make_plan(config, world)
     config.parallel.data = plan.replicas
     return plan, [*words, *([f"parallel.data={plan.replicas}"] if replicas else [])]

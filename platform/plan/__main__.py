@@ -1,4 +1,5 @@
-"""`python -m platform.plan +experiment=NAME [key=value ...]` explains the plan of a run without starting it.
+"""`python -m platform.plan +experiment=NAME [key=value ...]` explains the plan of a run without starting it: on one
+screen, or with `--all` in full. With `--diff A B` it shows what differs between two plans.
 
 With `--shrink` it shows what the run becomes as it loses workers, one line per plan; with `--check` it follows every
 tensor through the plan, and ends with status 1 if ranks would compute another number than one process.
@@ -11,49 +12,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from platform.boundary.command_line import DONE, FAILED, command_line, run_command
-from platform.boundary.redaction import redact
+from platform.boundary.documents import VALUES, from_json, read_bytes
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
+from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line, print_refusals, visible
 from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 from platform.cluster.crew.base.signals import Stopped, StopSignals
-from platform.config.extending.own_settings import shown_settings
+from platform.cluster.run.commands import with_values
 from platform.config.fields import Config
-from platform.config.groups.execution_group import AUTO
 from platform.costs.machine import Hardware
 from platform.launch import compose
-from platform.model import build_model
-from platform.optimizer.optimizers import kept_numbers
-from platform.plan.check.plan_check import unsound
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.numbers import count_of
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
-from platform.plan.reports.explain import explain, render
-from platform.planning.comparison import (
-    CONSTANTS,
-    FITTED,
-    as_data,
-    as_text,
-    compare,
-    is_share,
-    leave_one_out,
-    marked_runs,
-)
+from platform.plan.reports.explain import render
+from platform.plan.reports.screen import closing, screen
+from platform.planning.explaining.explained import explained
 from platform.planning.make_plan import make_plan
-from platform.planning.measured_runs import read_runs
-from platform.planning.memory_budget import device_kind, footprints
 from platform.planning.replan import shrinking
-from platform.planning.snapshot_price import Known, snapshot_price
-from platform.planning.step_price import chosen_hardware, hardware_named, picture, read_hardware, step_price
+from platform.planning.step_price import picture, read_hardware, usual_hardware
+
+MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are long lists
 
 COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
 
@@ -92,12 +81,29 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
     parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
     parser.add_argument("--check", action="store_true", help="whether each gradient is summed once, each tensor whole")
+    parser.add_argument("--all", action="store_true", help="every group, collective and layout, not one screen")
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="what differs between two plans: each more overrides in quotes,"
+        " beside those before, or a FILE.json that --json wrote"
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return run_command(parser, _answer, given, subject="config")
 
 
 def _compare(given: Sequence[str]) -> int:
     """Run the command line `python -m platform.plan compare`; return its exit status."""
+    from platform.planning.measured.comparison import (  # with numpy
+        CONSTANTS,
+        FITTED,
+        as_data,
+        as_text,
+        compare,
+        is_share,
+        leave_one_out,
+        marked_runs,
+    )  # fmt: skip
+    from platform.planning.measured.measured_runs import read_runs
+
     parser = command_line("plan compare", COMPARE)
     parser.add_argument("table", metavar="TABLE.csv", help="a row per measured run")
     parser.add_argument("calibrate", nargs="?", type=_calibrate, help="calibrate=SHARE, calibrate=COLUMN")
@@ -205,12 +211,11 @@ def _tiers(text: str) -> dict[str, int]:
 
 def _answer(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for, as text or JSON, or with `--shrink` its plans for fewer and
-    fewer workers, or with `--check` its mistakes; return the exit status of `python -m platform.plan`."""
-    config = compose(arguments.overrides, arguments.config_dir)
-    if config.plan.search:
-        _choose_for(config, arguments)
-    plan = make_plan(config, arguments.workers)
-    config.parallel.data = plan.replicas
+    fewer workers, or with `--check` its mistakes, or with `--diff` what differs between two; return the exit status of
+    `python -m platform.plan`."""
+    if arguments.diff:
+        return _compared_plans(arguments)
+    config, plan = _one_plan(arguments, arguments.overrides)
     if arguments.check:
         return _check(plan, arguments.json)
     if arguments.shrink:
@@ -219,20 +224,61 @@ def _answer(arguments: argparse.Namespace) -> int:
         return 0
     hardware = _hardware(arguments.hardware, config)
     if arguments.svg:
-        _draw(Path(arguments.svg), picture(config, plan, hardware))
-    found = explain(
+        _draw(
+            Path(arguments.svg), picture(config, plan, hardware if arguments.hardware or config.cluster.gpu else None)
+        )
+    found = explained(
+        config,
         plan,
-        build_model(config.model),
-        moments=kept_numbers(config),
-        tiers=arguments.tiers,
-        dropout=config.model.dropout,
-        footprints=footprints(config, plan),
-        snapshots=_snapshots(config, plan, min(arguments.tiers.values()), hardware),
-        times=_times(config, plan, hardware, arguments.tokens) if hardware else None,
-        settings=redact(shown_settings(config)),
+        arguments.tiers,
+        hardware,
+        named=bool(arguments.hardware),
+        tokens=arguments.tokens,
+        composed=lambda typed: compose(with_values(arguments.overrides, typed), arguments.config_dir),
     )
-    print(json.dumps(found) if arguments.json else visible(render(plan, found)))
+    whole = "\n\n".join([render(plan, found), *closing(plan, found)]) if arguments.all else ""
+    print(json.dumps(found) if arguments.json else visible(whole or screen(plan, found)))
     return 0
+
+
+def _one_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
+    """Return the configuration that overrides give, with its open keys chosen, and its plan."""
+    config = compose(overrides, arguments.config_dir)
+    if config.plan.search:
+        _choose_for(config, arguments)
+    plan = make_plan(config, arguments.workers)
+    config.parallel.data = plan.replicas
+    return config, plan
+
+
+def _compared_plans(arguments: argparse.Namespace) -> int:
+    """Print what differs between the two plans that `--diff` names, as text or JSON; return the exit status."""
+    from platform.plan.reports.difference import NoExplanation, difference_lines, plan_differences
+
+    one, other = (_plan_of_diff(arguments, given) for given in arguments.diff)
+    try:
+        found = plan_differences(one, other)
+    except NoExplanation as error:
+        raise ConfigError(violation("--diff", " ".join(arguments.diff), f"{error}, which --json writes")) from None
+    titles = [f"{name}  {given or 'as it is'}" for name, given in zip("AB", arguments.diff, strict=True)]
+    print(json.dumps(found) if arguments.json else visible("\n".join([*titles, *difference_lines(found)])))
+    return DONE
+
+
+def _plan_of_diff(arguments: argparse.Namespace, given: str) -> Any:
+    """Return the explanation of one plan of `--diff`, from a file or from overrides beside the common ones."""
+    if not given.endswith(".json"):
+        with as_refusal("--diff", given, ValueError):  # a quotation that does not end
+            typed = shlex.split(given)
+        config, plan = _one_plan(arguments, with_values(arguments.overrides, typed))
+        hardware = _hardware(arguments.hardware, config)
+        return explained(config, plan, arguments.tiers, hardware, bool(arguments.hardware), arguments.tokens)
+    try:
+        return from_json(read_bytes(given, MOST), MOST, VALUES)
+    except OSError as error:
+        raise ConfigError(violation("--diff", given, f"cannot be read: {error.strerror}")) from None
+    except Malformed as error:
+        raise ConfigError(violation("--diff", given, f"is no JSON: {error}")) from None
 
 
 def _choose_for(config: Config, arguments: argparse.Namespace) -> None:
@@ -250,6 +296,8 @@ def _choose_for(config: Config, arguments: argparse.Namespace) -> None:
 
 def _check(plan: Plan, as_json: bool) -> int:
     """Print what of a plan would compute another number than one process, or that nothing does; return the status."""
+    from platform.plan.check.plan_check import unsound
+
     lines = unsound(plan)
     if as_json:
         print(json.dumps({"operations": len(plan.operations), "parameters": len(plan.parameters), "unsound": lines}))
@@ -260,22 +308,15 @@ def _check(plan: Plan, as_json: bool) -> int:
     return FAILED if lines else DONE
 
 
-def _snapshots(config: Config, plan: Plan, per_node: int, hardware: Hardware | None) -> dict[str, Any]:
-    """Return what `explain` says of the run's snapshots in memory, with `per_node` workers on a node."""
-    known = Known(device_kind(config), hardware)
-    price, every = snapshot_price(config, plan, per_node, known), config.elastic.snapshot_every
-    return {**price._asdict(), "every": price.interval if every == AUTO else every, "network": config.cluster.network}
-
-
-def _hardware(name: str | None, config: Config) -> Hardware | None:
-    """Return the hardware `name`, or the one of cluster.hardware or cluster.gpu, None if it or its speed in the run's
-    precision is not known. Raises ConfigError for a `name` that is no hardware, or lacks that speed."""
-    found = read_hardware(name) if name else chosen_hardware(config) or hardware_named(config.cluster.gpu)
-    if found and config.precision not in found.peaks:
-        if name:
-            constraint = f"its peaks lack {config.precision}, in which the run computes"
-            raise ConfigError(violation("--hardware", name, constraint))
-        return None
+def _hardware(name: str | None, config: Config) -> Hardware:
+    """Return the hardware `name`, or the usual one of the configuration. Raises ConfigError for an unknown `name`, and
+    for hardware without a speed in the run's precision."""
+    if not name:
+        return usual_hardware(config)
+    found = read_hardware(name)
+    if config.precision not in found.peaks:
+        constraint = f"its peaks lack {config.precision}, in which the run computes"
+        raise ConfigError(violation("--hardware", name, constraint))
     return found
 
 
@@ -285,20 +326,6 @@ def _draw(path: Path, image: str) -> None:
         path.write_text(image)
     except OSError as error:
         raise ConfigError(violation("--svg", path, f"cannot be written: {error.strerror}")) from None
-
-
-def _times(config: Config, plan: Plan, hardware: Hardware, tokens: float | None) -> dict[str, Any]:
-    """Return what `explain` says of the seconds of a step on a hardware, and of a run on so many `tokens`."""
-    found = step_price(config, plan, hardware)
-    tokens = tokens or config.train.steps * plan.tokens_per_step
-    return {
-        "hardware": hardware.name,
-        **asdict(found),
-        "parts": found.parts,
-        "mfu": found.mfu,
-        "speed": found.speed,
-        "days": {"tokens": tokens, "days": found.days(tokens)},
-    }
 
 
 def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:

@@ -15,6 +15,7 @@ from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (
     MOST_PASSES,
     NO_TABLE,
+    ONE_CHUNK,
     SCHEDULES,
     SHIPPED,
     Generator,
@@ -121,10 +122,12 @@ def short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
 
 def placement_of(config: Config, data: int) -> tuple[int, ...]:
     """Return the pipeline stage of every chunk of a configured run, or refuse its schedule as `schedule_of` does."""
-    try:
-        return short_schedule(config, data, count_microbatches(config, data)).placement
-    except ScheduleError:
-        return schedule_of(config, data).placement  # which says what is wrong
+    pipeline, microbatches = config.pipeline, count_microbatches(config, data)
+    stages, chunks = pipeline.stages, pipeline.chunks
+    taken = chunks == 1 or (pipeline.kind not in (*ONE_CHUNK, "none") and microbatches >= stages)
+    if pipeline.kind in ("none", *SHIPPED) and taken:
+        return tuple(chunk % stages for chunk in range(stages * chunks))  # as their generators deal them
+    return schedule_of(config, data).placement  # or says what is wrong
 
 
 def schedules_of(config: Config, data: int) -> list[Schedule]:

@@ -103,15 +103,13 @@ def _searched(config: Config, workers: int, budget: MemoryBudget, fitted: Hardwa
     """Choose the open keys of a run's configuration anew, for at most `workers`, or without any the sizes of its
     axes; None if no plan fits. `fitted`: hardware to take in place of the usual one."""
     from platform.planning.search.best import search  # with numpy, which only this needs
-    from platform.planning.search.chosen import memory_of_worker, usual_hardware
+    from platform.planning.step_price import memory_of_worker, usual_hardware
 
     hardware = fitted or usual_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
     sized = replace(config, plan=replace(config.plan, search=config.plan.search or _sized_keys(config)))
-    found = search(sized, workers, memory, hardware).fitting
-    if not found:
+    if not (best := search(sized, workers, memory, hardware).best):
         return None
-    best = found[0]
     chosen = replace(best.config, plan=config.plan)
     return Replanned(chosen, best.plan, _reason(config, chosen, best.plan, workers))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,7 +19,7 @@ from platform.costs.step_work import EVEN, Execution, StepWork, step_work
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
-from platform.plan.memory.hardware import accelerator
+from platform.plan.memory.hardware import accelerator, memory_of
 from platform.plan.schedule.gantt import gantt_svg
 from platform.plan.schedule.simulate import simulate
 from platform.planning.choose_schedule import schedule_of
@@ -96,14 +97,31 @@ def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None
     return found if found and config.precision in found.peaks else None
 
 
+def usual_hardware(config: Config, gpu: str = "") -> Hardware:
+    """Return the hardware for which plans are priced: as cluster.hardware says, of this `gpu`, of cluster.gpu, or the
+    usual one."""
+    if chosen := chosen_hardware(config):
+        return chosen
+    c = config.cluster
+    kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
+    found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
+    known = [hardware for hardware in found if hardware and config.precision in hardware.peaks]
+    return known[0]
+
+
+def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float:
+    """Return the bytes of a worker's device: as the configuration states, as seen (`memory`), or as its type has."""
+    return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
+
+
 def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step of a configuration under its plan on a hardware."""
     return price_of(work_of(config, plan), hardware)
 
 
-def work_of(config: Config, plan: Plan, gradient_bytes: int = 0, kept_whole: bool = False) -> StepWork:
-    """Return the work of a training step of a configuration under its plan, which any hardware can price; as another
-    system runs it, if so said (`Execution`)."""
+def work_of(config: Config, plan: Plan, **others: Any) -> StepWork:
+    """Return the work of a training step of a configuration under its plan, which any hardware can price. `others`:
+    fields of Execution in which another system that runs the plan differs."""
     kind = config.pipeline.kind
     execution = Execution(
         schedule=kind,
@@ -112,8 +130,7 @@ def work_of(config: Config, plan: Plan, gradient_bytes: int = 0, kept_whole: boo
         moments=kept_numbers(config),
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
-        gradient_bytes=gradient_bytes,
-        kept_whole=kept_whole,
+        **others,
     )
     return step_work(plan, build_model(config.model), execution)
 

@@ -23,9 +23,9 @@ from typing import Any
 from platform.cluster.calibrate import TINY
 from platform.costs.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
 from platform.launch import compose
-from platform.planning.comparison import as_text, compare
 from platform.planning.make_plan import make_plan
-from platform.planning.measured_runs import MeasuredRun, counted_flops
+from platform.planning.measured.comparison import as_text, compare
+from platform.planning.measured.measured_runs import MeasuredRun, counted_flops
 from platform.planning.step_price import read_hardware, step_configs, work_of
 from tests.benchmarks.nodes.cases import Case
 from tests.benchmarks.nodes.measured import seconds

@@ -83,6 +83,7 @@ TABLE = r"""
 train.stepz=5 | train.stepz=5: unknown key | train.steps
 modle.layers=5 | modle.layers=5: unknown key | model.layers
 Seed=5 | Seed=5: unknown key | seed
+hardware=h100 | hardware=h100: no key of a run: --hardware h100 | cluster.hardware=h100
 optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
 tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
 precision=fp8 | precision=fp8: unknown | fp64

@@ -28,12 +28,11 @@ TRUE = replace(
     launch=70e-6,
     tile=32.0,
     fill=9.0,
-    fused=0.4,
     ranks=4,
     node=Link(2e9, 3e-4, 3e-4, {op: Link(1e9 + 1e8 * i, 2e-4, 1e-4) for i, op in enumerate(KINDS)}),
     network=Link(12e6, 5e-4, 5e-4, {op: Link(10e6 + 1e6 * i, 9e-4, 4e-4) for i, op in enumerate(KINDS)}),
     interference=0.5,
-    reached=replace(CPU.reached, products=0.8, memory=0.6, node=1.0, network=1.0),
+    reached=replace(CPU.reached, products=0.8, attention=0.32, memory=0.6, node=1.0, network=1.0),
 )
 SEEN = Seen("2026-11-27", "fp32", "cpu", {"a": 4, "b": 4}, "cpu")
 
@@ -53,7 +52,7 @@ def kernels(h):
     for shape in ((4, 4, 256, 64), (1, 4, 1024, 64)):
         b, heads, length, width = shape
         flops = 2.0 * b * heads * length**2 * width * (1 + FUSED_BACKWARD)
-        yield "attention", shape, flops / (h.peaks["fp32"] * h.reached.products * h.fused)
+        yield "attention", shape, flops / (h.peaks["fp32"] * h.reached.attention)
     for number, work in enumerate(steps()):
         yield "step", [number], price_of(work, h).seconds
 
@@ -82,9 +81,10 @@ def test_it_finds_the_hardware_that_was_measured():
     assert tiers == {"node", "network"} and made.ranks == 4
     assert made.peaks == pytest.approx(TRUE.peaks) and made.bandwidth == pytest.approx(TRUE.bandwidth)
     assert (made.tile, made.ahead) == (32, False)
-    for name, rel in (("fill", 0.02), ("fused", 0.02), ("launch", 0.05), ("interference", 1e-6)):
+    for name, rel in (("fill", 0.02), ("launch", 0.05), ("interference", 1e-6)):
         assert getattr(made, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
     assert made.reached.products == pytest.approx(0.8, rel=0.02)
+    assert made.reached.attention == pytest.approx(0.32, rel=0.02)
     assert made.reached.memory == pytest.approx(0.6, rel=0.05)
     for tier in ("node", "network"):
         true, link = getattr(TRUE, tier), getattr(made, tier)

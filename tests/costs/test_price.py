@@ -10,7 +10,7 @@ from platform.boundary.refusals import ConfigError
 from platform.costs.machine import HardwareMistake, hardware_of
 from platform.costs.price import PassTime, in_flight, price_of
 from platform.costs.seconds import collective_seconds, product_seconds, tiling
-from platform.costs.work import Product
+from platform.costs.work import FUSED_BACKWARD, Product
 from platform.launch import compose
 from platform.plan.communication.planned import Collective
 from platform.plan.language.mesh import Mesh
@@ -53,8 +53,8 @@ def test_the_products_of_all_ranks_are_those_of_the_model(scheme):
             n * (sum(p.flops for p in part.products) + part.fused * fused) for w in passes for part, n in w.parts
         )
 
-    # the kernel of attention skips half of the scores, and its backward pass has five products for two
-    forward, backward = of(work.forward, 2.0), of(work.backward, 2 * 2 / 2.5)
+    # the kernel of attention skips half of the scores, and its backward pass has five products for two, slower ones
+    forward, backward = of(work.forward, 2.0), of(work.backward, 2 * 2 / FUSED_BACKWARD)
     assert forward * ranks == pytest.approx(counted, rel=1e-6)
     assert backward * ranks == pytest.approx(2 * counted, rel=1e-6)
 
@@ -68,6 +68,11 @@ def test_recomputation_repeats_the_forward_pass():
     again = products(work["full"], "backward") - products(work["none"], "backward")
     logits = products(work["none"], "forward") - again  # all but the head
     assert 0 < logits < again
+    config, plan = planned("recompute=full")
+    early = products(work_of(config, plan, stops_early=True), "backward") - products(work["none"], "backward")
+    model = config.model
+    tokens = plan.sizes["batch"] * model.length
+    assert again - early == 2 * tokens * model.layers * model.d_model * (model.d_ff or 4 * model.d_model)
 
 
 @pytest.mark.parametrize("kind,chunks,batch", [("1f1b", 1, 32), ("interleaved", 2, 32), ("gpipe", 1, 64)])
@@ -126,6 +131,20 @@ def test_ranks_of_a_node_share_its_links():
     assert seconds("data") == pytest.approx(2 * 3 / 4 * size / network, rel=0.05)  # eight groups, eight adapters
     assert seconds("data", "t") == pytest.approx(2 * 31 / 32 * size / min(8 * network, node), rel=0.05)
     assert seconds("data", op="all_gather") == pytest.approx(3 * size / network, rel=0.05)
+
+
+def test_a_ring_passes_every_rank_of_a_node():
+    """A gather of few bytes around 64 nodes: 448 steps inside of nodes, and 63 between them."""
+    mesh = Mesh.of({"data": 512})
+    one = Collective("all_gather", ("data",), 1 << 20, "metrics4", "reduce")
+    slow = collective_seconds(
+        one,
+        mesh,
+        replace(A100, node=replace(A100.node, hop=1.0), network=replace(A100.network, hop=3.0)),
+        {"metrics4": 4},
+    )
+    tree = 2 * (3 + 6 * 3)
+    assert slow == pytest.approx(min(448 + 63 * 3, tree), rel=0.05)
 
 
 def test_every_hardware_is_read():

@@ -11,8 +11,8 @@ import pytest
 from platform.launch import compose
 from platform.model import build_model
 from platform.plan.__main__ import main
-from platform.planning.comparison import compare, leave_one_out, marked_runs
-from platform.planning.measured_runs import read_runs
+from platform.planning.measured.comparison import compare, leave_one_out, marked_runs
+from platform.planning.measured.measured_runs import read_runs
 
 TABLES = Path(__file__).parent / "tables"
 SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,
@@ -62,6 +62,27 @@ def test_newer_software_is_faster_alike():
     scores = found.scores(fitted=True)
     assert scores.mean <= 0.03 and scores.largest <= 0.06
     assert all(ranking.tau == 1 for ranking in found.rankings())
+
+
+@pytest.mark.full
+def test_dense_and_expert_models_on_newer_hardware():
+    """Five models on 128 to 512 GPUs, each row by the constants of all others."""
+    rows = read_runs(str(TABLES / "nemo_gb200.csv"), compose)
+    scores = leave_one_out(rows).scores(fitted=False)
+    assert scores.runs == 13 and scores.mean <= 0.035 and scores.largest <= 0.075
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name,mean,p90", [("h100", 0.035, 0.075), ("a100_80g", 0.045, 0.1)])
+def test_models_under_fsdp(name, mean, p90):
+    """125M to 70B at lengths of 512 to 65,536 on 8 to 512 GPUs, two thirds of the rows by the constants of the others.
+    Three rows of A100 are 16 to 24 % off: 30B at 8,192 fills the memory, and 760M at 512 and 1,024 is slower than the
+    table's own neighbours. Without a speed of attention, the long rows are missed: the negative control."""
+    rows = read_runs(str(TABLES / f"llm_foundry_{name}.csv"), compose)
+    scores = compare(rows, marked_runs(rows, "0.34")).scores(fitted=False)
+    assert scores.mean <= mean and scores.p90 <= p90
+    worse = compare(rows, marked_runs(rows, "0.34"), ("products", "memory", "interference")).scores(fitted=False)
+    assert worse.mean > 1.5 * scores.mean
 
 
 @pytest.mark.full
@@ -124,6 +145,14 @@ def test_a_table_is_compared(tmp_path, capsys):
     assert [(r["tau"], r["regret"]) for r in found["rankings"]] == [(1.0, 0.0)]
     assert main(["compare", str(path), "calibrate=1"]) == 0
     assert "errors of the 2 runs fitted on" in capsys.readouterr().out
+
+
+def test_titles_of_columns_are_understood(tmp_path):
+    """Capitals, spaces and units are; a preset of `conf/model` gives what is left out, and routing drops no token."""
+    path = tmp_path / "table.csv"
+    path.write_text("Hardware,GPUs,Model,Microbatch,Global batch,TFLOP/s per GPU\ncpu,1,gpt_tiny,2,4,0.001\n")
+    (run,) = read_runs(str(path), compose)
+    assert run.cells["gpus"] == "1" and run.seconds == pytest.approx(run.counted_flops / 1e9)
 
 
 def test_a_malformed_table_is_refused_by_row_and_column(tmp_path, capsys):

@@ -22,11 +22,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from platform import doctor, launch
-from platform.boundary.refusals import ConfigError
 from platform.checkpoint.__main__ import main as inspect_checkpoint
 from platform.cluster import calibrate, driver
 from platform.cluster.run import resources
-from platform.cluster.run.devices import device_of
+from platform.cluster.run.devices import device_of, refuse_lack_of_memory
 from platform.data.__main__ import main as prepare_data
 from platform.evaluate import main as measure
 from platform.generate import main as write_answers
@@ -36,7 +35,6 @@ from platform.plan.reports.describe import describe
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import table
 from platform.planning.choose_schedule import schedule_of
-from platform.planning.remedies import lack_of_memory
 from platform.status.__main__ import main as tell_status
 from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
@@ -80,8 +78,8 @@ def start(config, plan, *, command, phases) -> int:
     cluster, size = config.cluster, plan.mesh.size
     if cluster.kind != "ray":
         device = device_of(config, "cuda", size) if cluster.gpu or cluster.device_memory else None
-        if device and (line := lack_of_memory(config, plan, device)):
-            raise ConfigError(line)
+        if device:
+            refuse_lack_of_memory(config, plan, device, command)
         resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
     print(f"{describe(plan)}\nstarting {size} workers ({cluster.kind}, cpu)")
     if 1 < plan.stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds

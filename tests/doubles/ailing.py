@@ -21,12 +21,13 @@ LONG, LAZY = 1000.0, 0.4  # seconds
 
 
 def before(owner: Any, name: str, strike: Callable[[], None]) -> None:
-    """Let `strike` happen before each call of a method or function."""
+    """Let `strike` happen before each call of a method or function; of a storage's, if it is about a checkpoint."""
     real = getattr(owner, name)
 
     @wraps(real)
     def struck(*args: Any, **more: Any) -> Any:
-        strike()
+        if owner is not Local or args[1].startswith("step-"):
+            strike()
         return real(*args, **more)
 
     setattr(owner, name, struck)

@@ -14,8 +14,8 @@ from platform.parallel.communicator.base import SingleRank
 from platform.plan.memory.hardware import CONTEXT, GROUP, LINE, ROUNDING
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints
-from platform.planning.remedies import Device, lack_of_memory
 from platform.planning.replan import MemoryBudget
+from platform.planning.search.remedies import Device, lack_of_memory
 from tests.harness.oracle import configure, trainer_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

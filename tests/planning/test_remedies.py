@@ -12,7 +12,7 @@ from platform.launch import CONF, compose, main
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints, needed_bytes
-from platform.planning.remedies import SHOWN, Device, fitting_changes, lack_of_host_memory, lack_of_memory
+from platform.planning.search.remedies import SHOWN, Device, fitting_changes, lack_of_host_memory, lack_of_memory
 from tests.harness.oracle import configure
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -103,11 +103,11 @@ def test_a_run_settles_it_and_a_plan_shows_it(capsys):
     c = compose(["+experiment=gpt_quick", "elastic.snapshot_every=auto"])
     plan, lines = prepare(c, [])
     assert plan and not lines and c.elastic.interval == 1
-    assert main(["+experiment=gpt175b", "elastic.snapshot_every=auto", "cluster.network=3"]) == 0
+    assert main(["+experiment=gpt175b", "elastic.snapshot_every=auto", "cluster.network=3", "--all"]) == 0
     shown = capsys.readouterr().out
     assert "  a snapshot  131 GB   349 s at cluster.network=3 Gbit/s, beside 3 steps of 170 s" in shown
     assert "  a step      43.6 GB  with elastic.snapshot_every=3" in shown
-    assert main(["+experiment=gpt175b", "elastic.snapshot_every=0"]) == 0
+    assert main(["+experiment=gpt175b", "elastic.snapshot_every=0", "--all"]) == 0
     assert "a snapshot" not in capsys.readouterr().out
 
 

@@ -79,7 +79,7 @@ AILMENTS = {
     "deadlock at its data": fault("lock:0:data", "data", "for its data", lasts=True),
     "holds the interpreter": fault("gil:1:backward", "hung", "something holds its interpreter", lasts=True),
     "holds the interpreter at once": fault("gil:3", "hung", "something holds its interpreter", lasts=True),
-    "a loss that is no number": fault("nan:1", "loss", "a loss of nan", "train.on_spike=stop"),
+    "a loss that is no number": fault("nan:1", "loss", "of nan", "train.on_spike=stop"),
     "a skipped loss": fault("nan:2", "loss", "train.on_spike=skip", "train.on_spike=skip"),
     "a flipped bit": fault("flip:1", "damaged", "has damaged memory", "train.verify_every=1"),
     "no memory": ailing("memory", "memory", 2, "had no memory left in step("),

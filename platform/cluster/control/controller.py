@@ -29,7 +29,7 @@ from platform.monitor.patience import learned_out
 from platform.monitor.records import events
 from platform.plan.language.numbers import count_of
 from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
-from platform.planning.remedies import more_room
+from platform.planning.search.remedies import more_room
 from platform.train.protocol.replies import StepReport
 from platform.train.step.faults import Faults
 

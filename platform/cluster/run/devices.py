@@ -20,7 +20,8 @@ from platform.config.rules.left_open import OPEN
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import memory_of
-from platform.planning.remedies import Device
+from platform.planning.memory_budget import device_kind
+from platform.planning.search.remedies import Device, lack_of_memory
 
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 _SECONDS = 10.0  # for it to answer
@@ -88,7 +89,8 @@ def settle_here(config: Config, say: Callable[[str], None]) -> None:
     choice or, with plan.top, the best plans."""
     if not config.plan.search:
         return
-    from platform.planning.search.chosen import choice_line, choose_plan, ranked_table, usual_hardware
+    from platform.planning.search.chosen import choice_line, choose_plan, ranked_table
+    from platform.planning.step_price import usual_hardware
 
     workers, kind = available_workers(config.cluster), device_there(config.cluster)
     device = device_of(config, kind, max(workers, 1))
@@ -122,22 +124,29 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Callabl
         return resources.reserve_workers(config.cluster, size, say, **more)
     except resources.TooFewGpus as error:
         *lines, last = error.violations
-        raise ConfigError([*lines, last + _for_those_there(config, command)]) from None
+        workers = available_workers(config.cluster)
+        device = device_of(config, "cuda", workers) if workers > 0 else None
+        raise ConfigError([*lines, last + (_best_plan(config, command, workers, device) if device else "")]) from None
 
 
-def _for_those_there(config: Config, command: Command) -> str:
-    """Return the end of a refusal for want of GPUs: the command of the best plan for those there, "" if none fits."""
-    from platform.planning.search.chosen import choose_plan, usual_hardware
+def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: Command) -> None:
+    """Refuse a plan that a device has no memory for, with the `command` of the best plan for as many workers."""
+    if line := lack_of_memory(config, plan, device):
+        raise ConfigError(line + _best_plan(config, command, plan.mesh.size, device))
 
-    workers = available_workers(config.cluster)
-    if workers < 1 or not (device := device_of(config, "cuda", workers)):
-        return ""
+
+def _best_plan(config: Config, command: Command, workers: int, device: Device) -> str:
+    """Return the end of a refusal: the command of the best plan for so many workers, "" if none fits."""
+    from platform.planning.search.chosen import choose_plan
+    from platform.planning.step_price import usual_hardware
+
     other = deepcopy(config)
     other.plan.search = [
         key for key in OPEN if key not in ("parallel.context", "tensor" if config.tensor.layout else "")
     ]
     with suppress(ConfigError):
-        if found := choose_plan(other, workers, device.memory, usual_hardware(config, device.name)):
-            typed = found.space.typed(found.fitting[0].choice)
-            return f"; the best plan for {count_of(workers, 'GPU')}: {command.with_values(typed)}"
+        if (found := choose_plan(other, workers, device.memory, usual_hardware(config, device.name))) and found.best:
+            typed = found.space.typed(found.best.choice)
+            kind = "GPU" if device_kind(config) == "cuda" else "worker"
+            return f"; the best plan for {count_of(workers, kind)}: {command.with_values(typed)}"
     return ""

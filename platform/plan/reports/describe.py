@@ -34,26 +34,44 @@ def describe(plan: Plan) -> str:
         rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    moved = communication(plan)
-    traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
-    more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
-    most = "at most " if any(c.rows for o in plan.operations.values() for c in o.collectives) else ""
-    elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
+    title, parameters, step, moved = _totals(plan)
     lines = [
-        f"plan  {count_of(plan.mesh.size, 'worker')} = {plan.mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
+        title,
         *(table if dims or zero else []),
-        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
-        + _sharding(plan),
+        parameters,
         *(f"  {stage:<16}{units}" for stage, units in _stages(plan)),
         *(f"  attention       {n} in kernel {kernel}" for kernel, n in kernels_of(plan).items() if kernel != AUTO),
-        f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
-        f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
-        f"  communication   {most}{human(sum(moved.values()))}B per step: {traffic}{more}",
+        step,
+        moved,
         *_evenness_of_work(plan),
         *(f"  {f'at length {length}':<16}{_cost_of_step(shorter)}" for length, shorter in plan.shorter.items()),
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)
+
+
+def _totals(plan: Plan) -> tuple[str, str, str, str]:
+    """Return the lines of a plan's description on its mesh, its parameters, its step and its communication."""
+    moved, zero = communication(plan), "+".join(plan.scheme.sub_grid_zero)
+    traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
+    more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
+    most = "at most " if any(c.rows for o in plan.operations.values() for c in o.collectives) else ""
+    elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
+    return (
+        f"plan  {count_of(plan.mesh.size, 'worker')} = {plan.mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
+        + _sharding(plan),
+        f"  step            {plan.tokens_per_step:,} tokens in {count_of(plan.microbatches, 'microbatch')}"
+        f"{_padding(plan)}; {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
+        f"  communication   {most}{human(sum(moved.values()))}B per step: {traffic}{more}",
+    )
+
+
+def head_lines(plan: Plan, most: int) -> list[str]:
+    """Return the totals of a plan, and at most so many of its warnings."""
+    shown = [f"  warning         {w}" for w in plan.warnings[:most]]
+    more = [f"  {count_of(len(plan.warnings) - most, 'warning')} more"] if len(plan.warnings) > most else []
+    return [*_totals(plan), *shown, *more]
 
 
 def _evenness_of_work(plan: Plan) -> list[str]:

@@ -37,14 +37,13 @@ def explain(
     dropout: float = 0.0,
     footprints: Sequence[Footprint] = (),
     snapshots: Mapping[str, Any] | None = None,
-    times: Mapping[str, Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
-    by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `times`: predicted seconds of a
-    step; `settings`: settings of the user's own code, by key. Raises ValueError for tiers that do not nest."""
+    by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `more`: other parts of the
+    explanation, such as the predicted `time` of a step. Raises ValueError for tiers that do not nest."""
     places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
@@ -68,8 +67,7 @@ def explain(
         "attention_work": attention_work(plan),
         "warnings": list(plan.warnings),
         **({"snapshots": dict(snapshots)} if snapshots else {}),
-        **({"time": dict(times)} if times else {}),
-        **({"settings": dict(settings)} if settings else {}),
+        **{key: value for key, value in (more or {}).items() if value},
     }
     if footprints:
         stage, most = max(enumerate(footprints), key=lambda pair: pair[1].total)
@@ -137,27 +135,27 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
     heading, *described = describe(plan).splitlines()
     blocks = [
         [heading, *described],
-        ["groups (ranks)", *_table([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
+        ["groups (ranks)", *aligned([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
         _collectives(found["collectives"]),
-        ["bytes per step, all workers", *_table(_moved(found))],
+        ["bytes per step, all workers", *aligned(_moved(found))],
         _tiers(found["tiers"]) if plan.mesh.size > 1 else [],
-        ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *_table(_holdings(found))],
+        ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *aligned(_holdings(found))],
     ]
     if memory := found.get("memory"):
         where = f", of stage {memory['stage']}" if plan.stages > 1 else ""
-        blocks.append([f"memory of the worker that needs most{where}", *_table(_memory(memory))])
+        blocks.append([f"memory of the worker that needs most{where}", *aligned(memory_rows(memory))])
     if (price := found.get("snapshots")) and price["every"] and price["bytes"]:
-        blocks.append(["snapshots, of the node that sends most to the memory of others", *_table(_sent(price))])
+        blocks.append(["snapshots, of the node that sends most to the memory of others", *aligned(_sent(price))])
     if time := found.get("time"):
-        blocks.append([f"a step on {time['hardware']}, predicted", *_table(_seconds(time))])
+        blocks.append([f"a step on {time['hardware']}, predicted", *aligned(time_rows(time))])
     if elsewhere := found.get("elsewhere"):
-        blocks.append(["per worker of another sub-grid", *_table(_holdings(elsewhere))])
+        blocks.append(["per worker of another sub-grid", *aligned(_holdings(elsewhere))])
     if m := found.get("branch_messages"):
         title = f"messages of a split or join (branch.order={m['order']})"
         rows = [[order, *(f"{count:,}" for count in m[order].values())] for order in ("inner", "outer")]
-        blocks.append([title, *_table([["branch axis", *m["inner"]], *rows])])
+        blocks.append([title, *aligned([["branch axis", *m["inner"]], *rows])])
     if settings := found.get("settings"):
-        blocks.append(["settings of your own code", *_table([[key, str(value)] for key, value in settings.items()])])
+        blocks.append(["settings of your own code", *aligned([[key, str(value)] for key, value in settings.items()])])
     return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
 
 
@@ -176,7 +174,7 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
         + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"] + (", at most" if r["at_most"] else "")]
         for r in rows
     ]
-    return ["collectives", *(_table([head, *cells]) if rows else [])]
+    return ["collectives", *(aligned([head, *cells]) if rows else [])]
 
 
 def _moved(found: dict[str, Any]) -> list[list[str]]:
@@ -188,12 +186,18 @@ def _moved(found: dict[str, Any]) -> list[list[str]]:
 
 def _tiers(found: Mapping[str, Any]) -> list[str]:
     """Format the explanation's traffic by tier as lines of a table under a heading."""
-    sizes = ", ".join(
-        f"{count_of(count, 'worker')} in a {name}" for name, count in sorted(found["sizes"].items(), key=lambda p: p[1])
-    )
     cells = [[r["tier"], f"{r['messages']:,}", f"{r['bytes']:,}", "" if r["busiest"] is None else f"{r['busiest']:,}"]
              for r in found["rows"]]  # fmt: skip
-    return [f"per step by tier, {sizes}", *_table([["", "messages", "bytes", "busiest link, one way"], *cells])]
+    return [
+        f"per step by tier, {tier_sizes(found)}",
+        *aligned([["", "messages", "bytes", "busiest link, one way"], *cells]),
+    ]
+
+
+def tier_sizes(found: Mapping[str, Any]) -> str:
+    """Format the numbers of workers in one of each tier."""
+    sizes = sorted(found["sizes"].items(), key=lambda pair: pair[1])
+    return ", ".join(f"{count_of(count, 'worker')} in a {name}" for name, count in sizes)
 
 
 def _holdings(found: dict[str, Any]) -> list[list[str]]:
@@ -208,7 +212,7 @@ def _holdings(found: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _memory(found: Mapping[str, int]) -> list[list[str]]:
+def memory_rows(found: Mapping[str, int]) -> list[list[str]]:
     """Return the rows (part, bytes, remark) of the explanation's table of a worker's peak memory, from the fields of a
     Footprint."""
     more = {
@@ -234,7 +238,7 @@ def _sent(price: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def _seconds(time: Mapping[str, Any]) -> list[list[str]]:
+def time_rows(time: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows (part, seconds, share) of the table of a step's predicted time."""
     parts = [(name, s, s / time["seconds"]) for name, s in time["parts"].items()]
     shown = [[name, shown_seconds(s), f"{share:.1%}"] for name, s, share in parts if share >= 5e-4]
@@ -243,11 +247,11 @@ def _seconds(time: Mapping[str, Any]) -> list[list[str]]:
     return [
         *shown,
         ["altogether", shown_seconds(time["seconds"]), f"{speed}, MFU {time['mfu']:.1%}"],
-        ["a run", _in_days(days["days"]), f"of {human(days['tokens'])}tokens"],
+        ["a run", in_days(days["days"]), f"of {human(days['tokens'])}tokens"],
     ]
 
 
-def _in_days(days: float) -> str:
+def in_days(days: float) -> str:
     """Format a time, given in days, in the largest unit of which there is one."""
     for unit, size in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
         if days * size >= 1:
@@ -255,7 +259,7 @@ def _in_days(days: float) -> str:
     return f"{days * 86400:.3g} seconds"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows of cells as indented lines with aligned columns; columns of numbers are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]

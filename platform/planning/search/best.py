@@ -48,13 +48,12 @@ class Rated(NamedTuple):
 
 @dataclass(frozen=True)
 class Finalist:
-    """Contender that was planned: its configuration, its `plan`, the bytes that its neediest worker takes, and its
-    `price`."""
+    """Contender that was planned: its configuration, its `plan` and its `price`. Its memory is measured when it is
+    asked for, as that takes longest."""
 
     choice: Contender
     config: Config
     plan: Plan
-    memory: int
     price: StepPrice
 
     @property
@@ -62,33 +61,51 @@ class Finalist:
         """Return what finalists are compared by: seconds, to four digits, then the rank of their choice."""
         return float(f"{self.price.seconds:.4g}"), self.choice.rank
 
+    @cached_property
+    def memory(self) -> int:
+        """Return the bytes that the neediest worker takes."""
+        return needed_bytes(self.config, self.plan)
+
 
 @dataclass(frozen=True)
 class Standings:
-    """Outcome of a search: its `space`, the finalists that fit, the best first, others, which lack memory, the
-    number of contenders that were `judged`, and the `budget` of memory."""
+    """Outcome of a search: its `space`, the finalists that were `tried`, the best first, the number of contenders that
+    were `judged`, and the `budget` of memory."""
 
     space: Space
     workers: int
-    fitting: Sequence[Finalist]
-    lacking: Sequence[Finalist]
+    tried: Sequence[Finalist]
     judged: int
     budget: float
+
+    @cached_property
+    def best(self) -> Finalist | None:
+        """Return the first finalist that fits; those behind it are not measured."""
+        return next((f for f in self.tried if f.memory <= self.budget), None)
+
+    @cached_property
+    def fitting(self) -> list[Finalist]:
+        """Return the finalists that fit, the best first."""
+        return [f for f in self.tried if f.memory <= self.budget]
+
+    @cached_property
+    def lacking(self) -> list[Finalist]:
+        """Return the finalists that lack memory, the quickest first."""
+        return [f for f in self.tried if f.memory > self.budget]
 
 
 def search(config: Config, workers: int, memory: float, hardware: Hardware) -> Standings:
     """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
     many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
-    space = Space(config)
-    found = Standings(space, workers, [], [], 0, memory)
+    space, judged, nearest = Space(config), 0, None
     for ranks in _numbers_of_workers(space, workers):
-        rated, judged = Field(space, ranks, memory, hardware).rated()
-        tried = _finalists(space, rated, memory, hardware)
-        lacking = found.lacking or tried.lacking
-        found = replace(tried, workers=ranks, lacking=lacking, judged=found.judged + judged)
-        if found.fitting:
-            break
-    return found
+        rated, count = Field(space, ranks, memory, hardware).rated()
+        judged += count
+        found = Standings(space, ranks, _finalists(space, rated, memory, hardware), judged, memory)
+        nearest = nearest or (found if found.tried else None)
+        if found.best:
+            return found
+    return replace(nearest, judged=judged) if nearest else Standings(space, workers, [], judged, memory)
 
 
 def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
@@ -103,39 +120,47 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
     )
 
 
-def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> Standings:
-    """Plan, measure and price contenders, the best by estimate first, as many as can still be the quickest."""
+def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
+    """Plan and price contenders, the best by estimate first, as many as can still be the quickest of those that fit;
+    return them by price."""
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
-    fitting: list[Finalist] = []
-    lacking: list[Finalist] = []
-    least, beyond = inf, 0
-    for one in rated:
-        if len(fitting) + len(lacking) >= (most if fitting else 3 * most):
+    found: list[Finalist] = []
+    least = inf
+    for one in _worth_a_plan(rated, memory):
+        if len(found) == 3 * most or (len(found) >= most and _some_fits(found, memory)):
             break
-        if len(rated) > most and one.seconds > TRUST * least:
+        if len(rated) > most and one.seconds > TRUST * least and _some_fits(found, memory):
             break  # the estimate is so much above that of the best so far
-        beyond += one.memory > ROUGH * memory
-        if one.memory > NEAR * memory or (one.memory > ROUGH * memory and beyond > LACKING):
-            continue
         if finalist := _finalist(space, one.choice, hardware):
-            fits = finalist.memory <= memory
-            (fitting if fits else lacking).append(finalist)
-            least = one.seconds if fits and min(fitting, key=lambda f: f.order) is finalist else least
-    if not fitting:  # the one that needs least is shown to the user
+            found.append(finalist)
+            first = min(found, key=lambda f: f.order) is finalist
+            least = one.seconds if first and one.memory <= memory else least
+    if not _some_fits(found, memory):  # the one that needs least is shown to the user
         thrifty = sorted(rated, key=lambda one: (one.memory, one.rank))[:LACKING]
-        tried = [finalist for one in thrifty if (finalist := _finalist(space, one.choice, hardware))]
-        fitting = [f for f in tried if f.memory <= memory]
-        lacking += [f for f in tried if f.memory > memory]
-    by_price = sorted(fitting, key=lambda f: f.order), sorted(lacking, key=lambda f: f.order)
-    return Standings(space, 0, *by_price, 0, memory)
+        found += [finalist for one in thrifty if (finalist := _finalist(space, one.choice, hardware))]
+    return sorted(found, key=lambda f: f.order)
+
+
+def _worth_a_plan(rated: Sequence[Rated], memory: float) -> Iterator[Rated]:
+    """Yield the contenders that may fit by estimate, and a few that hardly do."""
+    beyond = 0
+    for one in rated:
+        beyond += one.memory > ROUGH * memory
+        if one.memory <= NEAR * memory and (one.memory <= ROUGH * memory or beyond <= LACKING):
+            yield one
+
+
+def _some_fits(found: Sequence[Finalist], memory: float) -> bool:
+    """Return True if some finalist fits; the quickest are measured first."""
+    return any(f.memory <= memory for f in sorted(found, key=lambda f: f.order))
 
 
 def _finalist(space: Space, choice: Contender, hardware: Hardware) -> Finalist | None:
-    """Plan, measure and price one contender; None if it is refused."""
+    """Plan and price one contender; None if it is refused."""
     config = space.configured(choice)
     if violations_of_configuration(config) or (plan := plan_quickly(config)) is None:
         return None
-    return Finalist(choice, config, plan, needed_bytes(config, plan), step_price(config, plan, hardware))
+    return Finalist(choice, config, plan, step_price(config, plan, hardware))
 
 
 @dataclass(frozen=True)
@@ -169,6 +194,32 @@ class Field:
                 best, count = self._of_pattern(scheme, dict(zip(names, rows.T, strict=True)))
                 found, judged = found + best, judged + count
         return sorted(found), judged
+
+    def estimated(self, choices: Sequence[Contender]) -> list[Rated | None]:
+        """Estimate single contenders, in their order; None for one whose axes do not divide what they split."""
+        found: list[Rated | None] = [None] * len(choices)
+        alike: dict[tuple, list[int]] = {}  # by scheme and axes of several ranks
+        for i, c in enumerate(choices):
+            alike.setdefault((c.scheme, *(n > 1 for n in (*c.axes, c.context, c.experts))), []).append(i)
+        for (scheme, *_), places in alike.items():
+            names = [*self.space.axes(scheme), "context", "stage", "data", "experts", "microbatch"]
+            some = [choices[i] for i in places]
+            rows = [(*c.axes, c.context, c.stages, c.data, c.experts, c.microbatch) for c in some]
+            columns: Columns = dict(zip(names, np.array(rows).T, strict=True))
+            axes, sketch = self._sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
+            if not sketch:
+                continue
+            columns = {**self._meshed(axes, columns), "microbatch": columns["microbatch"]}
+            legal, estimator = (
+                sketch.legal(columns) & sketch.takes(columns),
+                Estimator(sketch, self.setting, axes, columns),
+            )
+            for row, (i, c) in enumerate(zip(places, some, strict=True)):
+                if legal[row]:
+                    mode = Mode(c.kind, c.chunks, c.recompute, c.zero)
+                    (seconds,), (memory,) = estimator.estimate(mode, np.array([row]))
+                    found[i] = Rated(float(seconds), c.rank, c, float(memory))
+        return found
 
     def _grid(self, scheme: str) -> NDArray[Any]:
         """Return the contenders of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and

@@ -9,10 +9,9 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
 from platform.plan.language.numbers import count_of
-from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.describe import shown_seconds
 from platform.planning.search.best import Finalist, Standings, search
-from platform.planning.step_price import chosen_hardware, hardware_named, read_hardware
+from platform.planning.step_price import memory_of_worker, usual_hardware
 
 NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
 
@@ -29,29 +28,11 @@ def choose_plan(
         raise ConfigError(f"plan.search={','.join(config.plan.search)}: there is no worker to plan for")
     hardware = hardware or usual_hardware(config)
     found = search(config, workers, memory_of_worker(config, memory, hardware), hardware)
-    if not found.fitting:
+    if not found.best:
         raise ConfigError(_none_fits(found))
-    best = found.fitting[0].config
     for field in fields(Config):
-        setattr(config, field.name, getattr(best, field.name))
+        setattr(config, field.name, getattr(found.best.config, field.name))
     return found
-
-
-def usual_hardware(config: Config, gpu: str = "") -> Hardware:
-    """Return the hardware for which plans are priced: as cluster.hardware says, of this `gpu`, of cluster.gpu, or the
-    usual one."""
-    if chosen := chosen_hardware(config):
-        return chosen
-    c = config.cluster
-    kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
-    found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
-    known = [hardware for hardware in found if hardware and config.precision in hardware.peaks]
-    return known[0]
-
-
-def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float:
-    """Return the bytes of a worker's device: as the configuration states, as seen (`memory`), or as its type has."""
-    return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
 
 
 def _none_fits(found: Standings) -> str:
@@ -70,7 +51,8 @@ def _none_fits(found: Standings) -> str:
 
 def choice_line(found: Standings) -> str:
     """Return the line with the choice of a search for the user."""
-    best = found.fitting[0]
+    best = found.best
+    assert best, "the search has chosen"
     typed = " ".join(found.space.typed(best.choice))
     seconds = shown_seconds(best.price.seconds)
     return f"chosen of {found.judged:,} plans for {count_of(found.workers, 'worker')}: {typed} ({seconds} a step)"
@@ -79,7 +61,8 @@ def choice_line(found: Standings) -> str:
 def ranked_table(found: Standings, top: int) -> Iterator[str]:
     """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
     yield f"{found.judged:,} plans for {count_of(found.workers, 'worker')}; the best, and why others lost:"
-    best = found.fitting[0]
+    best = found.best
+    assert best, "the search has chosen"
     quicker = [f for f in found.lacking if f.price.seconds < best.price.seconds]
     shown = sorted([*found.fitting[:top], *quicker[:top]], key=lambda f: f.order)[:top]
     if best not in shown:

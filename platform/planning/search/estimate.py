@@ -94,7 +94,8 @@ class Estimator:
         """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: arrays of
         [forward and backward, numbers, contenders]."""
         h, size = self.setting.hardware, self.size["compute"]
-        speed = h.peak(self.setting.precision) * h.reached.products
+        peak = h.peak(self.setting.precision)
+        speed = peak * h.reached.products
         computing = np.zeros((2, *self.numbers.shape))
         waiting, hidden = np.zeros_like(computing), np.zeros_like(computing)
         for i, kind in enumerate(self.kinds):
@@ -105,7 +106,7 @@ class Estimator:
                 one = with_hidden(one, bytes_seconds(read, h), h)
                 computing[0, i], computing[1, i] = one, 2 * one
             elif kind.what == "fused":
-                one = number / (speed * h.fused)
+                one = number / (peak * h.reached.attention)
                 computing[0, i], computing[1, i] = one, FUSED_BACKWARD * one
             elif kind.what == "touched":
                 one = bytes_seconds(number * size, h)
@@ -159,7 +160,7 @@ class Estimator:
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
             memory += elements * held
             updated += elements / state
-            buckets = np.ceil(elements * master / BUCKET_BYTES)
+            buckets = np.minimum(np.ceil(elements * master / BUCKET_BYTES), max(1.0, self.whole[rows].sum()))
             one = elements * master / buckets
             if zero:
                 seconds += buckets * self.moved("reduce_scatter", axes, one)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.costs.work import ACCESSES, FUNCTION, RESIDUAL, USUAL, share_in_use
+from platform.costs.work import ACCESSES, FUNCTION, RESIDUAL, USUAL, share_in_use, share_of_rows, spare_rows
 from platform.model import build_model
 from platform.plan.communication.planned import Collective, Einsum, EinsumGroup, PlannedOperation
 from platform.plan.communication.planner import Planner
@@ -178,7 +178,7 @@ def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, floa
         causal = 0.5 if dict(o.attributes).get("causal") else 1.0
         yield Quantity("flops" if planned.groups else "fused"), causal * work / mesh.extent(planned.compute_axes)
     if planned.groups:
-        even = _share_of_rows(planner, o)
+        even = share_of_rows(planner, o)
         pairs = [(g, e) for g in planned.groups for e in g.einsums]
         yield Quantity("width"), min(_shortest_side(g, e, even) for g, e in pairs)
         yield Quantity("read"), sum(prod(e.operand.after) for _, e in pairs)
@@ -194,7 +194,7 @@ def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, floa
         ahead[c] -= (goes := ahead[c] > 0)
         if c.dtype != "compute" or c.op == "rotate":
             continue
-        elements = c.elements * (_share_of_rows(planner, o) if c.rows else 1.0)
+        elements = c.elements * (share_of_rows(planner, o) if spare_rows(c) else 1.0)
         yield Quantity("ahead" if goes else "collective", mesh.ordered(c.axes), c.op, c.phase), elements
         if c.op == "all_gather" and c.phase == "forward":
             yield Quantity("kept"), elements * mesh.extent(c.axes)
@@ -214,12 +214,6 @@ def _shortest_side(group: EinsumGroup, e: Einsum, even: float) -> float:
     inner = prod(n for d, n in weights.items() if d not in e.out_dims)
     rows = prod(group.x.after) * even / max(1, inner) / experts
     return max(1.0, min(inner, prod(weights.values()) / max(1, inner), rows))
-
-
-def _share_of_rows(planner: Planner, o: Operation) -> float:
-    """Return `share_in_use` of the rows that an operation reads or makes."""
-    found = (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
-    return next((share_in_use(planner, t) for t in found), 1.0)
 
 
 def _divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:

@@ -8,7 +8,7 @@ import pytest
 from platform.cluster.run import devices
 from platform.cluster.run.devices import device_of
 from platform.config.fields import Cluster, Config
-from platform.planning.remedies import Device
+from platform.planning.search.remedies import Device
 
 LISTED = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA A100-SXM4-40GB, 40960\nNVIDIA T4, [N/A]\n"
 

@@ -18,10 +18,11 @@ from platform.launch import compose
 from platform.planning.make_plan import make_plan, plan_quickly
 from platform.planning.memory_budget import needed_bytes
 from platform.planning.replan import replan
+from platform.planning.search import best as ranking
 from platform.planning.search.best import Field, search
 from platform.planning.search.choice import Contender, Space
-from platform.planning.search.chosen import choose_plan, ranked_table, usual_hardware
-from platform.planning.step_price import read_hardware, step_price
+from platform.planning.search.chosen import choose_plan, ranked_table
+from platform.planning.step_price import read_hardware, step_price, usual_hardware
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
 LARGE = 1e12  # bytes
@@ -141,6 +142,35 @@ def test_megatrons_heuristics_are_found_again():
     assert [*make_plan(replace(Space(config).configured(best))).mesh.axes] == ["stage", "data", "t"]
 
 
+def test_experts_of_a_large_model_stay_inside_nodes():
+    """DeepSeek-V3 on 256 H200: its exchanges between nodes would take as long as all computing. 61 layers are no
+    multiple of the stages."""
+    open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
+    config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
+    rated, _ = Field(Space(config), 256, 130e9, read_hardware("h200")).rated()
+    best = next(one for one in rated if one.memory <= 130e9).choice
+    assert 1 < best.experts <= 8 and best.stages > 8
+
+
+def test_the_estimate_of_exchanges_is_near_their_price():
+    """Experts over one node, and over many; routing is even, though there is room for the worst."""
+    open_keys = "parallel.data=-1", "parallel.experts=-1"
+    sizes = (
+        "tensor=serial",
+        "pipeline=none",
+        "model.layers=4",
+        "train.global_batch=64",
+        "train.microbatch=1",
+        "model.capacity_factor=0",
+    )
+    config, hardware = composed(*open_keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
+    rated, _ = Field(Space(config), 64, LARGE, hardware).rated()
+    assert {one.choice.experts for one in rated} == {1, 2, 4, 8, 16, 32, 64}
+    for one in rated:
+        made = Space(config).configured(one.choice)
+        assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one
+
+
 def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
     monkeypatch.setattr(resources, "_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
     monkeypatch.setattr(devices, "_seen", lambda: devices.Device(80e9, "NVIDIA H100 80GB HBM3"))
@@ -151,6 +181,29 @@ def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
     assert line.startswith("cluster.device=cuda: needs 8 GPUs, 2 there")
     start, _, typed = line.partition("; the best plan for 2 GPUs: python -m platform.launch ")
     assert make_plan(compose(shlex.split(typed))).mesh.size == 2
+
+
+def test_a_refusal_for_want_of_memory_ends_with_a_command_that_runs():
+    given = ["+experiment=gpt_quick", *TINY, "parallel.data=2", "tensor=serial"]
+    config = compose(given)
+    plan = make_plan(config)
+    device = devices.Device(needed_bytes(config, plan) - 1, "it")
+    with pytest.raises(ConfigError) as refused:
+        devices.refuse_lack_of_memory(config, plan, device, Command(given))
+    (line,) = refused.value.violations
+    assert line.startswith("cluster.memory=refuse: a worker needs")
+    start, _, typed = line.partition("; the best plan for 2 workers: python -m platform.launch ")
+    other = compose(shlex.split(typed))
+    assert make_plan(other).mesh.size == 2 and needed_bytes(other, make_plan(other)) <= device.memory
+    devices.refuse_lack_of_memory(other, make_plan(other), device, Command(given))
+
+
+def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):
+    measured = []
+    monkeypatch.setattr(ranking, "needed_bytes", lambda *given: measured.append(given) or needed_bytes(*given))
+    found = search(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
+    assert found.best is found.tried[0] and len(measured) == 1 < len(found.tried)
+    assert found.fitting[0] is found.best and len(measured) == len(found.tried)
 
 
 def test_a_job_is_written_for_the_chosen_plan(capsys):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from platform.boundary.refusals import ConfigError, closest, refuse_all
 from platform.config.fields import Config
@@ -20,6 +20,7 @@ from platform.planning.step_price import read_hardware, work_of
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
 KEYS = {
+    "model": "model",
     "layers": "model.layers",
     "d_model": "model.d_model",
     "heads": "model.heads",
@@ -28,6 +29,7 @@ KEYS = {
     "microbatch": "train.microbatch",
     "global_batch": "train.global_batch",
     "tensor": "tensor",
+    "branch": "branch",
     "stages": "pipeline.stages",
     "chunks": "pipeline.chunks",
     "data": "parallel.data",
@@ -45,31 +47,33 @@ KEYS = {
     "experts_per_token": "model.experts_per_token",
     "expert_d_ff": "model.expert_d_ff",
     "shared_experts": "model.shared_experts",
+    "capacity_factor": "model.capacity_factor",
 }
-NEEDED = ("gpus", "layers", "d_model", "heads", "length", "vocab", "microbatch", "global_batch")
+SHAPE = ("layers", "d_model", "heads", "length", "vocab")  # of a model that is no preset
+NEEDED = ("gpus", *SHAPE, "microbatch", "global_batch")
 INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", "zero", "kv_heads", "d_ff")
 MEASURED = ("seconds", "tflops")  # of a step; of a GPU, by the FLOPs that `counted` says
 OTHERS = ("name", "hardware", "axes", "schedule", "system", "counted", *MEASURED)
 COUNTED = ("model", "hardware")  # FLOPs of the model alone, or with recomputation
-MODEL, LAST = ("layers", "d_model", "heads", "length", "vocab"), ("global_batch", "gpus", "hardware")
+RIVALS = ("model", *SHAPE, "global_batch", "gpus", "hardware")  # what plans share that are ranked by their steps
 
 
 class System(NamedTuple):
-    """Differences of a system that measured a row from ours: `gradient_bytes` and `kept_whole` as in Execution, and
-    values of fields of Hardware."""
+    """Differences of a system that measured a row from ours: values of fields of Execution, and of Hardware."""
 
-    gradient_bytes: int = 0
-    kept_whole: bool = False
+    execution: Mapping[str, Any] = {}
     hardware: Mapping[str, float] = {}
 
 
 SYSTEMS = {
     "ours": System(),
     # sums gradients in fp16, and each tensor rank keeps all of a layer's input for recomputation
-    "megatron-2021": System(2, True),
+    "megatron-2021": System({"gradient_bytes": 2, "kept_whole": True}),
     # its gathers and reductions of ZeRO-3 leave a node over one adapter at a time, and slow what goes on beside them by
     # half of their time: fitted on table 2 of Narayanan et al. 2021
-    "deepspeed-2021": System(2, True, {"adapters": 1.0, "interference": 0.5}),
+    "deepspeed-2021": System({"gradient_bytes": 2, "kept_whole": True}, {"adapters": 1.0, "interference": 0.5}),
+    # torch's recomputation by saved tensors (use_reentrant=False) stops where all of them are there
+    "fsdp": System({"stops_early": True}),
 }
 
 
@@ -88,13 +92,12 @@ class MeasuredRun:
 
     def predicted(self, constants: Mapping[str, float]) -> StepPrice:
         """Return the price of the run's step with these constants of its hardware."""
-        hardware = replace(self.hardware.with_reached(constants), **self.system.hardware)  # type: ignore[arg-type]
-        return price_of(self.work, hardware)
+        return price_of(self.work, self.hardware.with_constants({**constants, **self.system.hardware}))
 
     @property
     def rivals(self) -> tuple[str, ...]:
         """Return a key of all that runs share which differ in their plans alone: model, batch, devices."""
-        return tuple(self.cells.get(column, "") for column in (*MODEL, *LAST))
+        return tuple(self.cells.get(column, "") for column in RIVALS)
 
 
 Compose = Callable[[Sequence[str]], Config]
@@ -106,7 +109,8 @@ def read_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader((line for line in file if not line.startswith("#")), skipinitialspace=True)
-            rows, columns = list(reader), list(reader.fieldnames or ())
+            reader.fieldnames = columns = [_column(title) for title in reader.fieldnames or ()]
+            rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     refuse_all(_violations_of_columns(path, columns, hardware, mark))
@@ -130,6 +134,12 @@ def read_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -
     return found
 
 
+def _column(title: str) -> str:
+    """Return the name of a column, as which titles such as `Global batch` and `TFLOP/s` are understood too."""
+    name = title.strip().lower().replace(" ", "_").removesuffix("_per_gpu")
+    return {"tflop/s": "tflops"}.get(name, name)
+
+
 def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mark: str) -> Iterator[str]:
     """Yield a line per column that is unknown, and per column that is needed and missing."""
     known = (*KEYS, *NEEDED, *OTHERS, mark)
@@ -138,17 +148,23 @@ def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mar
             yield f"{path}, column {column}: unknown; nearest legal: {', '.join(closest(column, known)[:3])}, or a key"
     if mark and mark not in columns:
         yield f"{path}: calibrate={mark} is no share of the rows, and no column"
-    needed = [*NEEDED, *([] if hardware else ["hardware"])]
+    needed = [*_needed_columns("model" in columns), *([] if hardware else ["hardware"])]
     yield from (f"{path}: column {column} is missing" for column in needed if column not in columns)
     if not set(columns) & set(MEASURED):
         yield f"{path}: column seconds, or tflops, is missing"
 
 
+def _needed_columns(preset: bool) -> tuple[str, ...]:
+    """Return the columns that a row needs whose model is a `preset`, or is not."""
+    return tuple(column for column in NEEDED if not (preset and column in SHAPE))
+
+
 def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per cell of a row that is empty and needed, or no number where it should be one."""
+    needed = _needed_columns(bool(cells.get("model")))
     for column in INTEGERS:
         text = cells.get(column, "")
-        if column in NEEDED and not text:
+        if column in needed and not text:
             yield f"{column}: is empty"
         elif text and not (text.isdecimal() and (int(text) or column in ("zero", "kv_heads", "d_ff"))):
             yield f"{column}={text}: must be a whole number"
@@ -170,7 +186,7 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
 def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
     """Return the measured run of a row's cells. Raises ConfigError if they are no legal plan."""
     hardware = read_hardware(cells["hardware"])
-    config = compose(list(_arguments(cells)))
+    config = compose(list(overrides_of(cells)))
     gpus = int(cells["gpus"])
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks
@@ -179,7 +195,7 @@ def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun
     if plan.mesh.size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.size} workers, {plan.mesh}")
     system = SYSTEMS[cells.get("system") or "ours"]
-    work = work_of(config, plan, system.gradient_bytes, system.kept_whole)
+    work = work_of(config, plan, **system.execution)
     counted = counted_flops(plan, cells.get("counted") == "hardware")
     measured = cells.get("seconds")
     seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * gpus)
@@ -193,9 +209,11 @@ def counted_flops(plan: Plan, recomputed: bool) -> float:
     return (plan.flops_per_token + per_token) * plan.tokens_per_step
 
 
-def _arguments(cells: Mapping[str, str]) -> Iterator[str]:
+def overrides_of(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield the arguments of the configuration that a row describes; what it leaves open is as it is by default."""
-    yield from ("cluster.device=cuda", "train.steps=1", "parallel.data=-1")
+    defaults = {"cluster.device": "cuda", "train.steps": "1", "parallel.data": "-1", "model.capacity_factor": "0"}
+    given = {KEYS.get(column, column) for column, text in cells.items() if text}
+    yield from (f"{key}={value}" for key, value in defaults.items() if key not in given)
     stages, chunks = cells.get("stages") or "1", cells.get("chunks") or "1"
     usual = "none" if stages == "1" else "interleaved" if chunks != "1" else "1f1b"
     yield f"pipeline={cells.get('schedule') or usual}"

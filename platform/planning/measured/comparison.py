@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from platform.boundary.refusals import ConfigError
 from platform.costs.fit import fit, kendall
-from platform.planning.measured_runs import MeasuredRun
+from platform.planning.measured.measured_runs import MeasuredRun
 
-CONSTANTS = ("products", "memory", "node", "network")  # of a hardware, that measured steps can settle
-FITTED = ("products", "memory")  # few tables tell more apart
-USUAL = 0.8  # of a data sheet's number is what large operations usually reach: the constants' first value
+# constants of a hardware that measured steps can settle, and their first values
+CONSTANTS = {"products": 0.8, "memory": 0.8, "attention": 0.5, "interference": 0.4, "node": 0.8, "network": 0.8}
+FITTED = ("products", "memory", "attention", "interference")  # few tables tell more apart
 ROUNDING = 1e-9
 
 Constants = Mapping[str, Mapping[str, float]]  # name of a hardware -> its constants
@@ -100,7 +100,7 @@ def fitted_on(runs: Sequence[MeasuredRun], names: Sequence[str]) -> dict[str, di
     found = {}
     for name in dict.fromkeys(run.hardware.name for run in runs):
         here = [run for run in runs if run.hardware.name == name]
-        first = dict.fromkeys(names, USUAL)
+        first = {name: CONSTANTS[name] for name in names}
 
         def errors(constants: Mapping[str, float], here: Sequence[MeasuredRun] = here) -> list[float]:
             """Return the logarithms of predicted over measured seconds with some constants."""
@@ -150,9 +150,12 @@ def as_text(c: Comparison) -> Sequence[str]:
     for run, p, error, marked in zip(c.runs, c.predicted, c.errors, c.fitted, strict=True):
         speed = run.counted_flops / (p * run.work.plan.mesh.size) / 1e12
         note = "  fitted on" if marked else ""
-        lines.append(f"{run.name:{width}}  {p:>9.4g} s  {run.seconds:>9.4g} s  {speed:>8.1f}  {error:>+7.1%}{note}")
+        shown = f"{speed:.2g}" if speed < 1 else f"{speed:.1f}"
+        errors = f"{run.seconds:>9.4g} s  {shown:>8}  {error:>+7.1%}{note}"
+        lines.append(f"{run.name:{width}}  {p:>9.4g} s  {errors}")
     for name, constants in c.constants.items():
-        lines.append(f"{name} fitted: {', '.join(f'{key} {value:.3g}' for key, value in constants.items())}")
+        moved = [f"{key} {value:.3g}" for key, value in constants.items() if abs(value / CONSTANTS[key] - 1) > ROUNDING]
+        lines.append(f"{name} fitted: {', '.join(moved) or 'no row depends on a constant'}")
     for title, found in (("fitted on", c.scores(True)), ("scored", c.scores(False))):
         if found:
             sizes = (

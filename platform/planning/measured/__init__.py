@@ -1,0 +1,1 @@
+"""Tables of measured runs: read, written from runs, and compared with predictions"""

@@ -1,0 +1,128 @@
+"""A plan on one screen, in full, as data and beside another plan."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from platform.launch import compose
+from platform.plan.__main__ import main
+from platform.plan.reports.screen import LINES
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from platform.planning.step_price import step_price, usual_hardware
+
+SMALL = "+experiment=gpt_quick model.layers=2 model.d_model=64 model.length=64 train.global_batch=8 train.microbatch=2"
+PARTS = ("plan  ", "  parameters ", "  step ", "memory of the worker", "  total ", "a step on ", "  altogether ")
+SEVERAL = "moved in a step", "when a worker is lost", "  formation ", "  recovery "
+EXPERIMENTS = {
+    SMALL: SEVERAL,
+    "+experiment=moe_quick": SEVERAL,
+    "+experiment=two_layer": (),
+    f"{SMALL} cluster.gpu=H100-80GB precision=bf16 parallel.data=8 parallel.zero=1 --tiers node=2,rack=4": (
+        "  snapshot ",
+        "of H100-80GB's 80 GB",
+    ),
+    f"{SMALL} cluster.device_memory=0.0035": ("limited by memory: it does not fit", "what would make it fit"),
+}
+KEYS = """mesh groups collectives communication attention_kernels bytes_per_layer tiers parameters_per_worker
+bytes_per_worker saved_elements_per_worker attention_work warnings snapshots time failures memory changes""".split()
+
+
+def shown(capsys, typed: str) -> str:
+    assert main(shlex.split(typed)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("typed", EXPERIMENTS)
+def test_a_screen_has_all_parts(typed, capsys):
+    out = shown(capsys, typed)
+    assert len(out.splitlines()) <= LINES
+    assert all(
+        any(line.startswith(part) or part in line for line in out.splitlines()) for part in (*PARTS, "limited by ")
+    )
+    assert all(part in out for part in EXPERIMENTS[typed])
+
+
+def test_all_is_the_long_output_and_more(capsys):
+    out = shown(capsys, f"{SMALL} --all")
+    assert all(part in out for part in ("groups (ranks)", "collectives", "bytes per step, all workers", "limited by "))
+
+
+def test_keys_of_the_data_are_kept(capsys):
+    found = json.loads(shown(capsys, f"{SMALL} --json"))
+    assert [key for key in KEYS if key not in found] == []
+    assert {"seconds", "parts", "mfu", "days", "computing"} <= found["time"].keys()
+    assert {"parameters", "total", "stage"} <= found["memory"].keys() and {"bytes", "every"} <= found[
+        "snapshots"
+    ].keys()
+
+
+def test_a_change_gains_what_is_said_when_it_is_typed(capsys):
+    found = json.loads(shown(capsys, f"{SMALL} --json"))
+    assert found["changes"]
+    for change in found["changes"]:
+        config = compose([*shlex.split(SMALL), *change["typed"]])
+        plan = make_plan(config)
+        config.parallel.data = plan.replicas
+        price = step_price(config, plan, usual_hardware(config))
+        assert price.seconds == change["seconds"] < found["time"]["seconds"]
+        assert plan.mesh.size == 4
+
+
+def test_changes_of_a_plan_that_does_not_fit_do(capsys):
+    found = json.loads(shown(capsys, f"{SMALL} cluster.device_memory=0.0035 --json"))
+    assert found["memory"]["total"] > 3.5e6 and found["changes"]
+    for change in found["changes"]:
+        config = compose([*shlex.split(SMALL), *change["typed"]])
+        assert needed_bytes(config, make_plan(config)) == change["memory"] <= 3.5e6
+
+
+def test_two_plans_side_by_side(capsys, tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(shown(capsys, f"{SMALL} --json"))
+    typed = shown(capsys, f"{SMALL} --diff '' 'parallel.zero=1 train.microbatch=4'")
+    assert typed.startswith("A  as it is\nB  parallel.zero=1 train.microbatch=4\n")
+    rows = [line.split() for line in typed.splitlines()]
+    (altogether,) = [row for row in rows if row[:1] == ["altogether"]]
+    assert float(altogether[-1]) < 1 and ["failures:", "alike"] in rows
+    filed = shown(capsys, f"{SMALL} --diff {file} 'parallel.zero=1 train.microbatch=4'")
+    assert filed.splitlines()[1:] == typed.splitlines()[1:]
+    alike = json.loads(shown(capsys, f"{SMALL} --json --diff {file} ''"))
+    assert not any(alike.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is no JSON"),
+        ("[]", "which --json writes"),
+        ("{}", "lacks 'memory'"),
+    ],
+)
+def test_a_side_that_is_no_plan_is_refused(text, reason, capsys, tmp_path):
+    file = tmp_path / "a.json"
+    if text is not None:
+        file.write_text(text)
+    assert main([*shlex.split(SMALL), "--diff", str(file), str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("config: --diff") and reason in error and len(error.splitlines()) == 1
+
+
+def test_a_side_with_a_mistake_is_refused_as_everywhere(capsys):
+    assert main([*shlex.split(SMALL), "--diff", "", "train.microbatchs=1"]) == 2
+    assert "train.microbatchs=1: unknown key; nearest legal: train.microbatch" in capsys.readouterr().err
+
+
+def test_a_quotation_without_an_end_is_refused(capsys):
+    assert main([*shlex.split(SMALL), "--diff", "", "'train.microbatch=1"]) == 2
+    assert "No closing quotation" in capsys.readouterr().err
+
+
+def test_a_screen_needs_no_torch():
+    run = f"from platform.plan.__main__ import main; main({shlex.split(SMALL)})"
+    code = f"import sys; {run}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,79 @@
+"""Tables of measured runs: the plan that `compare` makes of a row is the run's own; sweeps of the papers are legal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from platform import launch
+from platform.cluster.run.phases import Phases
+from platform.cluster.run.resources import Supply
+from platform.composition.composer import CONF
+from platform.launch import compose
+from platform.plan.__main__ import main
+from platform.plan.core.plan_data import digest
+from platform.planning.make_plan import make_plan
+from platform.planning.measured.measured_runs import overrides_of
+from platform.planning.measured.runs_table import TrainedRun, row_of, write_table
+
+PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
+RUNS = {
+    "tensor": ["+experiment=gpt_quick", "recompute=full", "model.norm=rmsnorm"],
+    "cube": ["+experiment=cube_bert", "precision=bf16"],
+    "stages": ["+experiment=gpt_quick", "pipeline=interleaved", "pipeline.stages=2", "pipeline.chunks=2",
+               "parallel.zero=1"],
+    "branches": ["+experiment=gpt_quick", "tensor=serial", "branch=dsp", "branch.axes.g=2"],
+    "experts": ["+experiment=moe_quick", "model.capacity_factor=2"],
+    "layout": ["+experiment=gpt_quick", "tensor=layout", "tensor.axes={c: 2}", "parallel.data=1",
+               "tensor.layout={stream: {length: c}, attention: {length: c}, mlp: {length: c}, logits: {length: c}}"],
+}  # fmt: skip
+
+
+def table(directory: Path, name: str, steps: dict[str, list[float]]) -> Path:
+    """Write the table of runs that took so many seconds per step."""
+    runs = []
+    for key, seconds in steps.items():
+        folder = directory / key
+        folder.mkdir()
+        config = compose([*RUNS[key], f"run.dir={folder}"])
+        rows = [{"step": i, "generation": 1, "step_seconds": s} for i, s in enumerate(seconds, 1)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        plan = make_plan(config)
+        config.parallel.data = plan.replicas
+        runs.append(TrainedRun([key], config, plan.mesh.size, "cpu"))
+    assert write_table(directory / name, runs, compose) == len([s for s in steps.values() if s])
+    return directory / name
+
+
+@pytest.mark.parametrize("key", RUNS)
+def test_a_row_makes_the_plan_of_its_run(key):
+    config = compose(RUNS[key])
+    plan = make_plan(config)
+    config.parallel.data = plan.replicas
+    again = make_plan(
+        compose(list(overrides_of(row_of(TrainedRun([key], config, plan.mesh.size, "cpu"), 1.0, compose))))
+    )
+    assert digest(again) == digest(plan)
+
+
+def test_a_sweep_is_compared(tmp_path, capsys):
+    """Steps are the median of those after the first three; a run without any is left out."""
+    path = table(tmp_path, "sweep.csv", {"tensor": [9, 9, 9, 2, 4, 3], "experts": [1.0], "stages": []})
+    assert main(["compare", str(path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["name"], row["measured"]) for row in rows] == [("tensor", 3.0), ("experts", 1.0)]
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n.endswith("15") else pytest.mark.full) for n in PAPERS])
+def test_sweeps_of_the_papers_are_legal(name, workers, monkeypatch):
+    """Plans have both workers, and of eight as many as four heads and four layers can use."""
+    monkeypatch.setattr("platform.cluster.run.resources._supply", lambda *_: Supply(0, workers, "here"))
+    arguments = get_args_parser().parse_intermixed_args(["-m", f"+experiment=paper/{name}", "cluster=processes"])
+    jobs = launch._planned(arguments, Phases())
+    assert len(jobs) > 1
+    sizes = {job.plan.mesh.size for job in jobs}
+    assert sizes == {4 if name.endswith("18") else 2} if workers == 2 else sizes <= {4, 8}
