@@ -58,7 +58,7 @@ def _answer(given: argparse.Namespace) -> int:
             torchrun.follow(Path(config.run.dir) / _FOLDER)
             return SOUND
         try:
-            with StopSignals(), _folder(config) as folder:
+            with StopSignals(), folder_of_workers(config, _FOLDER) as folder:
                 report = _examined(config, plan, folder, say)
         finally:
             if torchrun.present():
@@ -74,13 +74,13 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _folder(config: Config) -> Iterator[Path]:
-    """Make the doctor's folder in the run directory for its examination of workers, and remove it afterwards with all
-    that was made for it; only if a worker fails, its log stays. Raises ConfigError if the run directory cannot be used.
-    """
+def folder_of_workers(config: Config, name: str) -> Iterator[Path]:
+    """Make the folder `name` in the run directory for workers that are examined or measured, and remove it afterwards
+    with all that was made for it; only if a worker fails, its log stays. Raises ConfigError if the run directory cannot
+    be used."""
     from platform.train.recovery import urls
 
-    folder, home = Path(config.run.dir) / _FOLDER, urls.home(config)
+    folder, home = Path(config.run.dir) / name, urls.home(config)
     made = {*missing_directories(folder.parent), *([] if "://" in home else missing_directories(Path(home)))}
     with as_refusal("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):
         folder.mkdir(0o700, parents=True, exist_ok=True)

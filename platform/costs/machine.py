@@ -6,21 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from platform.plan.communication.traffic import TRAFFIC
 from platform.plan.memory.hardware import accelerator
+
+LINK = ("bandwidth", "latency", "hop")
 
 
 @dataclass(frozen=True)
 class Link:
     """Links of each device of a group to others of one tier: bytes/s per direction and device (`bandwidth`), seconds of
-    one collective beside its bytes (`latency`), and of each step around a ring or down a tree (`hop`)."""
+    one collective beside its bytes (`latency`), and of each step around a ring or down a tree (`hop`). `kinds`: the
+    same for collectives that differ, as transports reach less of a link with some, by their operation."""
 
     bandwidth: float
     latency: float
     hop: float
+    kinds: Mapping[str, Link] = field(default_factory=dict)
+
+    def for_kind(self, op: str) -> Link:
+        """Return the links as a collective of this operation finds them."""
+        return self.kinds.get(op, self)
 
     def taking(self, times: float) -> Link:
         """Return links that take so many times as long for everything."""
-        return Link(self.bandwidth / times, self.latency * times, self.hop * times)
+        kinds = {op: link.taking(times) for op, link in self.kinds.items()}
+        return Link(self.bandwidth / times, self.latency * times, self.hop * times, kinds)
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,9 @@ class Hardware:
     `storage`: bytes/s of all nodes together. `fill`: length of the contracted dim at which a product reaches half of
     its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time by
     which it slows what hides it, as it takes processors and memory (0.12 on A100 by Galvatron, 0.6 to 1 by the steps of
-    FSDP in llm-foundry's tables). `adapters`: most adapters of a node that one group
-    uses at once.
+    FSDP in llm-foundry's tables). `adapters`: most adapters of a node that one group uses at once. `tile`: longer edge
+    of the largest tile in which products are computed. `ahead`: True if the host launches kernels while the device
+    computes, and memory is read while it multiplies; a CPU does one after the other.
     """
 
     name: str
@@ -67,6 +78,8 @@ class Hardware:
     fill: float = 64.0
     interference: float = 0.4
     adapters: float = 64.0
+    tile: float = 256.0
+    ahead: bool = True
 
     def peak(self, precision: str) -> float:
         """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
@@ -119,10 +132,32 @@ class _Described:
         )
         return 1.0
 
-    def part(self, key: str) -> _Described:
+    def flag(self, key: str, default: bool) -> bool:
+        """Return the true or false of a key; a mistake is noted for anything else."""
+        self.known.add(key)
+        if isinstance(value := self.data.get(key, default), bool):
+            return value
+        self.mistakes.append(f"{self.path}{key}={value}: must be true or false")
+        return default
+
+    def link(self) -> Link:
+        """Return the links that this part describes, and under `kinds` the links of collectives that differ."""
+        kinds = self.part("kinds", {})
+        found = {op: kinds.part(op) for op in TRAFFIC if op in kinds.data}
+        made = {op: part._made_link({}) for op, part in found.items()}
+        for part in (kinds, *found.values()):
+            part.close()
+        return self._made_link(made)
+
+    def _made_link(self, kinds: Mapping[str, Link]) -> Link:
+        """Return the links that this part describes, and the links of some `kinds` of collectives."""
+        bandwidth, latency, hop = (self.number(key) for key in LINK)
+        return Link(bandwidth, latency, hop, kinds)
+
+    def part(self, key: str, default: Mapping[str, Any] | None = None) -> _Described:
         """Return the reader of the mapping that a key has."""
         self.known.add(key)
-        value = self.data.get(key)
+        value = self.data.get(key, default)
         if not isinstance(value, Mapping):
             self.mistakes.append(f"{self.path}{key}: must have keys and values")
             value = {}
@@ -147,7 +182,7 @@ def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
     if "bf16" not in speeds:
         reader.mistakes.append("peaks.bf16: must be there for an accelerator without a known peak")
     links = {key: reader.part(key) for key in ("node", "network")}
-    made = {key: Link(*(part.number(f.name) for f in fields(Link))) for key, part in links.items()}
+    made = {key: part.link() for key, part in links.items()}
     ranks = links["node"].number("ranks")
     shares = reader.part("reached")
     usual = {"attention": ATTENTION * shares.number("products", most=1.5)}
@@ -164,6 +199,8 @@ def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
         fill=reader.number("fill", Hardware.fill),
         interference=reader.number("interference", Hardware.interference),
         adapters=reader.number("adapters", Hardware.adapters),
+        tile=reader.number("tile", Hardware.tile),
+        ahead=reader.flag("ahead", Hardware.ahead),
         reached=reached,
         **made,
     )

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from platform.costs.machine import Hardware
 from platform.costs.parts import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_for
-from platform.costs.seconds import bytes_seconds, collective_seconds, computing_seconds, sent_seconds, update_bytes
+from platform.costs.seconds import (
+    bytes_seconds,
+    collective_seconds,
+    computing_seconds,
+    sent_seconds,
+    update_bytes,
+    with_hidden,
+)
 from platform.costs.step_work import EVEN, Execution, Launches, PassWork, StepWork, step_work
 from platform.costs.work import Part
 from platform.plan.communication.planned import Collective
@@ -184,11 +191,13 @@ class _Clock:
         waiting.update(left)
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
-        return PassTime(computing, waiting, max(0.0, kernels * self.hardware.launch - device))
+        host = kernels * self.hardware.launch
+        return PassTime(computing, waiting, float(with_hidden(device, host, self.hardware)) - device)
 
     def spans(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""
-        return [self.span(p) for p in work.forward], [self.span(p) for p in work.backward]
+        forward, backward = [self.span(p) for p in work.forward], [self.span(p) for p in work.backward]
+        return in_flight(forward, backward) if work.execution.schedule == "1f1b" else (forward, backward)
 
     def hide(self, hidden: Counter[str], room: float) -> tuple[dict[str, float], float]:
         """Return the waits left by collectives beside `room` seconds of computation, and by how much they slow it."""
@@ -199,6 +208,22 @@ class _Clock:
     def update(self, masters: int, moments: int) -> float:
         """Return the seconds of an update of so many masters."""
         return bytes_seconds(masters * update_bytes(self.plan.itemsize, moments), self.hardware)
+
+
+def in_flight(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[PassTime], list[PassTime]]:
+    """Return the spans of 1F1B's passes, with what messages between stages cost where microbatches are in flight."""
+    # The first of p stages has p microbatches under way, each on p - 1 ways there and back, and so waits for
+    # (p - 1) / p of a way there and back per microbatch; all others keep its pace, however many messages they get.
+    stages, pair = len(forward), _stage_wait(forward) + _stage_wait(backward)
+    wait = pair * (stages - 1) / stages / 2
+    return tuple(  # type: ignore[return-value]
+        [replace(span, waiting={**span.waiting, STAGE: wait}) for span in spans] for spans in (forward, backward)
+    )
+
+
+def _stage_wait(spans: Sequence[PassTime]) -> float:
+    """Return the longest wait for another stage's message in any of the passes."""
+    return max(span.waiting.get(STAGE, 0.0) for span in spans)
 
 
 def _makespan(

@@ -19,30 +19,36 @@ from platform.plan.language.mesh import Mesh
 Number = Any  # a number, or an array of numbers
 Flag = Any  # True or False, or an array of them
 
-# Tiles in which libraries compute products, rows by columns, and the share that each reaches of the speed of the
-# largest: a smaller one reads more of its operands per product. A product takes the best of them, either way around.
-TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.7))
+# Tiles in which libraries compute products, rows by columns in units of the hardware's `tile`, and the share that each
+# reaches of the speed of the largest: a smaller one reads more of its operands per product. A product takes the best of
+# them, either way around.
+TILES = ((1, 1 / 2, 1.0), (1 / 2, 1 / 2, 0.95), (1 / 2, 1 / 4, 0.85), (1 / 4, 1 / 4, 0.7))
 
 
 @lru_cache(maxsize=1 << 16)
-def tiling(rows: int, columns: int, batch: int, processors: int) -> float:
+def tiling(rows: int, columns: int, batch: int, processors: int, tile: float = Hardware.tile) -> float:
     """Return the share of the processors' time that goes into elements of a product's result."""
     # tiles at the edges reach beyond it, fewer tiles than processors leave some idle; a last wave is divided further
     best = 0.0
     for tall, wide, share in TILES:
-        for height, width in {(tall, wide), (wide, tall)}:
+        for height, width in {(tall * tile, wide * tile), (wide * tile, tall * tile)}:
             tiles = ceil(rows / height) * ceil(columns / width) * batch
             best = max(best, share * rows * columns * batch / (max(tiles, processors) * height * width))
     return best
 
 
 def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: int) -> float:
-    """Return the seconds of a matrix product: of its tiles and the depth of its sums, or of its bytes if longer."""
+    """Return the seconds of a matrix product: of its tiles and the depth of its sums, and of its bytes beside them."""
     if not p.flops:
         return 0.0
-    share = tiling(p.rows, p.columns, p.batch, hardware.processors) * p.inner / (p.inner + hardware.fill)
+    share = tiling(p.rows, p.columns, p.batch, hardware.processors, hardware.tile) * p.inner / (p.inner + hardware.fill)
     computing = p.flops / (hardware.peak(precision) * hardware.reached.products * share)
-    return max(computing, bytes_seconds(p.elements * itemsize, hardware))
+    return float(with_hidden(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
+
+
+def with_hidden(computing: Number, other: Number, hardware: Hardware) -> Number:
+    """Return the seconds of computing and of something `other`, which is hidden where anything is done beside it."""
+    return np.maximum(computing, other) if hardware.ahead else computing + other
 
 
 def bytes_seconds(count: Number, hardware: Hardware) -> Number:
@@ -84,7 +90,7 @@ def sent_seconds(size: float, mesh: Mesh, hardware: Hardware) -> float:
 
 def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
     """Return the seconds of a message of `size` bytes `inside` a node, or between nodes: of one, or of many."""
-    node, network, reached = hardware.node, hardware.network, hardware.reached
+    node, network, reached = hardware.node.for_kind("send"), hardware.network.for_kind("send"), hardware.reached
     near = node.latency + size / (node.bandwidth * reached.node)
     return np.where(inside, near, network.latency + size / (network.bandwidth * reached.network))
 
@@ -92,7 +98,7 @@ def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
 def group_seconds(op: str, size: Number, n: Number, here: Number, hardware: Hardware) -> Number:
     """Return the seconds of a collective of n ranks, `here` of which share a node, on an input of `size` bytes: of one
     group, or of many at once; 0 for groups of one rank."""
-    node, network = hardware.node, hardware.network
+    node, network = hardware.node.for_kind(op), hardware.network.for_kind(op)
     inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
     across, others = here < n, np.maximum(n - 1, 1)
     # a ring leaves each node once, over the adapters of all of the group's ranks there

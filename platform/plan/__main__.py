@@ -3,13 +3,15 @@ screen, or with `--all` in full. With `--diff A B` it shows what differs between
 
 With `--shrink` it shows what the run becomes as it loses workers, one line per plan; with `--check` it follows every
 tensor through the plan, and ends with status 1 if ranks would compute another number than one process.
-`python -m platform.plan compare TABLE.csv` sets predicted beside measured steps.
+`python -m platform.plan compare TABLE.csv` sets predicted beside measured steps; `python -m platform.plan calibrate`
+measures the hardware.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,9 @@ from platform.boundary.command_line import DONE, FAILED, command_line, run_comma
 from platform.boundary.documents import VALUES, from_json, read_bytes
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
-from platform.boundary.terminal import visible
+from platform.boundary.terminal import print_line, print_refusals, visible
+from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
+from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.commands import with_values
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
@@ -45,12 +49,22 @@ COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]
 A row of the table is a run, see docs/planning.md. With `calibrate` the hardware's constants are fitted on a share of
 the rows, evenly spaced, or on rows that a column marks, and the others are scored."""
 
+CALIBRATE = """`python -m platform.plan calibrate --output FILE.yaml [--workers N] [key=value ...]` measures a cluster.
+
+It starts workers as a run would and writes what they measure in about a minute as a description of the hardware, for
+`python -m platform.plan --hardware FILE.yaml`: products by shape, memory, the host's time for a kernel, and each kind
+of collective inside a node and between nodes. Ranks on a CPU share its cores: give as many workers as the run will
+have. What is not measured comes from `--like`."""
+CALIBRATION = "calibrate"  # folder in the run directory, with the workers' logs; they stay if a worker fails
+
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.plan`; return its exit status."""
     typed = list(sys.argv[1:] if given is None else given)
     if typed[:1] == ["compare"]:
         return _compare(typed[1:])
+    if typed[:1] == ["calibrate"]:
+        return _calibrate_hardware(typed[1:])
     parser = command_line("plan", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
@@ -121,6 +135,67 @@ def _calibrate(text: str) -> str:
     if key != "calibrate" or not value:
         raise argparse.ArgumentTypeError("must be calibrate=SHARE, such as 0.5, or calibrate=COLUMN")
     return value
+
+
+def _calibrate_hardware(given: Sequence[str]) -> int:
+    """Run the command line `python -m platform.plan calibrate`; return its exit status."""
+    parser = command_line("plan calibrate", CALIBRATE)
+    parser.add_argument("overrides", nargs="*", help="where and in what to measure: cluster=..., precision=...")
+    parser.add_argument("--output", required=True, metavar="FILE.yaml", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="although it exists")
+    parser.add_argument("--workers", type=int, help="how many measure at once (default: as many as there is room for)")
+    parser.add_argument("--like", help="hardware that says what is not measured (default: this device's, or cpu)")
+    parser.add_argument("--config-dir", help="the user's own configuration files")
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # sizes that say nothing, for tests
+    return run_command(parser, _write_hardware, given, subject="calibrate", failures=(NoPlaces,))
+
+
+def _write_hardware(given: argparse.Namespace) -> int:
+    """Measure, for the command line, and write the file; return the exit status."""
+    from platform.cluster import calibrate
+    from platform.cluster.crew.launchers import torchrun
+    from platform.cluster.run.resources import available_workers
+    from platform.doctor import folder_of_workers
+
+    output = Path(given.output)
+    _refuse_output(output, given.overwrite)
+    like = read_hardware(given.like) if given.like else None
+    config = compose([*calibrate.TINY, *given.overrides], given.config_dir)
+    workers = max(1, available_workers(config.cluster)) if given.workers is None else given.workers
+    if workers < 1:
+        raise ConfigError(violation("--workers", workers, "must be at least 1"))
+    config.parallel.data, config.train.global_batch = workers, workers
+    if torchrun.is_follower():
+        torchrun.follow(Path(config.run.dir) / CALIBRATION)
+        return DONE
+    try:
+        with StopSignals(), folder_of_workers(config, CALIBRATION) as folder:
+            text = calibrate.calibration(config, workers, folder, like, given.tiny)
+    except WorkerFailed as error:
+        print_refusals("calibrate", [f"{error}; its log: {error.culprit.log}"])
+        return FAILED
+    except Stopped as error:
+        print_refusals("calibrate", [f"{error}: nothing is written"])
+        return FAILED
+    finally:
+        if torchrun.present():
+            torchrun.dismiss()
+    with as_refusal("--output", output, OSError, why="cannot be written: {.strerror}"):
+        output.write_text(text)
+    print_line(f"{text}written: {output}; `python -m platform.plan ... --hardware {output}` predicts steps here")
+    return DONE
+
+
+def _refuse_output(output: Path, overwrite: bool) -> None:
+    """Raise ConfigError for a file that cannot be written, or is not to be, before anything is measured."""
+    if output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(violation("--output", output, f"must end in .yaml, as {output.stem}.yaml"))
+    if output.exists() and not overwrite:
+        raise ConfigError(violation("--output", output, "exists; --overwrite replaces it"))
+    place = output if output.exists() else output.parent
+    if not os.access(place, os.W_OK):
+        why = "is not writable" if place.exists() else f"the folder {place} does not exist"
+        raise ConfigError(violation("--output", output, why))
 
 
 def _tiers(text: str) -> dict[str, int]:

@@ -135,6 +135,22 @@ def work_of(config: Config, plan: Plan, **others: Any) -> StepWork:
     return step_work(plan, build_model(config.model), execution)
 
 
+def step_configs(config: Config, on_gpu: bool, tiny: bool) -> list[Config]:
+    """Return the configurations of the steps that each worker measures alone: of a model whose steps are all launches,
+    with more and more microbatches, and last one of two usual layers. `tiny`: True if that one is small too."""
+    m, t = config.model, config.train
+    small = replace(m, layers=2, d_model=16, heads=2, length=8, vocab=32)
+    usual = replace(m, layers=2, d_model=4096, heads=32, length=2048, vocab=32768)
+    if not on_gpu:
+        usual = replace(m, layers=2, d_model=256, heads=4, length=128, vocab=512)
+    sizes = [(small, 1, n) for n in (1, 4, 16)] + [(small if tiny else usual, 2 if on_gpu else 4, 2)]
+    parallel = replace(config.parallel, data=1)
+    return [
+        replace(config, model=model, parallel=parallel, train=replace(t, microbatch=each, global_batch=each * n))
+        for model, each, n in sizes
+    ]
+
+
 def picture(config: Config, plan: Plan, hardware: Hardware | None) -> str:
     """Draw what each pipeline stage does when in a step of a configuration under its plan, as the text of an SVG image:
     in the predicted seconds of a hardware, or in nominal ones without. Of a step with more than MOST_DRAWN passes, one

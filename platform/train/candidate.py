@@ -18,7 +18,8 @@ from platform.parallel.sdpa import lacking
 from platform.plan.language.mesh import Mesh
 from platform.train.health.link import CONNECTIONS, TOGETHER
 from platform.train.health.measure import FULL, QUICK, findings
-from platform.train.protocol.replies import Findings, Proof
+from platform.train.health.rates import collective_rates, in_groups, kernel_rates
+from platform.train.protocol.replies import Findings, Proof, Rates
 from platform.train.recovery.proof import proof
 from platform.train.step.rank_parameters import DTYPES
 
@@ -73,6 +74,22 @@ class Candidate:
             return CONNECTIONS[check](self.communicator, FULL if thorough else QUICK)
         except Exception as error:
             return Findings(errors={check: error_line(error)})
+
+    # In both: `rank` in a mesh of a `shape`, members of a group by groups, called `name` in `store`, the driver's
+    # TCPStore (host, port); `tiny`: sizes that take a moment. `leave` must follow.
+    def measure_kernels(
+        self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
+    ) -> Rates:
+        """Measure how fast this worker computes, while all others do, which call this together."""
+        self.communicator = in_groups(rank, shape, name, store, self._local_device())
+        return kernel_rates(self.communicator, self.config, tiny)
+
+    def measure_collectives(
+        self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
+    ) -> Rates:
+        """Measure collectives and messages in this worker's group, while all groups do, which call this together."""
+        self.communicator = in_groups(rank, shape, name, store, self._local_device())
+        return collective_rates(self.communicator, tiny)
 
     def _local_device(self) -> str:
         """Return this worker process's torch device, "cpu" or "cuda:0", and make that GPU torch's current one."""

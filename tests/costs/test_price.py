@@ -8,12 +8,14 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.costs.machine import HardwareMistake, hardware_of
-from platform.costs.price import price_of
+from platform.costs.price import PassTime, in_flight, price_of
 from platform.costs.seconds import collective_seconds, product_seconds, tiling
 from platform.costs.work import FUSED_BACKWARD, Product
 from platform.launch import compose
 from platform.plan.communication.planned import Collective
 from platform.plan.language.mesh import Mesh
+from platform.plan.schedule.simulate import simulate
+from platform.plan.schedule.table import Kind
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
 from platform.planning.step_price import hardware_named, names_of_hardware, read_hardware, step_price, work_of
@@ -84,6 +86,21 @@ def test_known_makespans_are_simulated_ones(kind, chunks, batch):
     table = schedule_of(config, plan.replicas)
     simulated = replace(work, execution=replace(work.execution, schedule="file", table=table))
     assert price_of(work, A100).seconds == pytest.approx(price_of(simulated, A100).seconds, rel=2e-3)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_messages_of_1f1b_wait_as_long_as_in_a_simulation_of_them(stages):
+    """Passes between which messages are under way, which keep no stage busy."""
+    config, plan = planned("pipeline=1f1b", f"pipeline.stages={stages}", "train.microbatch=2")
+    there, back, message, n = 3.0, 5.0, 1.0, plan.microbatches
+    forward = [PassTime(there, {"stage": message} if stage else {}) for stage in range(stages)]
+    backward = [PassTime(back, {"stage": message} if stage < stages - 1 else {}) for stage in range(stages)]
+    made = [sum(pair, PassTime()).seconds for pair in zip(*in_flight(forward, backward), strict=True)]
+    times = {Kind.FORWARD: there, Kind.BACKWARD: back}
+    simulated = simulate(schedule_of(config, plan.replicas), times, message).makespan
+    assert n * made[0] + sum(made[1:]) == pytest.approx(simulated, rel=0.01)
+    held_up = (n + stages - 1) * (there + back + 2 * message)
+    assert held_up > 1.05 * simulated, "control: as if each message held up a stage"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

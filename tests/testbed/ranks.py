@@ -75,11 +75,12 @@ def wire() -> Wire:
 
 
 def measure_steps(
-    rank: int, variants: Mapping[str, Mapping[str, Any]], rounds: int, warmup: int = 1
+    rank: int, variants: Mapping[str, Mapping[str, Any]], rounds: int, warmup: int = 1, before: int = 0
 ) -> dict[str, list[dict[str, Any]]]:
     """Train the plans of several configurations (`tests.harness.oracle.configure`) in turn, a step each, on this rank;
     return by variant its `seconds`, seconds of `cpu`, `loss`, `collectives` (`CollectiveSpan`), and the bytes that its
-    node has carried, as `Wire` names them, of every step after the first `warmup`."""
+    node has carried, as `Wire` names them, of every step after the first `warmup`. So many steps are done right
+    `before` each: a step may wait for what the one before it has left under way."""
     import torch
     import torch.distributed as dist
 
@@ -97,14 +98,17 @@ def measure_steps(
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for k in range(1, warmup + rounds + 1):
         for name in variants if k % 2 else reversed(variants):
-            dist.barrier()
-            before, cpu, begin = wire(), time.process_time(), time.perf_counter()
-            report = step[name](k)
+            last = k * (1 + before)
+            dist.barrier()  # not between steps: it would wait for what is under way, with them
+            for number in range(last - before, last):
+                step[name](number)
+            at, cpu, begin = wire(), time.process_time(), time.perf_counter()
+            report = step[name](last)
             seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
             dist.barrier()
             after = wire()
             if k > warmup:
-                carried = Wire(*(b - a for a, b in zip(before, after, strict=True)))
+                carried = Wire(*(b - a for a, b in zip(at, after, strict=True)))
                 seen = {"seconds": seconds, "cpu": cpu, "loss": report.loss, "collectives": report.timeline.collectives}
                 found[name].append({**seen, **carried._asdict()})
     return found

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.costs.machine import Hardware
-from platform.costs.seconds import bytes_seconds, group_seconds, message_seconds, update_bytes
+from platform.costs.seconds import bytes_seconds, group_seconds, message_seconds, update_bytes, with_hidden
 from platform.costs.work import FUSED_BACKWARD
 from platform.plan.core.buckets import BUCKET_BYTES
 from platform.plan.core.plan import ITEMSIZE
@@ -97,13 +97,13 @@ class Estimator:
         peak = h.peak(self.setting.precision)
         speed = peak * h.reached.products
         computing = np.zeros((2, *self.numbers.shape))
-        waiting, beside = np.zeros_like(computing), np.zeros_like(computing)
+        waiting, hidden = np.zeros_like(computing), np.zeros_like(computing)
         for i, kind in enumerate(self.kinds):
             number = self.numbers[i]
             if kind.what == "flops":
                 width, read = self.numbers[i + 1], self.numbers[i + 2] * size
                 one = number / (speed * width / (width + h.fill))
-                one = np.maximum(one, bytes_seconds(read, h))
+                one = with_hidden(one, bytes_seconds(read, h), h)
                 computing[0, i], computing[1, i] = one, 2 * one
             elif kind.what == "fused":
                 one = number / (peak * h.reached.attention)
@@ -114,17 +114,19 @@ class Estimator:
             elif kind.what == "collective":
                 waiting[int(kind.phase == "backward"), i] = self.moved(kind.op, kind.axes, number * size)
             elif kind.what == "ahead":
-                into = beside if self.setting.overlap else waiting
+                into = hidden if self.setting.overlap else waiting
                 into[int(kind.phase == "backward"), i] = self.moved(kind.op, kind.axes, number * size)
-        return computing, waiting, beside
+        return computing, waiting, hidden
 
     def _both(self, weights: NDArray) -> tuple[Column, Column]:
         """Return the seconds of both passes of the numbers, each so often as `weights` says."""
-        computing, waiting, beside = (np.tensordot(part, weights, (1, 0)) for part in self._passes)
-        found = np.maximum(computing, beside) + waiting
+        computing, waiting, hidden = (np.tensordot(part, weights, (1, 0)) for part in self._passes)
+        found = np.maximum(computing, hidden) + waiting
         kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
         host = kernels * self.setting.hardware.launch
-        return np.maximum(found[0], host), np.maximum(found[1], 2 * host)
+        return with_hidden(found[0], host, self.setting.hardware), with_hidden(
+            found[1], 2 * host, self.setting.hardware
+        )
 
     @cached_property
     def _times(self) -> tuple[Column, Column, Column, Column]:

@@ -41,16 +41,16 @@ def _best_of(
     seconds, wrong = [], 0.0
     for _ in range(REPEATS + 1):  # the first is not timed
         block = given()
-        _settle(communicator)
+        settle_device(communicator)
         begin = time.perf_counter()
         there = communicator.launch(op, block, (TOGETHER,)).wait()
-        _settle(communicator)
+        settle_device(communicator)
         seconds.append(max(1e-9, time.perf_counter() - begin))
         wrong += (there.view(-1) != right).sum().item()
     return min(seconds[1:]), wrong
 
 
-def _settle(communicator: Communicator) -> None:
+def settle_device(communicator: Communicator) -> None:
     """Wait until the worker's GPU has finished all launched work, so that it can be timed; return at once on a CPU."""
     if communicator.device.type == "cuda":
         torch.cuda.synchronize()

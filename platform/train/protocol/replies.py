@@ -41,6 +41,25 @@ class Findings:
     facts: dict[str, str] = field(default_factory=dict)
 
 
+class Timing(NamedTuple):
+    """Time that a worker has measured: what (`kind`) of which `sizes`, as `platform.train.health.rates` has them."""
+
+    kind: str
+    sizes: list[float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measurements of a worker for a description of the hardware: its `device`, that one's `memory` in bytes (0 on a
+    CPU) and number of `processors`, and `timings`."""
+
+    device: str
+    memory: float
+    processors: Count
+    timings: list[Timing]
+
+
 @dataclass(frozen=True)
 class Joined:
     """Place of a worker in the generation that it has joined: rank, mesh coordinates (axis -> index), and the
@@ -217,6 +236,8 @@ _REPLIES: dict[str, Any] = {
     "read_clock": float,
     "examine": Findings,
     "examine_connection": Findings,
+    "measure_kernels": Rates,
+    "measure_collectives": Rates,
     "form": Joined,
     "build": Built,
     "step": Taken,

@@ -1,0 +1,157 @@
+"""Calibration from timings that a known hardware would give: it finds that hardware again, and writes it down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from platform.cluster.calibrate import TINY
+from platform.costs.calibrated import samples_by_kind, solution
+from platform.costs.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
+from platform.costs.machine import HardwareMistake, Link, hardware_of
+from platform.costs.price import price_of
+from platform.costs.seconds import group_seconds, message_seconds, product_seconds
+from platform.costs.work import FUSED_BACKWARD, Product
+from platform.launch import compose
+from platform.planning.make_plan import make_plan
+from platform.planning.step_price import read_hardware, step_configs, work_of
+
+CPU = read_hardware("cpu")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "rotate")
+NODES = ("a", "a", "a", "a", "b", "b", "b", "b")
+TRUE = replace(
+    CPU,
+    peaks={"fp64": 40e9, "fp32": 90e9, "bf16": 300e9, "fp16": 200e9},
+    bandwidth=12e9,
+    launch=70e-6,
+    tile=32.0,
+    fill=9.0,
+    ranks=4,
+    node=Link(2e9, 3e-4, 3e-4, {op: Link(1e9 + 1e8 * i, 2e-4, 1e-4) for i, op in enumerate(KINDS)}),
+    network=Link(12e6, 5e-4, 5e-4, {op: Link(10e6 + 1e6 * i, 9e-4, 4e-4) for i, op in enumerate(KINDS)}),
+    interference=0.5,
+    reached=replace(CPU.reached, products=0.8, attention=0.32, memory=0.6, node=1.0, network=1.0),
+)
+SEEN = Seen("2026-11-27", "fp32", "cpu", {"a": 4, "b": 4}, "cpu")
+
+
+def steps():
+    return [work_of(c, make_plan(c)) for c in step_configs(compose([*TINY]), on_gpu=False, tiny=False)]
+
+
+def kernels(h):
+    """What a rank of this hardware measures alone."""
+    yield from ((f"peak {p}", [2e9], 2e9 / rate) for p, rate in h.peaks.items())
+    yield "copy", [1e8], 1e8 / h.bandwidth
+    bare = replace(h, reached=replace(h.reached, memory=1.0))  # reads what it has just used
+    for m, n, k in [(512, 768, 256), (512, 256, 1024), (2048, 256, 256), (512, 256, 16), (512, 16, 256), (33, 70, 90)]:
+        three = (Product(m, n, k), Product(m, k, n), Product(n, k, m))
+        yield "product", [m, n, k], sum(product_seconds(p, bare, "fp32", 4) for p in three)
+    for shape in ((4, 4, 256, 64), (1, 4, 1024, 64)):
+        b, heads, length, width = shape
+        flops = 2.0 * b * heads * length**2 * width * (1 + FUSED_BACKWARD)
+        yield "attention", shape, flops / (h.peaks["fp32"] * h.reached.attention)
+    for number, work in enumerate(steps()):
+        yield "step", [number], price_of(work, h).seconds
+
+
+def links(h, one, slower=()):
+    """What a rank of one group measures of its links; collectives of the kinds `slower` take twice as long."""
+    n, groups = one.shape
+    here = n if one.tier == "node" else 1
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22):
+        for op in KINDS:
+            yield op, [n, size], float(group_seconds(op, size, n, here, h)) * (2 if op in slower else 1)
+        yield "send", [n, size], float(message_seconds(size, one.tier == "node", h))
+    yield "beside", [0.03, 0.02], 0.03 + h.interference * 0.02
+
+
+def found(h, slower=()):
+    measured = [
+        (one, [list(kernels(h) if one.tier == "kernels" else links(h, one, slower))] * 2)
+        for one in calibration_rounds(NODES)
+    ]
+    return hardware_of_rounds(CPU, measured, SEEN, steps())
+
+
+def test_it_finds_the_hardware_that_was_measured():
+    made, tiers = found(TRUE)
+    assert tiers == {"node", "network"} and made.ranks == 4
+    assert made.peaks == pytest.approx(TRUE.peaks) and made.bandwidth == pytest.approx(TRUE.bandwidth)
+    assert (made.tile, made.ahead) == (32, False)
+    for name, rel in (("fill", 0.02), ("launch", 0.05), ("interference", 1e-6)):
+        assert getattr(made, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
+    assert made.reached.products == pytest.approx(0.8, rel=0.02)
+    assert made.reached.attention == pytest.approx(0.32, rel=0.02)
+    assert made.reached.memory == pytest.approx(0.6, rel=0.05)
+    for tier in ("node", "network"):
+        true, link = getattr(TRUE, tier), getattr(made, tier)
+        assert link.bandwidth == pytest.approx(true.bandwidth) and link.latency == pytest.approx(true.latency)
+        for op in KINDS:
+            for n in (2, 4):
+                there = [float(group_seconds(op, 300_000, n, n if tier == "node" else 1, h)) for h in (TRUE, made)]
+                assert there[1] == pytest.approx(there[0], rel=0.05), (tier, op, n)  # small ones go down a tree
+
+
+def test_one_slower_kind_changes_that_kind_alone():
+    usual, slow = found(TRUE)[0], found(TRUE, slower=["reduce_scatter"])[0]
+    changed = [op for op in KINDS if slow.network.for_kind(op) != usual.network.for_kind(op)]
+    assert changed == ["reduce_scatter"]
+    assert slow.network.for_kind("reduce_scatter").bandwidth == pytest.approx(
+        usual.network.for_kind("reduce_scatter").bandwidth / 2, rel=0.02
+    )
+
+
+def test_the_file_says_what_was_measured_and_is_read_again():
+    made, tiers = found(TRUE)
+    text = as_file(made, tiers, SEEN)
+    again = hardware_of("mine", yaml.safe_load(text))
+    assert again.node.for_kind("all_gather").bandwidth == pytest.approx(
+        made.node.for_kind("all_gather").bandwidth, rel=1e-3
+    )
+    assert again.ahead is False and again.reached.memory == pytest.approx(made.reached.memory, rel=1e-2)
+    numbers = [line for line in text.splitlines()[1:] if not line.startswith((" ", "accelerator"))]
+    assert all("#" in line for line in numbers if not line.startswith("reached"))
+    alone = as_file(
+        *hardware_of_rounds(CPU, [(calibration_rounds(["a"])[0], [list(kernels(TRUE))])], SEEN, steps()), SEEN
+    )
+    assert "network: # not measured: of cpu" in alone and "node: # not measured: of cpu" in alone
+
+
+def test_who_measures_with_whom():
+    assert [(r.tier, r.groups) for r in calibration_rounds(["a"])] == [("kernels", [[0]])]
+    four = [(r.tier, r.groups) for r in calibration_rounds(["a", "a", "b", "b"])[1:]]
+    assert four == [("node", [[0, 1], [2, 3]]), ("network", [[0, 2], [1, 3]])]
+    by_size = [(r.tier, r.shape) for r in calibration_rounds(NODES)[1:]]
+    assert by_size == [("node", (2, 4)), ("node", (4, 2)), ("network", (2, 4))]
+    assert calibration_rounds(["a", "a", "b", "b"])[1].seats == [0, 2, 1, 3]
+    assert [r.groups for r in calibration_rounds(["a", "a", "b"])[1:]] == [[[0, 2]]], "the second of node a waits"
+
+
+def test_no_factor_is_negative():
+    assert solution([[1, 1, 1], [1, 2, 3]], [2, 1.5, 1]) == pytest.approx([1.384615, 0], rel=0.1)
+    assert solution([[1, 1, 1], [1, 2, 3]], [3, 5, 7]) == pytest.approx([1, 2])
+    assert samples_by_kind([("x", [1], 2.0), ("x", [1], 6.0), ("x", [1], 3.0)])["x"][0].seconds == 3.0
+
+
+def test_nothing_is_hidden_where_one_core_does_it_all():
+    large, wide = Product(256, 256, 256), Product(1, 4096, 4096)
+    for p in (large, wide):
+        hidden, added = (product_seconds(p, replace(CPU, ahead=ahead), "fp32", 4) for ahead in (True, False))
+        assert hidden < added <= 2 * hidden
+
+
+def test_mistakes_of_kinds_are_named():
+    data = yaml.safe_load(as_file(*found(TRUE), SEEN))
+    data["node"]["kinds"]["all_sum"] = {}
+    data["network"]["kinds"]["reduce"]["hop"] = 0
+    data["ahead"] = "maybe"
+    with pytest.raises(HardwareMistake) as error:
+        hardware_of("mine", data)
+    assert error.value.mistakes == [
+        "node.kinds.all_sum: unknown key",
+        "network.kinds.reduce.hop=0: must be a number > 0",
+        "ahead=maybe: must be true or false",
+    ]
