@@ -89,6 +89,7 @@ tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
 precision=fp8 | precision=fp8: unknown | fp64
 recompute=all | recompute=all: unknown | full
 recompute.offload=true | recompute.offload=true: unknown key | recompute_offload
+train.steps.a=1 | train.steps.a=1: unknown key | train.steps
 recompute_offload=true | recompute_offload=true: recompute=none keeps more than the inputs of blocks | false
 model.norm=batch | model.norm=batch: unknown | layernorm
 model.activation=gulu | model.activation=gulu: unknown | gelu
@@ -99,7 +100,6 @@ data.objective=casual | data.objective=casual: unknown | causal
 optimizer.kind=adam | optimizer.kind=adam: unknown | adamw
 optimizer.schedule=cosin | optimizer.schedule=cosin: unknown | cosine
 parallel.zero=4 | parallel.zero=4: unknown | 3, 2, 1
-parallel.zero=-1 | parallel.zero=-1: unknown | 0
 branch.order=middle | branch.order=middle: unknown | inner
 branch.slice_via=gather | branch.slice_via=gather: unknown | all_gather
 pipeline.kind=1f1c | pipeline.kind=1f1c: unknown | 1f1b
@@ -204,7 +204,7 @@ model.kv_latent=8 model.query_key_norm=true | model.query_key_norm=true: model.k
 model.kv_latent=8 model=t5_tiny | model.kv_latent=8: model.kind=encoder_decoder has no latent attention | 0
 model.rope_pairs=neighbours | model.rope_pairs=neighbours: model.positions=learned has no rotations | halves
 model.router_groups=2 | model.router_groups=2: model.experts=0: the model has no experts | 1
-model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model.experts=8 | 4, 2
+model.experts=8 model.router_groups=3 | model.router_groups=3: must divide model.experts=8 | 2, 4
 model.experts=8 model.router_groups_kept=3 | model.router_groups_kept=3: must be <= model.router_groups=1 | 1
 model.experts=8 model.experts_per_token=3 model.router_groups=4 | model.router_groups_kept=1: has 2 experts, | 2
 model.experts=8 model.router_groups=4 model.router_group_best=3 | model.router_group_best=3: must be <= 2 | 2
@@ -240,7 +240,7 @@ branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero,
 tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | tensor.axes.t=2, 1
 tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | 1
 tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | tensor.axes.x=2, 
-tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero, expert are reserved
+tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero, expert, context, exchange are reserved
 tensor=layout tensor.axes={a-b:2} | tensor.axes.a-b=2: an axis is named by letters
 tensor.layout=batch:t | tensor.layout=batch:t: only for tensor=layout
 tensor=layout tensor.axes.a=2 tensor.layout=batch:b | tensor.layout=batch:b: no such axis | a
