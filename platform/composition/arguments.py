@@ -211,9 +211,9 @@ def translate_error(argument: str, error: Exception) -> str:
     if key == "hardware":
         constraint = f"no key of a run: --hardware {value} of python -m platform.plan, or cluster.hardware={value}"
         return violation(key, value, constraint)
-    if isinstance(flat_values(Config()).get(key.rpartition(".")[0]), str | int):  # it holds one value
-        return violation(key, value, "unknown key", _similar_keys(key))
-    if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
+    if single := isinstance(flat_values(Config()).get(key.rpartition(".")[0]), str | int):  # has no keys inside
+        where, within = key, ""
+    if single or re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return violation(key, value, f"{within}unknown key", _similar_keys(where))
     if "incompatible with type hint 'Union[int, str]'" in text:
         legal = nearest_rhythms(value) if where == "checkpoint.every" else [*_default(where), AUTO]

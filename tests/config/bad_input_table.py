@@ -236,11 +236,11 @@ pipeline=file | pipeline.file=:
 pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file | pipeline=file, ''
 branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | 1, branch=NAME
 branch=dsp branch.axes.t=2 | branch.axes.t=2: tensor=1d has an axis t
-branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero, expert, context, exchange are reserved
+branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero, expert, context, exchange are
 tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | tensor.axes.t=2, 1
 tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | 1
 tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | tensor.axes.x=2, 
-tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero, expert, context, exchange are reserved
+tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero, expert, context, exchange are
 tensor=layout tensor.axes={a-b:2} | tensor.axes.a-b=2: an axis is named by letters
 tensor.layout=batch:t | tensor.layout=batch:t: only for tensor=layout
 tensor=layout tensor.axes.a=2 tensor.layout=batch:b | tensor.layout=batch:b: no such axis | a
