@@ -51,7 +51,7 @@ def test_a_character_that_the_terminal_lacks_does_not_lose_the_line():
 
 def test_nothing_is_printed_past_what_a_terminal_may_have():
     """Every print() of the package shows JSON, text of our own, or what went through `visible`."""
-    own = ("json.dumps(", "visible(", "one_refusal(", '"without a tokenizer', "page()", "summary()",
+    own = ("json.dumps(", "visible(", "one_refusal(", '"without a tokenizer', "page()", "summary()", "_CLEAR",
            "OmegaConf.to_yaml", '"\\n".join([*options_page', "text, end")  # fmt: skip
     root = Path(terminal.__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

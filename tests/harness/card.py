@@ -115,7 +115,7 @@ class KernelCounter(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         out = function(*args, **(kwargs or {}))
         written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        opened = [name for name, _ in self._clock.clock._open]
+        opened = [name for name, *_ in self._clock.clock._open]
         if LOADING not in opened:
             wrong = [x.device for x in written if x.device != CARD]
             assert not wrong, f"{function} makes a tensor on {wrong} in {opened}"
