@@ -25,7 +25,18 @@ BUDGETS = {
     "sum_and_norm": (1, 4.1),
     "gpt175b sum_and_norm": (1, 5.1),
     "llama_8b sum_and_norm": (1, 5.1),
-    "llama_8b_split sum_and_norm": (1, 5.1),
+    **{
+        f"{run} sum_and_norm": (1, 5.1)
+        for run in (
+            "llama_8b_split",
+            "deepseek_v3",
+            "gpt_oss_120b",
+            "gpt_oss_20b",
+            "mixtral_8x7b",
+            "olmoe_7b",
+            "qwen3_235b_a22b",
+        )
+    },
     "gradients": (4, 6.1),
     "llama_8b_split gradients": (3, 4.3),
     "t5_large_mod gradients": (3, 7.1),  # which drops too: one tensor more is written
@@ -34,18 +45,21 @@ BUDGETS = {
     "rms_norm": (1, 2.01),
     "rms_norm with gradients": (4, 7.1),
     "rotated": (1, 3.01),
-    **{f"gated_{function}": (1, 3.01) for function in ("silu", "gelu", "gelu_tanh", "relu")},
+    "deepseek_v3 rotated": (2, 13.01),  # pairs of neighbours, of one key beside its tables
+    "qwen3_235b_a22b rotated": (1, 4.01),  # keys of two heads, beside tables in fp32 as large as they
+    **{f"gated_{function}": (1, 3.01) for function in ("silu", "gelu", "gelu_tanh", "relu", "clamped")},
     # 5 and 9 of them products and attention, which read all that others write
     "block_forward": (9, 40.1),
     "block_backward": (26, 21.6),
     "one_gpu block_backward": (30, 20.71),
     "llama_8b block_forward": (11, 14.3),
     "llama_8b block_backward": (27, 27),
-    **{f"gated_{function} with gradients": (2, 8.01) for function in ("silu", "gelu", "gelu_tanh", "relu")},
+    **{f"gated_{function} with gradients": (2, 8.01) for function in ("silu", "gelu", "gelu_tanh", "relu", "clamped")},
 }
 # Bytes that a thread may spill in every configuration of a kernel, and in one that has another: inductor measures which
 # is faster. A register of one kernel that reads 1 MB: in blocks of 4 sequences of 64 tokens.
 SPILLS = {
+    "mixtral_8x7b statistics": (0, 156),
     "transformer_base statistics": (0, 24),
     "cluster_check block_backward": (4, 4),
     "fine_tune block_backward": (4, 4),

@@ -20,7 +20,10 @@ def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) 
 
 @attention.register_fake
 def _(q, k, v):
-    return torch.empty_like(q)
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q)
+    batch, heads, length, _ = q.shape  # values of another width, as in latent attention
+    return q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
 
 
 @attention_backward.register_fake
