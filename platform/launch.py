@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusal_status
@@ -230,7 +231,8 @@ def _run(args: Namespace, phases: Phases) -> int:
         from platform.planning.measured.runs_table import TrainedRun, table_of_sweep
 
         runs = [TrainedRun(j.arguments, j.config, j.plan.mesh.size, device_there(j.config.cluster)) for j in jobs]
-        if path := table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, compose):
+        again = partial(compose, config_dir=args.config_dir)
+        if path := table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, again):
             print_line(f"the measured steps, beside the predicted: python -m platform.plan compare {path}")
     return max(statuses, key=SEVERITY.index)
 

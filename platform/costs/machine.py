@@ -185,8 +185,9 @@ def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
     made = {key: part.link() for key, part in links.items()}
     ranks = links["node"].number("ranks")
     shares = reader.part("reached")
-    usual = {"attention": ATTENTION * shares.number("products", most=1.5)}
-    reached = Reached(*(shares.number(name, usual.get(name), most=1.5) for name in _SHARES))
+    first = {name: shares.number(name, most=1.5) for name in _SHARES if name != "attention"}
+    attention = shares.number("attention", ATTENTION * first["products"], most=1.5)
+    reached = Reached(**first, attention=attention)
     found = Hardware(
         name=name,
         peaks=speeds,

@@ -98,12 +98,14 @@ class WorkRecorder(Recorder):
         """Begin a pass under a plan; `dropout`, `fused_dropout` and `stops_early` as in Execution."""
         super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
-        self.stops_early, self._last = stops_early, Part()
+        self.stops_early = stops_early
+        self._last: Part | None = None  # with products, of the stretch that is recomputed
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Note a stretch of operations, once more if they are recomputed, as far as the backward pass needs them."""
+        self._last = None
         out = super().recomputed(kind, name, function, spec, x, *more)
-        if self.stops_early and kind == self.recompute.kind:
+        if self.stops_early and self._last and kind == self.recompute.kind:
             self.work.backward[self._last] -= 1
         return out
 

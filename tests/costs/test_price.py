@@ -159,6 +159,7 @@ def test_every_mistake_of_a_description_is_named():
     data = {"accelerator": "", "peaks": {"fp32": -1}, "node": {"ranks": 8, "speed": 3}, "reached": {"products": 2}}
     with pytest.raises(HardwareMistake) as error:
         hardware_of("mine", data)
+    assert len(error.value.mistakes) == len(set(error.value.mistakes))
     mistakes = "\n".join(error.value.mistakes)
     for expected in ("peaks.fp32=-1", "peaks.bf16", "node.speed: unknown", "network", "reached.products=2", "launch"):
         assert expected in mistakes

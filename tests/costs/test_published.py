@@ -168,11 +168,12 @@ def test_a_malformed_table_is_refused_by_row_and_column(tmp_path, capsys):
     lines = capsys.readouterr().err
     for expected in ("row 1, column d_model=x", "row 2: ", "row 3, column seconds=-1"):
         assert expected in lines
-    path.write_text("hardware,layrs\ncpu,1\n")
+    path.write_text("hardware,layrs,Chunks,chunks\ncpu,1,1,2\n")
     assert main(["compare", str(path), "calibrate=small"]) == 2
     lines = capsys.readouterr().err
     for expected in (
         "column layrs: unknown; nearest legal: layers",
+        "column chunks: is given twice",
         "column gpus is missing",
         "column seconds",
         "calibrate=small",

@@ -67,6 +67,19 @@ def test_a_sweep_is_compared(tmp_path, capsys):
     assert [(row["name"], row["measured"]) for row in rows] == [("tensor", 3.0), ("experts", 1.0)]
 
 
+def test_a_run_without_a_row_is_left_out(tmp_path):
+    """A scheme that no command knows without the user's files does not fail the table of what is trained."""
+    runs = []
+    for name in ("tensor", "cube"):
+        config = compose([*RUNS[name], f"run.dir={tmp_path / name}"])
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "generation": 1, "step_seconds": 2.0}\n')
+        config.parallel.data = (plan := make_plan(config)).replicas
+        runs.append(TrainedRun([name], config, plan.mesh.size, "cpu"))
+    runs[0].config.tensor.scheme = "mine"
+    assert write_table(tmp_path / "sweep.csv", runs, compose) == 1
+
+
 @pytest.mark.parametrize("workers", [2, 8])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n.endswith("15") else pytest.mark.full) for n in PAPERS])
 def test_sweeps_of_the_papers_are_legal(name, workers, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,8 +142,9 @@ def _column(title: str) -> str:
 
 
 def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mark: str) -> Iterator[str]:
-    """Yield a line per column that is unknown, and per column that is needed and missing."""
+    """Yield a line per column that is unknown or given twice, and per column that is needed and missing."""
     known = (*KEYS, *NEEDED, *OTHERS, mark)
+    yield from (f"{path}, column {column}: is given twice" for column, n in Counter(columns).items() if n > 1)
     for column in columns:
         if column not in known and "." not in column:
             yield f"{path}, column {column}: unknown; nearest legal: {', '.join(closest(column, known)[:3])}, or a key"

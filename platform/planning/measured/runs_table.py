@@ -7,11 +7,13 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from platform.boundary.files.local_files import replace_text
+from platform.boundary.refusals import ConfigError
 from platform.composition.arguments import quote
 from platform.config.bounds import flat_values
 from platform.config.fields import Config
@@ -20,7 +22,7 @@ from platform.monitor.records.records import METRICS
 from platform.planning.measured.measured_runs import KEYS, NEEDED, Compose, overrides_of
 from platform.planning.step_price import hardware_named
 
-# Keys that a plan or its price depends on, by how they begin, without those that a scheme's file gives.
+# Keys that a plan or its price depends on, by how they begin; GIVEN: keys among them that a scheme's file gives.
 PRICED = ("model.", "tensor.", "branch.", "pipeline.", "parallel.", "recompute", "precision", "optimizer.kind",
           "train.global_batch", "train.microbatch")  # fmt: skip
 GIVEN = ("tensor.axes", "tensor.order", "tensor.regions", "tensor.parameters", "tensor.scheme", "pipeline.kind")
@@ -39,8 +41,13 @@ class TrainedRun(NamedTuple):
 
 def write_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int:
     """Write a CSV file with a row for each run that has measured steps; return how many rows it has. `compose`: makes a
-    configuration of arguments. Nothing is written without a row."""
-    rows = [row for run in runs if (seconds := measured_seconds(run.config)) for row in [row_of(run, seconds, compose)]]
+    configuration of arguments. Runs of which a row cannot be made, as a module of the user's gives what its columns
+    cannot name, are left out; nothing is written without a row."""
+    rows = []
+    for run in runs:
+        if seconds := measured_seconds(run.config):
+            with suppress(ConfigError):  # the runs are trained: their table must not fail the command
+                rows.append(row_of(run, seconds, compose))
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if rows:
         text = io.StringIO()
