@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Data, objective_of, short_hash
-from platform.data import synthetic
 from platform.data.data_checks import teaches_nothing, too_small, violations_of_sources
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import Objective, SampleShape
@@ -23,7 +22,7 @@ from platform.data.sources.source_kind import kind_of
 from platform.data.sources.stream_blocks import is_streamed
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
-from platform.data.tokens import cache, entry, packing
+from platform.data.tokens import cache, entry, packing, synthetic
 from platform.data.tokens.entry import FORMAT, TokenFiles
 from platform.data.tokens.streamed import StreamedTokens
 from platform.data.tokens.streams import Ints, starts_of

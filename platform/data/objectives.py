@@ -100,8 +100,7 @@ class Causal:
         return len(stream.rows) - 1 if isinstance(stream, PackedStream) else (len(stream) - 1) // self.length
 
     def places(self, stream: Any, index: Ints) -> Ints:
-        """Return the positions in a token stream of the tokens that samples `index` read, [len(index), length]; -1 for
-        none."""
+        """Return the stream positions of the tokens that samples `index` read, [len(index), length]; -1 for none."""
         if isinstance(stream, PackedStream):
             return stream.places(index, self.length)
         return index[:, None] * self.length + np.arange(self.length)

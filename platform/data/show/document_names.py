@@ -80,8 +80,7 @@ def _name(files: Sequence[DataFile], number: int, root: str = "", word: str = "d
 
 
 def _short(file: DataFile | None, root: str = "") -> str:
-    """Return the path of a data file, seen from the working directory or else from the folder `root` if it is inside;
-    or its URL."""
+    """Return the path of a data file, seen from the working directory, else from the folder `root`; or its URL."""
     for folder in (str(Path.cwd()), root):
         if folder and isinstance(file, Path) and file.is_relative_to(folder):
             return str(file.relative_to(folder))

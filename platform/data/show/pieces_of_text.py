@@ -1,4 +1,4 @@
-"""Pieces of text that show a sequence: its tokens in order, what of them is read and what is learned."""
+"""Pieces of text that show a sequence: its tokens in order, and which of them are read alone and which are learned."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TOKENS = (LEARNED, READ)  # kinds of a piece that is a token
 
 
 class Piece(NamedTuple):
-    """Piece of a line. `kind`: LEARNED for a token that is predicted, READ for one that is only read, HIDDEN for what
-    is read in the place of the learned token behind it, BORDER where a document begins, NOTE for what is no text;
-    `about`: more of a token, for who points at it."""
+    """Piece of a line. `kind`: LEARNED for a predicted token, READ for one that is only read, HIDDEN for a token that
+    is read in the place of the learned token behind it, BORDER where a document begins, NOTE for a remark; `about`:
+    more on a token, shown on request."""
 
     text: str
     kind: str
@@ -37,8 +37,8 @@ class _Token(NamedTuple):
 
 
 def lines_of(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str, list[Piece]]:
-    """Return the pieces of a sequence: under "source" those that an encoder reads, and under "" those that are read and
-    learned. `begin`: the id of the token that begins documents."""
+    """Return the pieces of a sequence: under "source" the encoder's, and under "" the pieces that are read and learned.
+    `begin`: the id of the token that begins documents."""
     given, lines = sequence.tensors, {}
     if "source" in given:
         lines["source"] = [*_pieces([_Token(i) for i in given["source"].tolist()], texts)]

@@ -1,4 +1,4 @@
-"""What a training step learns from, as data: its sequences, where each comes from, and which ranks read it."""
+"""View of a training step, as data: the sequences that it learns from, their origins, and the ranks that read them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from numpy.typing import NDArray
 from platform.config.fields import Config
 from platform.data.corpus import TRAIN, Corpus, SourceTokens
 from platform.data.mixture import sources_of
-from platform.data.pieces import pieces_of
 from platform.data.show.document_names import NameOf, names_of
+from platform.data.tokens.pieces import pieces_of
 from platform.data.tokens.streams import PairStream, beginnings, starts_of
-from platform.plan.core.data_readers import Stretch, lengths, stretch
 from platform.plan.core.plan import Plan
+from platform.plan.language.layout import Layout
 
 _SEARCHED = 1 << 27  # tokens in which documents are looked for, where no index has their starts
 
 Row = NDArray[Any]
+Stretch = tuple[int, int]  # of rows: first, behind the last; of tokens: first, number
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Ranks that read the same tokens of a microbatch's sequences. `seat`: their places along the axes that divide
-    these; `rows`: which sequences; `tokens`: which tokens of each, (first, number)."""
+    """Ranks that read the same tokens of a microbatch's sequences. `seat`: places of these ranks along the axes that
+    divide the data; `rows`: the range of sequences; `tokens`: the stretches of tokens of each, (first, number)."""
 
     ranks: tuple[int, ...]
     seat: str
@@ -38,8 +39,8 @@ class Reader:
 
 @dataclass(frozen=True)
 class StepSequence:
-    """Sequence that a step learns from. `position`: its number in the global batch; `sample`: that of the sample that
-    it is, or a piece of, in its source, if known by number; `tensors`: what a rank gets of it, by name."""
+    """Sequence that a step learns from. `position`: its number in the global batch; `sample`: number, in its source, of
+    the sample of which it is piece number `piece`; `tensors`: its row of each data tensor, by name."""
 
     position: int
     source: str
@@ -115,7 +116,7 @@ class StepView:
         return divmod(position, self.plan.of_length(self.length).sizes["batch"]) if self.plan else (None, 0)
 
     def _documents(self, part: SourceTokens, stream: Any, sample: int, piece: int) -> Iterator[str]:
-        """Yield the names of the documents in a sequence, in order; none where nothing tells documents apart."""
+        """Yield the names of the documents in a sequence, in order; none if documents have no boundaries."""
         if isinstance(stream, PairStream):
             yield self._name(part, stream)(sample, 0)
             return
@@ -155,14 +156,19 @@ def readers_of(plan: Plan) -> list[Reader]:
         stage, mine = stages[here["stage"]], {}
         for layout in layouts[here["stage"]]:
             if layout.present(here):
-                tokens = tuple((first, n) for first, n in lengths(stage, layout, plan.sizes["length"], here))
+                (first, count), tokens = _block(stage, "batch", layout, here)[0], _block(stage, "length", layout, here)
                 axes = plan.mesh.ordered([*layout["batch"], *layout["length"]])
-                mine[_Part(stretch(stage, layout, here), tokens)] = " ".join(f"{axis} {here[axis]}" for axis in axes)
+                mine[_Part((first, first + count), tokens)] = " ".join(f"{axis} {here[axis]}" for axis in axes)
         for part in mine:
             if not any(part is not other and part.within(other) for other in mine):
                 ranks.setdefault(part, []).append(rank)
                 seats.setdefault(part, mine[part])
     return [Reader(tuple(found), seats[part], *part) for part, found in ranks.items()]
+
+
+def _block(stage: Plan, dim: str, layout: Layout, here: Mapping[str, int]) -> tuple[Stretch, ...]:
+    """Return the stretches, (first, number), of a dim of the data that the rank at `here` reads in a layout."""
+    return tuple((first, n) for first, n in stage.planner.stretches(dim, stage.sizes[dim], layout, here))
 
 
 class _Part(NamedTuple):

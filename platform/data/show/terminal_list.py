@@ -72,8 +72,8 @@ def about(sequence: StepSequence, length: int, most: int | None = None) -> str:
 
 
 def listed(view: StepView, stream: TextIO, whole: bool = False, only: int | None = None) -> Iterator[str]:
-    """Yield the lines of a step's listing, for the width and the colours of `stream`: as many as its screen has unless
-    the `whole` is wanted. `only`: the position of a single sequence, which is shown as a whole."""
+    """Yield the lines of a step's listing, for the screen and the colours of `stream`: a screen of lines, or the `whole`.
+    `only`: the position of the single sequence to show."""
     width, height = shutil.get_terminal_size()
     console = _console(stream, width)
     coloured = console.color_system is not None
@@ -133,7 +133,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def _marked(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield pieces with marks around the runs of those that only colours tell apart."""
+    """Yield pieces with marks around the runs of kinds that differ by their colour otherwise."""
     before = ""
     for piece in [*pieces, Piece("", NOTE)]:
         if piece.kind != before or piece.kind == HIDDEN:

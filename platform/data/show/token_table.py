@@ -12,8 +12,7 @@ _NAMES = {"labels": "learned", "label_weights": "weight"}
 
 
 def table(view: StepView, positions: range) -> Iterator[str]:
-    """Yield the lines of a table of the tokens of a step's sequences at `positions`: under the name of each data tensor
-    its value, and of ids the text."""
+    """Yield the lines of a table of the tokens of a step's sequences at `positions`, a column per data tensor."""
     texts = TokenTexts(view.corpus)
     yield from heading(view)
     for position in positions:

@@ -1,4 +1,4 @@
-"""Texts of single tokens, such that those of consecutive tokens make the text of them all."""
+"""Texts of single tokens, which joined end to end are the text of the whole."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ class BlockReader:
         return found, None
 
     def beginnings(self, start: PiecePlace, end: PiecePlace | None) -> list[PiecePlace]:
-        """Return where the documents of the block from `start` to `end` (None: the source's) begin: the first one at
-        `start`, even if it is cut there. Raises ConfigError, OSError."""
+        """Return where the documents of the block from `start` to `end` begin; None: to the end of the source."""
         inside = takewhile(lambda piece: end is None or piece[0] < end, self._pieces(start))
         return [place for i, (place, begins, _) in enumerate(inside) if begins or not i]
 

@@ -111,8 +111,7 @@ class StreamedTokens:
             left = right
 
     def documents(self, stream: Any) -> tuple[int, list[PiecePlace]]:
-        """Return the number of the block whose tokens are `stream`, which this streamed source has yielded, and where
-        in the source each document of the block begins. Raises ConfigError, OSError."""
+        """Return the number of the block that has been yielded as `stream`, and where its documents begin."""
         block = next(number for number, opened in self._opened.items() if opened is stream)
         end = self._end(block)
         return block, self.reader.beginnings(self._start(block), None if end.last else PiecePlace(end.file, end.piece))

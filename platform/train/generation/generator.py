@@ -24,7 +24,6 @@ from platform.parallel.sharding.residency import Residency, ResidentSpan
 from platform.plan.communication.rule import Conversion, relayout_steps
 from platform.plan.core.buckets import common_name
 from platform.plan.core.chunks import Chunk
-from platform.plan.core.data_readers import stretches
 from platform.plan.core.passes import (
     HEAD,
     ROOM,
@@ -43,7 +42,7 @@ from platform.planning.answering import answering_model
 from platform.train.generation.batch import Batch
 from platform.train.generation.beams import Beams, candidates
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
-from platform.train.step.inputs import place
+from platform.train.step.inputs import place, stretches
 from platform.train.step.rank_parameters import DTYPES, Weights
 
 Reading = Callable[[Tensor, slice], Tensor]  # of logits [tokens, rows of a rank, vocab], and which rows these are
@@ -108,7 +107,7 @@ class RankPass:
         The last chunk also runs the model's head and appends the logits to `found`. `rows`: data tensors of the tokens
         read."""
         part, here = self._parts[chunk.number], self._communicator
-        read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(part, here.coordinates)}
+        read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(part, here)}
         inputs = place(part, here, read)
         residency = self._body.residency
         if residency:

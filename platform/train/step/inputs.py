@@ -12,21 +12,34 @@ from torch import Tensor
 from platform.boundary.refusals import ConfigError
 from platform.data.corpus import Corpus
 from platform.parallel.communicator.base import Communicator
-from platform.plan.core.data_readers import Stretch, lengths, stretch
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
-from platform.plan.language.layout import Layout
+from platform.plan.language.layout import Layout, block
 
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
+Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the first one, and that behind the last one
+
+
+def stretches(plan: Plan, communicator: Communicator) -> list[Stretch]:
+    """Return the ranges [first, end) of a microbatch's sequences that this rank has to read from the data."""
+    layouts = dict.fromkeys(layout for readers in plan.readers.values() for layout in readers.values())
+    here = (layout for layout in layouts if layout.present(communicator.coordinates))
+    return list(dict.fromkeys(_stretch(plan, communicator, layout) for layout in here))
+
+
+def _stretch(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
+    """Return the range [first, end) of a microbatch's sequences in this rank's block of data in this layout."""
+    ((start, n),) = block(("batch",), plan.sizes, layout, plan.mesh, communicator.coordinates)
+    return start, start + n
 
 
 def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping[str, Any]]) -> Blocks:
     """Cut this rank's input blocks of a microbatch out of the sequences it has read, one for each operation that reads
     a data tensor: return data tensor -> operation -> block.
 
-    `rows`: range of sequences, from `data_readers.stretches` -> every data tensor, by name: int64 [sequences, length],
-    weights fp64. Blocks are [length, batch], local; equal ones are shared; an operation that only other ranks compute
-    gets an empty block.
+    `rows`: range of sequences, from `stretches` -> every data tensor, by name: int64 [sequences, length], weights fp64.
+    Blocks are [length, batch], local; equal ones are shared; an operation that only other ranks compute gets an empty
+    block.
     """
 
     def cut(name: str, layout: Layout) -> Tensor:
@@ -34,8 +47,8 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         device."""
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
-        whole = torch.as_tensor(rows[stretch(plan, layout, communicator.coordinates)][name])
-        found = lengths(plan, layout, whole.shape[1], communicator.coordinates)
+        whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
+        found = plan.planner.stretches("length", whole.shape[1], layout, communicator.coordinates)
         mine = torch.cat([whole[:, first : first + n] for first, n in found], 1).t().contiguous()
         if communicator.device.type == "cuda":
             mine = mine.pin_memory()  # from pageable memory the copy would hold the host

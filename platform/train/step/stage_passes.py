@@ -13,7 +13,7 @@ from torch import Tensor
 from platform.config.fields import Config
 from platform.config.ramps.length_ramp import at_length
 from platform.data.corpus import Corpus
-from platform.data.pieces import pieces_of
+from platform.data.tokens.pieces import pieces_of
 from platform.model import build_model
 from platform.model.layers import Activations
 from platform.model.losses import losses_of
@@ -22,11 +22,10 @@ from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, StageAlone
 from platform.plan.core.chunks import Chunk
-from platform.plan.core.data_readers import stretches
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.schedule.table import Action
-from platform.train.step.inputs import Blocks, place
+from platform.train.step.inputs import Blocks, place, stretches
 from platform.train.step.rank_parameters import DTYPES, Weights
 
 PipelineOf = Callable[..., PipelineExecutor]  # `StagePasses.pipeline` or `StagePasses.alone`
@@ -106,7 +105,7 @@ class StagePasses:
             return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
 
         part = self._parts[chunk.number] if chunk else self.stage
-        rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator.coordinates)}
+        rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator)}
         return place(part, self.communicator, rows)
 
     @torch.no_grad()

@@ -14,7 +14,6 @@ from platform.config.ramps.batch_ramp import samples_of
 from platform.config.ramps.length_ramp import length_at
 from platform.data.corpus import corpus_of
 from platform.data.show.step_view import StepView, ranges
-from platform.plan.core.data_readers import lengths, stretch
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
 from platform.train.step import stage_passes
@@ -120,9 +119,13 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
         if not layout.present(here):
             continue
         stage = of_length.at(here["stage"])
-        columns = [i for at, n in lengths(stage, layout, len(rows[0].tensors[name]), here) for i in range(at, at + n)]
-        start, end = stretch(stage, layout, here)
-        for i, row in enumerate(range(start, end)):
+        columns = [
+            i
+            for at, n in stage.planner.stretches("length", len(rows[0].tensors[name]), layout, here)
+            for i in range(at, at + n)
+        ]
+        ((start, count),) = stage.planner.stretches("batch", stage.sizes["batch"], layout, here)
+        for i, row in enumerate(range(start, start + count)):
             position = first + row - view.samples[0] * view.pieces
             if position >= view.count:
                 continue

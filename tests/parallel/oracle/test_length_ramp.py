@@ -15,7 +15,7 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.ramps.length_ramp import length_at
-from platform.data import pieces
+from platform.data.tokens import pieces
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.check.plan_check import unsound
 from platform.plan.core.plan import Plan

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from platform.plan.core.data_readers import stretches
 from platform.planning.make_plan import make_plan
-from platform.train.step.inputs import place
+from platform.train.step.inputs import place, stretches
 from tests.harness.oracle import Tokens, configure
 
 
@@ -21,7 +20,7 @@ def test_a_batch_leaves_from_pinned_memory_without_holding_the_host(device, expe
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: log.append("pin") or x)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, to, non_blocking: log.append(f"to {to}, {non_blocking}") or x)
     here = SimpleNamespace(device=torch.device(device), coordinates=plan.mesh.coordinates(0))
-    rows = {(i, j): Tokens(c).batch("train", i, j) for i, j in stretches(plan.at(0), here.coordinates)}
+    rows = {(i, j): Tokens(c).batch("train", i, j) for i, j in stretches(plan.at(0), here)}  # type: ignore[arg-type]
     found = place(plan.at(0), here, rows)  # type: ignore[arg-type]
     blocks = {id(block) for blocks in found.values() for block in blocks.values()}
     assert log == expected * len(blocks) and blocks
