@@ -24,7 +24,7 @@ from platform.data.corpus import Corpus, corpus_of
 from platform.data.show.html_page import page_of
 from platform.data.show.step_view import StepView
 from platform.data.show.terminal_list import listed
-from platform.data.show.token_table import table
+from platform.data.show.token_table import table_of_tokens
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON
 from platform.data.tokens.streamed import StreamedTokens
@@ -78,6 +78,8 @@ def _answer(given: argparse.Namespace) -> int:
 def _show(given: argparse.Namespace) -> None:
     """Print, or write as a page, what a step of a configuration or of a run learns from."""
     words, step = _step_in(given.words)
+    if given.html and not given.html.parent.is_dir():
+        raise ConfigError(violation("--html", given.html, f"there is no folder {given.html.parent}"))
     taken = _taken(words, step, given.config_dir)
     corpus = corpus_of(taken.config)
     if taken.corpus and taken.corpus != corpus.digest:
@@ -93,7 +95,7 @@ def _show(given: argparse.Namespace) -> None:
             replace_text(given.html, "".join(page_of(view, given.all)))
         print_line(str(given.html))
     elif given.tokens:
-        for line in table(view, range(view.count) if given.all else range(first, first + 1)):
+        for line in table_of_tokens(view, range(view.count) if given.all else range(first, first + 1)):
             print_line(line)
     else:
         for line in listed(view, sys.stdout, given.all, given.sample):

@@ -81,7 +81,7 @@ def taken_step(directory: Path, step: int | None, name: str = "") -> TakenStep:
         if row is None:
             return configured_step(config, step, f"the run has not done step {step}, and will take this")
         found = schema.read(_TAKEN, row)
-        plan = _plan_of(config, directory, found.get("generation", 0))
+        plan = _plan_then(config, directory, found.get("generation", 0))
         why = "" if plan else f"which rank read what is not known: no plan of generation {found.get('generation', 0)}"
         length = found.get("length") or length_at(config, step)
         return TakenStep(config, step, found["samples"], length, plan, why, _corpus_of(config, directory))
@@ -100,7 +100,7 @@ def _corpus_of(config: Config, directory: Path) -> str:
     return ""
 
 
-def _plan_of(config: Config, directory: Path, generation: int) -> Plan | None:
+def _plan_then(config: Config, directory: Path, generation: int) -> Plan | None:
     """Return the plan under which a generation of a run worked, made again; None if that gives another plan."""
     formed = [
         event for event in traces.journal(directory)

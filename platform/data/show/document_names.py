@@ -25,13 +25,13 @@ def names_of(data: Data, part: SourceTokens, stream: Any) -> NameOf:
     is not read for it, and its documents have numbers alone."""
     tokens = beneath(stream)
     if isinstance(tokens, JoinedTokens):
-        return lambda number, place: f"{_short(tokens.file_at(place))}, document {number + 1}"
+        return lambda number, place: f"{_seen_path(tokens.file_at(place))}, document {number + 1}"
     streamed = part.streams["train"]
     if isinstance(streamed, StreamedTokens):
         files = kind_of(data).find(data)
         parts, root = kind_of(data).parts(files), _root(files)
         block, places = streamed.documents(stream)
-        return lambda number, _: f"{_name(parts[places[number].file], 0, root)} in block {block}"
+        return lambda number, _: f"{_document_name(parts[places[number].file], 0, root)} in block {block}"
     found = [] if data.kind == "synthetic" else _read_again(data)
     return lambda number, _: found[number] if number < len(found) else f"document {number + 1}"
 
@@ -49,7 +49,7 @@ def _read_again(data: Data) -> list[str]:
         if key != "data.path":
             yield from kind.read(some, data, key)
             return
-        for number, name, document in _documents(kind, kind.parts(some) if some else [some], data, key):
+        for number, name, document in _named_documents(kind, kind.parts(some) if some else [some], data, key):
             if number == len(where):
                 where.append(name)
             yield number, document
@@ -58,7 +58,7 @@ def _read_again(data: Data) -> list[str]:
     return [where[number] for number in dict.fromkeys(number for number, _ in splits.read(False))]
 
 
-def _documents(
+def _named_documents(
     kind: SourceKind, parts: Sequence[Sequence[DataFile]], data: Data, key: str
 ) -> Iterator[tuple[int, str, Any]]:
     """Yield (number, name, piece) of each piece of a source's documents, group of files by group."""
@@ -68,18 +68,18 @@ def _documents(
         count = 0
         for number, piece in kind.read(files, data, key):
             count = number + 1
-            yield before + number, _name(files, number, root, word), piece
+            yield before + number, _document_name(files, number, root, word), piece
         before += count
 
 
-def _name(files: Sequence[DataFile], number: int, root: str = "", word: str = "document") -> str:
+def _document_name(files: Sequence[DataFile], number: int, root: str = "", word: str = "document") -> str:
     """Return the name of document `number` of a group of files, seen from the folder `root`."""
     if len(files) != 1:
         return f"{word} {number + 1}"
-    return _short(files[0], root) + (f", {word} {number + 1}" if number else "")
+    return _seen_path(files[0], root) + (f", {word} {number + 1}" if number else "")
 
 
-def _short(file: DataFile | None, root: str = "") -> str:
+def _seen_path(file: DataFile | None, root: str = "") -> str:
     """Return the path of a data file, seen from the working directory, else from the folder `root`; or its URL."""
     for folder in (str(Path.cwd()), root):
         if folder and isinstance(file, Path) and file.is_relative_to(folder):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 
 from platform.boundary.redaction import redact
-from platform.data.show.pieces_of_text import LEARNED, READ, TOKENS, Piece, lines_of
+from platform.data.show.pieces_of_text import LEARNED, READ, TOKENS, Fragment, lines_of
 from platform.data.show.step_view import StepView
 from platform.data.show.terminal_list import about, heading
 from platform.data.show.token_texts import TokenTexts
@@ -42,8 +42,9 @@ _HEAD = """<!doctype html>
 <style>{style}</style>
 """
 _LEGEND = (
-    Piece("learned, ", LEARNED), Piece("token by token; ", LEARNED), Piece("read, not learned; ", READ),
-    Piece("read in the place of what is learned", "hidden"), Piece(" ▌", "border"), Piece("a document begins", "note"),
+    Fragment("learned, ", LEARNED), Fragment("token by token; ", LEARNED), Fragment("read, not learned; ", READ),
+    Fragment("read in the place of what is learned", "hidden"), Fragment(" ▌", "border"),
+    Fragment("a document begins", "note"),
 )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def page_of(view: StepView, whole: bool = False) -> Iterator[str]:
     yield "</html>\n"
 
 
-def _spans(pieces: list[Piece] | tuple[Piece, ...]) -> Iterator[str]:
+def _spans(pieces: list[Fragment] | tuple[Fragment, ...]) -> Iterator[str]:
     """Yield the elements that show pieces: text alone, in which no markup of a corpus is any."""
     tokens = 0
     for piece in pieces:

@@ -16,9 +16,9 @@ LEARNED, READ, HIDDEN, BORDER, NOTE = "learned", "read", "hidden", "border", "no
 TOKENS = (LEARNED, READ)  # kinds of a piece that is a token
 
 
-class Piece(NamedTuple):
-    """Piece of a line. `kind`: LEARNED for a predicted token, READ for one that is only read, HIDDEN for a token that
-    is read in the place of the learned token behind it, BORDER where a document begins, NOTE for a remark; `about`:
+class Fragment(NamedTuple):
+    """Fragment of a line. `kind`: LEARNED for a predicted token, READ for one that is only read, HIDDEN for one that is
+    read in the place of the learned token behind it, BORDER where a document begins, NOTE for a remark; `about`:
     more on a token, shown on request."""
 
     text: str
@@ -36,7 +36,7 @@ class _Token(NamedTuple):
     begins: bool = False
 
 
-def lines_of(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str, list[Piece]]:
+def lines_of(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str, list[Fragment]]:
     """Return the pieces of a sequence: under "source" the encoder's, and under "" the pieces that are read and learned.
     `begin`: the id of the token that begins documents."""
     given, lines = sequence.tensors, {}
@@ -48,7 +48,7 @@ def lines_of(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str,
     return lines | {"": [*_pieces([*form(given, begin)], texts)]}
 
 
-def _weights(given: Mapping[str, Any]) -> list[float | None]:
+def _label_weights(given: Mapping[str, Any]) -> list[float | None]:
     """Return the weight in the loss of the label at each place of a sequence, None where none is predicted."""
     weights = given.get(LABEL_WEIGHTS, np.ones(len(given["labels"])))
     return [w if label >= 0 else None for label, w in zip(given["labels"].tolist(), weights.tolist(), strict=True)]
@@ -68,7 +68,7 @@ def _borders(given: Mapping[str, Any], begin: int) -> list[bool]:
 def _one_text(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels are the tokens that follow: both are one text. A label that is not
     the next token, as at the end, stands between the two."""
-    labels, weights, borders = given["labels"].tolist(), _weights(given), _borders(given, begin)
+    labels, weights, borders = given["labels"].tolist(), _label_weights(given), _borders(given, begin)
     ends = begin if "source" not in given else PADDING
     wanted = PADDING
     for i, token in enumerate(given["tokens"].tolist()):
@@ -82,7 +82,8 @@ def _one_text(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
 
 def _in_place(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels belong in the places of the tokens that are read there."""
-    rows = zip(given["tokens"].tolist(), given["labels"].tolist(), _weights(given), _borders(given, begin), strict=True)
+    values = given["tokens"].tolist(), given["labels"].tolist(), _label_weights(given), _borders(given, begin)
+    rows = zip(*values, strict=True)
     for token, label, weight, begins in rows:
         if weight is None:
             yield _Token(token, begins=begins)
@@ -90,24 +91,24 @@ def _in_place(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
             yield _Token(label, weight, None if token == label else token, begins)
 
 
-def _pieces(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Piece]:
+def _pieces(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fragment]:
     """Yield the pieces that show the tokens of a line; padding is counted alone."""
     there = [token for token in tokens if token.id != PADDING]
-    spelled = texts.of([token.id for token in there])
-    read = texts.of([token.id if token.instead is None else token.instead for token in there])
+    spelled = texts.texts([token.id for token in there])
+    read = texts.texts([token.id if token.instead is None else token.instead for token in there])
     weight: float | None = 1.0
     for place, (token, text, instead) in enumerate(zip(there, spelled, read, strict=True)):
         if token.begins:
-            yield Piece("▌", BORDER, "a document begins")
+            yield Fragment("▌", BORDER, "a document begins")
         if token.weight is not None and token.weight != weight:
-            yield Piece(f"⟨weight {token.weight:g}⟩", NOTE)
+            yield Fragment(f"⟨weight {token.weight:g}⟩", NOTE)
             weight = token.weight
         about = f"token {token.id}, place {place}"
         if token.instead is not None:
-            yield Piece(instead, HIDDEN, f"token {token.instead} is read here")
+            yield Fragment(instead, HIDDEN, f"token {token.instead} is read here")
         if token.weight is None:
-            yield Piece(text, READ, f"{about}: read, not learned")
+            yield Fragment(text, READ, f"{about}: read, not learned")
         else:
-            yield Piece(text, LEARNED, f"{about}: learned, weight {token.weight:g}")
+            yield Fragment(text, LEARNED, f"{about}: learned, weight {token.weight:g}")
     if padding := len(tokens) - len(there):
-        yield Piece(f" ({padding} of padding)", NOTE)
+        yield Fragment(f" ({padding} of padding)", NOTE)

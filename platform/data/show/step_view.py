@@ -27,7 +27,7 @@ Stretch = tuple[int, int]  # of rows: first, behind the last; of tokens: first, 
 
 
 @dataclass(frozen=True)
-class Reader:
+class ReadingRanks:
     """Ranks that read the same tokens of a microbatch's sequences. `seat`: places of these ranks along the axes that
     divide the data; `rows`: the range of sequences; `tokens`: the stretches of tokens of each, (first, number)."""
 
@@ -48,7 +48,7 @@ class StepSequence:
     piece: int
     documents: Sequence[str]
     microbatch: int | None
-    readers: Sequence[Reader]
+    readers: Sequence[ReadingRanks]
     tensors: Mapping[str, Row]
 
 
@@ -82,9 +82,9 @@ class StepView:
         return self.corpus.predicted(TRAIN, *self.samples)
 
     @cached_property
-    def readers(self) -> Sequence[Reader]:
+    def readers(self) -> Sequence[ReadingRanks]:
         """Return which ranks read which sequences of a microbatch; () if the plan is not known."""
-        return readers_of(self.plan.of_length(self.length)) if self.plan else ()
+        return ranks_that_read(self.plan.of_length(self.length)) if self.plan else ()
 
     def sequences(self, start: int, end: int) -> Iterator[StepSequence]:
         """Yield the sequences at positions [start, end) of the step's global batch, read as a rank reads them."""
@@ -99,26 +99,26 @@ class StepView:
             number, piece = divmod(first + position, pieces)
             part, stream, sample = origins[number]
             tensors = {name: found[position - start] for name, found in rows.items()}
-            microbatch, row = self._place(position)
+            microbatch, row = self._microbatch_of(position)
             yield StepSequence(
                 position=position,
                 source=part.name,
                 sample=sample,
                 piece=piece,
-                documents=list(self._documents(part, stream, sample, piece)),
+                documents=list(self._document_names(part, stream, sample, piece)),
                 microbatch=microbatch,
                 readers=[r for r in self.readers if r.rows[0] <= row < r.rows[1]],
                 tensors=tensors,
             )
 
-    def _place(self, position: int) -> tuple[int | None, int]:
+    def _microbatch_of(self, position: int) -> tuple[int | None, int]:
         """Return the microbatch of the sequence at a position of the global batch, and its row there."""
         return divmod(position, self.plan.of_length(self.length).sizes["batch"]) if self.plan else (None, 0)
 
-    def _documents(self, part: SourceTokens, stream: Any, sample: int, piece: int) -> Iterator[str]:
+    def _document_names(self, part: SourceTokens, stream: Any, sample: int, piece: int) -> Iterator[str]:
         """Yield the names of the documents in a sequence, in order; none if documents have no boundaries."""
         if isinstance(stream, PairStream):
-            yield self._name(part, stream)(sample, 0)
+            yield self._namer(part, stream)(sample, 0)
             return
         places, begin = getattr(self.corpus.objective, "places", None), self.corpus.special.begin
         if not places or (starts_of(stream) is None and (begin < 0 or len(stream) > _SEARCHED)):
@@ -129,13 +129,13 @@ class StepView:
         of_sample = of_sample[of_sample >= 0]
         numbers = np.searchsorted(self._starts(stream), of_sample, "right") - 1
         for number, place in dict(zip(numbers[::-1].tolist(), of_sample[::-1].tolist(), strict=True)).items():
-            yield self._name(part, stream)(number, place)
+            yield self._namer(part, stream)(number, place)
 
     def _starts(self, stream: Any) -> Row:
         """Return the positions at which the documents of a token stream begin."""
         return beginnings(stream, self.corpus.special.begin)
 
-    def _name(self, part: SourceTokens, stream: Any) -> NameOf:
+    def _namer(self, part: SourceTokens, stream: Any) -> NameOf:
         """Return the function that names the documents of a token stream."""
         if id(stream) not in self._names:
             data = next(source.data for source in sources_of(self.config.data) if source.name == part.name)
@@ -143,11 +143,11 @@ class StepView:
         return self._names[id(stream)][1]
 
 
-def readers_of(plan: Plan) -> list[Reader]:
+def ranks_that_read(plan: Plan) -> list[ReadingRanks]:
     """Return which ranks of a plan read which part of a microbatch's sequences, each part once; what a rank reads for
     several operations counts once."""
-    ranks: dict[_Part, list[int]] = {}
-    seats: dict[_Part, str] = {}
+    ranks: dict[_ReadPart, list[int]] = {}
+    seats: dict[_ReadPart, str] = {}
     stages = [plan.at(stage) for stage in range(plan.stages)]
     layouts = [dict.fromkeys(x for name, r in s.readers.items() if name != "source" for x in r.values())
                for s in stages]  # fmt: skip
@@ -158,12 +158,12 @@ def readers_of(plan: Plan) -> list[Reader]:
             if layout.present(here):
                 (first, count), tokens = _block(stage, "batch", layout, here)[0], _block(stage, "length", layout, here)
                 axes = plan.mesh.ordered([*layout["batch"], *layout["length"]])
-                mine[_Part((first, first + count), tokens)] = " ".join(f"{axis} {here[axis]}" for axis in axes)
+                mine[_ReadPart((first, first + count), tokens)] = " ".join(f"{axis} {here[axis]}" for axis in axes)
         for part in mine:
             if not any(part is not other and part.within(other) for other in mine):
                 ranks.setdefault(part, []).append(rank)
                 seats.setdefault(part, mine[part])
-    return [Reader(tuple(found), seats[part], *part) for part, found in ranks.items()]
+    return [ReadingRanks(tuple(found), seats[part], *part) for part, found in ranks.items()]
 
 
 def _block(stage: Plan, dim: str, layout: Layout, here: Mapping[str, int]) -> tuple[Stretch, ...]:
@@ -171,19 +171,19 @@ def _block(stage: Plan, dim: str, layout: Layout, here: Mapping[str, int]) -> tu
     return tuple((first, n) for first, n in stage.planner.stretches(dim, stage.sizes[dim], layout, here))
 
 
-class _Part(NamedTuple):
+class _ReadPart(NamedTuple):
     """Part of a microbatch: some of its sequences, and of each the tokens in some stretches, (first, number)."""
 
     rows: Stretch
     tokens: tuple[tuple[int, int], ...]
 
-    def within(self, other: _Part) -> bool:
+    def within(self, other: _ReadPart) -> bool:
         """Return True if another part has all of this one."""
         inside = all(any(a <= first and first + n <= a + m for a, m in other.tokens) for first, n in self.tokens)
         return inside and other.rows[0] <= self.rows[0] and self.rows[1] <= other.rows[1]
 
 
-def reader_in_words(reader: Reader, length: int) -> str:
+def reader_in_words(reader: ReadingRanks, length: int) -> str:
     """Return who reads, such as "data 1 (ranks 2-3)", and which tokens, if it is not all `length` of a sequence."""
     ranks = ranges(reader.ranks)
     who = f"{reader.seat} ({ranks})" if reader.seat else ranks

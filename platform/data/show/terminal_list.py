@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from platform.boundary.terminal import printable
 from platform.config.fields import objective_of
-from platform.data.show.pieces_of_text import BORDER, HIDDEN, LEARNED, NOTE, READ, TOKENS, Piece, lines_of
+from platform.data.show.pieces_of_text import BORDER, HIDDEN, LEARNED, NOTE, READ, TOKENS, Fragment, lines_of
 from platform.data.show.step_view import StepSequence, StepView, reader_in_words
 from platform.data.show.token_texts import TokenTexts
 from platform.plan.language.numbers import count_of
@@ -72,7 +72,7 @@ def about(sequence: StepSequence, length: int, most: int | None = None) -> str:
 
 
 def listed(view: StepView, stream: TextIO, whole: bool = False, only: int | None = None) -> Iterator[str]:
-    """Yield the lines of a step's listing, for the screen and the colours of `stream`: a screen of lines, or the `whole`.
+    """Yield the lines of a step's listing, for the screen and colours of `stream`: a screen of lines, or the `whole`.
     `only`: the position of the single sequence to show."""
     width, height = shutil.get_terminal_size()
     console = _console(stream, width)
@@ -88,11 +88,11 @@ def listed(view: StepView, stream: TextIO, whole: bool = False, only: int | None
     for start in range(shown.start, shown.stop, _AT_ONCE):
         for sequence in view.sequences(start, min(start + _AT_ONCE, shown.stop)):
             title = about(sequence, view.length, None if whole else _DOCUMENTS)
-            yield _painted(console, title if whole else _cut(title, width), "bold")
+            yield _painted(console, title if whole else _cut_line(title, width), "bold")
             found = lines_of(sequence, texts, view.corpus.special.begin)
             of_each = lines and max(1, lines // len(found))
             for name, pieces in found.items():
-                named = [Piece(f"{name}: ", NOTE), *pieces] if name else pieces
+                named = [Fragment(f"{name}: ", NOTE), *pieces] if name else pieces
                 yield from _folded(console, named, width - len(_INDENT), of_each)
     if more := view.count - shown.stop if not whole else 0:
         yield _painted(console, f"{count_of(more, 'more sequence', ',')}: --all, --sample N, --html FILE", "dim")
@@ -112,10 +112,10 @@ def _painted(console: Console, line: str, style: str) -> str:
     """Return a line in a style, as its console shows it."""
     from rich.text import Text
 
-    return _shown(console, Text(line, style))
+    return _characters(console, Text(line, style))
 
 
-def _shown(console: Console, text: Text) -> str:
+def _characters(console: Console, text: Text) -> str:
     """Return the characters by which a console shows a line."""
     with console.capture() as captured:
         console.print(text, soft_wrap=True, end="")
@@ -127,35 +127,35 @@ def _height(line: str, width: int) -> int:
     return -(-max(1, len(line)) // width)
 
 
-def _cut(line: str, width: int) -> str:
+def _cut_line(line: str, width: int) -> str:
     """Cut a line to a width."""
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _marked(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _with_marks(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
     """Yield pieces with marks around the runs of kinds that differ by their colour otherwise."""
     before = ""
-    for piece in [*pieces, Piece("", NOTE)]:
+    for piece in [*pieces, Fragment("", NOTE)]:
         if piece.kind != before or piece.kind == HIDDEN:
-            yield Piece(_MARKS.get(before, _NONE)[1] + _MARKS.get(piece.kind, _NONE)[0], NOTE)
+            yield Fragment(_MARKS.get(before, _NONE)[1] + _MARKS.get(piece.kind, _NONE)[0], NOTE)
         yield piece
         before = piece.kind
 
 
-def _folded(console: Console, pieces: Sequence[Piece], width: int, most: int | None) -> Iterator[str]:
+def _folded(console: Console, pieces: Sequence[Fragment], width: int, most: int | None) -> Iterator[str]:
     """Yield the lines of `width` characters that show pieces, at most `most` of them; the last one then says how many
     tokens it leaves out."""
-    pieces = pieces if console.color_system else [*_marked(pieces)]
-    lines = [*islice(_wrapped(pieces, lambda _: width), most and most + 1)]
+    pieces = pieces if console.color_system else [*_with_marks(pieces)]
+    lines = [*islice(_wrapped_lines(pieces, lambda _: width), most and most + 1)]
     if most and len(lines) > most:
         total = sum(piece.kind in TOKENS for piece in pieces)
         more = " … {:,} more tokens"
-        lines = [*islice(_wrapped(pieces, lambda n: width - (len(more) + 2) * (n == most - 1)), most)]
+        lines = [*islice(_wrapped_lines(pieces, lambda n: width - (len(more) + 2) * (n == most - 1)), most)]
         lines[-1][0].append(more.format(total - lines[-1][1]), "dim")
-    yield from (_shown(console, line) for line, _ in lines)
+    yield from (_characters(console, line) for line, _ in lines)
 
 
-def _wrapped(pieces: Sequence[Piece], width: Callable[[int], int]) -> Iterator[tuple[Text, int]]:
+def _wrapped_lines(pieces: Sequence[Fragment], width: Callable[[int], int]) -> Iterator[tuple[Text, int]]:
     """Yield the lines that show pieces, each of at most `width(its number)` cells behind the indent, with the number of
     tokens that end in it or before."""
     from rich.cells import cell_len

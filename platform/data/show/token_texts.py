@@ -22,27 +22,27 @@ class TokenTexts:
         self._named: Mapping[int, str] = getattr(corpus.objective, "names", {})
         self._known: dict[int, str] = {}
 
-    def of(self, ids: Sequence[int]) -> list[str]:
+    def texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each of consecutive tokens; where several tokens have the bytes of one character, all of
         its text belongs to the last of them."""
-        found = [self._text(i) for i in ids]
+        found = [self._text_behind(i) for i in ids]
         start = 0
         for end in range(1, len(ids) + 1):
             if end < len(ids) and _HALF in found[end]:
                 continue
             if end - start > 1 and _HALF in found[start]:
-                found[start:end] = [""] * (end - start - 1) + [self._decoded(ids[start:end])]
+                found[start:end] = [""] * (end - start - 1) + [self._behind(ids[start:end])]
             start = end
-        return [_visible(text) for text in found]
+        return [_with_signs(text) for text in found]
 
-    def _text(self, number: int) -> str:
+    def _text_behind(self, number: int) -> str:
         """Return the text that a token adds to another one before it."""
         if (text := self._known.get(number)) is None:
-            text = self._decoded([number]) or self._named.get(number) or f"<{number}>"
+            text = self._behind([number]) or self._named.get(number) or f"<{number}>"
             self._known[number] = text
         return text
 
-    def _decoded(self, ids: Sequence[int]) -> str:
+    def _behind(self, ids: Sequence[int]) -> str:
         """Return the text that tokens add to another one before them; a tokenizer may drop a space at the beginning."""
         return self._corpus.decode([*self._before, *ids]).removeprefix(self._corpus.decode(self._before))
 
@@ -52,6 +52,6 @@ class TokenTexts:
         return self._corpus.encode("a")[-1:] if self._corpus.vocabulary else []
 
 
-def _visible(text: str) -> str:
+def _with_signs(text: str) -> str:
     """Return a token's text in one line, with signs in the place of ends of lines and tabs."""
     return printable("".join(_SIGNS.get(c, c) for c in text))

@@ -60,26 +60,26 @@ class PackedStream:
         return found
 
 
-def _unpacked(stream: Any) -> Any:
+def _laid_out(stream: Any) -> Any:
     """Return the token stream that a packed stream lays into rows; any other stream as it is."""
     return stream.tokens if isinstance(stream, PackedStream) else stream
 
 
 def beneath(stream: Any) -> Any:
     """Return the tokens of a stream without rows and without facts about its documents."""
-    laid = _unpacked(stream)
+    laid = _laid_out(stream)
     return laid.tokens if isinstance(laid, DocumentStream) else laid
 
 
 def starts_of(stream: Any) -> Ints | None:
     """Return the positions in a token stream at which documents begin; None if only a special token marks them."""
-    laid = _unpacked(stream)
+    laid = _laid_out(stream)
     return laid.starts if isinstance(laid, DocumentStream) else None
 
 
 def learned_of(stream: Any) -> NDArray[np.bool_] | None:
     """Return a mask of the tokens in a stream that count in the loss; None if all of them count."""
-    laid = _unpacked(stream)
+    laid = _laid_out(stream)
     return laid.learned if isinstance(laid, DocumentStream) else None
 
 
