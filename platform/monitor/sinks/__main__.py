@@ -77,16 +77,17 @@ def _follow(directory: Path, name: str) -> int:
     status. The driver's first line is JSON with the configuration, its last the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     said = _message_channel()
-    start = json.loads(sys.stdin.readline())
+    driver = open(0, "rb", buffering=0, closefd=False)  # what comes after the first line is left to `select`
+    start = json.loads(driver.readline())
     run = SinkRun(directory, start["config"], start["command"], start["driver"])
     with alone(directory, name):
         follower = Follower(name, run, SINKS[name].open)
         _say(said, follower.sink.where)
         rest, ended = "", False
         while not ended:
-            ready, _, _ = select.select([sys.stdin], [], [], EVERY_SECONDS)
+            ready, _, _ = select.select([driver], [], [], EVERY_SECONDS)
             if ready:
-                text = os.read(sys.stdin.fileno(), 1 << 16).decode()
+                text = os.read(0, 1 << 16).decode()
                 rest, ended = rest + text, not text
             else:
                 follower.catch_up()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from platform.boundary.files.local_files import replace_text
@@ -43,6 +44,7 @@ class Follower:
         self._held: list[tuple[int, int, Numbers]] = []  # step, place of its line, numbers
         self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
         self._final: float = 0  # no step up to this one will be trained again
+        self._reached: deque[tuple[float, str]] = deque()  # (clock, places) that the service has, and may still lose
         self.sink = open_sink(run)
         for event, _ in self._events(0, self._journal):
             self._note(event)
@@ -70,7 +72,8 @@ class Follower:
         self._send()
         if (self._metrics, self._journal) != before:
             self.sink.flush()
-            self._store()
+            self._reached.append((monotonic(), self._places()))
+        self._store(self.sink.stored_after)
 
     def _events(self, place: int, end: float) -> Iterator[tuple[events.JournalEvent, int]]:
         """Yield the events of the run's journal between two places, each with the place behind it."""
@@ -105,16 +108,25 @@ class Follower:
         self._sent = max([self._sent, *(step for step, *_ in ready)])
         self._metrics = self._held[0][1] if self._held else self._read
 
-    def _store(self) -> None:
-        """Note in RUN_DIR/sinks/ how far the service is, for the next process."""
+    def _places(self) -> str:
+        """Return how far the service is, and what it remembers of the run, as RUN_DIR/sinks/ has it."""
         places = {METRICS: self._metrics, JOURNAL: self._journal, "step": self._sent, "state": self._run.state}
-        replace_text(self._file, json.dumps(places) + "\n")
+        return json.dumps(places) + "\n"
+
+    def _store(self, stored_after: float) -> None:
+        """Note for the next process how far the service was so many seconds ago, in RUN_DIR/sinks/."""
+        newest = ""
+        while self._reached and self._reached[0][0] <= monotonic() - stored_after:
+            newest = self._reached.popleft()[1]
+        if newest:
+            replace_text(self._file, newest)
 
     def close(self, status: int | None) -> None:
         """Send the service the rest, and end the run there with the launcher's exit status (None: it has no end)."""
         self.catch_up()
         self.sink.close(status)
-        self._store()
+        self._reached.append((monotonic(), self._places()))
+        self._store(0)
 
 
 def _places(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +12,12 @@ from platform.monitor.sinks.alerts import Alert
 from platform.monitor.sinks.histograms import binned
 from platform.monitor.sinks.sink import Numbers, Sink, SinkRun
 
-_STORED_SECONDS = 1.0
-
 
 class TrackioSink(Sink):
     """Trackio's run of a run directory, shared by all its processes. Trackio cannot replace a step that it has."""
 
     replaces = False
+    stored_after = 2.0  # its thread writes twice a second
 
     def __init__(self, run: SinkRun):
         """Start or continue trackio's run, in the project that monitor.project names."""
@@ -58,10 +56,6 @@ class TrackioSink(Sink):
                 for name, value in named.items()
             }
             self._run.log(shown, step=int(row["step"]))  # type: ignore[arg-type]
-
-    def flush(self) -> None:
-        """Wait until trackio has stored what it was sent, as its thread does twice a second."""
-        time.sleep(_STORED_SECONDS)
 
     def close(self, status: int | None) -> None:
         """End trackio's run, once all is stored."""

@@ -7,6 +7,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -31,6 +32,8 @@ class WandbSink(Sink):
 
     W&B's own step counter is never set: it refuses to go back, as a resumed or rolled-back run does.
     """
+
+    stored_after = 20.0  # W&B writes its file every 15 seconds
 
     def __init__(self, run: SinkRun):
         """Start or continue the W&B run: online if there is an API key that the server accepts, else offline; offline
@@ -161,10 +164,12 @@ def _reference(name: str, url: str, metadata: dict[str, Any]) -> Any:
     import wandb
 
     artifact = wandb.Artifact(name, type="model", metadata={**metadata, "url": url})
-    try:
+    with suppress(Exception):  # W&B has no package for this protocol, or nothing lies there any more
         artifact.add_reference(url, name="checkpoint", checksum=False)
-    except Exception:  # W&B has no package for URLs of this protocol: the address is in the metadata
-        pass
+    if not artifact.manifest.entries:  # without one, all such artifacts would be the same
+        from wandb.sdk.artifacts.artifact_manifest_entry import ArtifactManifestEntry
+
+        artifact.manifest.add_entry(ArtifactManifestEntry(path="checkpoint", ref=url, digest=url))
     return artifact
 
 
