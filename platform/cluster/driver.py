@@ -40,7 +40,7 @@ from platform.data.vocabulary import Vocabulary, given_vocabulary
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
 from platform.monitor.records.live import Live
-from platform.monitor.sinks.table import missing_for_sinks
+from platform.monitor.sinks.sink_table import missing_for_sinks
 from platform.optimizer.learning_rate import short_of_peak
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary

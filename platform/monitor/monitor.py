@@ -14,7 +14,7 @@ from platform.monitor.prometheus import RayGauges
 from platform.monitor.records.metrics import MetricsLog, MetricsRow, for_wandb
 from platform.monitor.records.records import METRICS
 from platform.monitor.sinks.sink_process import END_SECONDS, SinkProcess
-from platform.monitor.sinks.table import asked_sinks
+from platform.monitor.sinks.sink_table import asked_sinks
 
 OnStep = Callable[[MetricsRow], None]
 

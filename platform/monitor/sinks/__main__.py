@@ -23,8 +23,8 @@ from platform.boundary.command_line import DONE, command_line, run_command
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.monitor.records.records import METRICS
 from platform.monitor.sinks.follower import Follower, alone
-from platform.monitor.sinks.sink import SinkRun
-from platform.monitor.sinks.table import SINKS, lack_of_package
+from platform.monitor.sinks.services.sink import SinkRun
+from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 
 EVERY_SECONDS = 1.0  # a run's files are read
 
@@ -43,7 +43,7 @@ def _answer(given: argparse.Namespace) -> int:
     directory = Path(given.run).absolute()
     if given.follow:
         [name] = given.sinks
-        return _follow(directory, name)
+        return _follow_run(directory, name)
     lines = [violation("SERVICE", name, "unknown", closest(name, SINKS)) for name in given.sinks if name not in SINKS]
     known = [name for name in given.sinks if name in SINKS]
     lines += [f"{name}: {line}" for name in known if (line := lack_of_package(name))]
@@ -72,7 +72,7 @@ def _configuration(directory: Path) -> dict[str, Any]:
         raise ConfigError(violation("RUN_DIR", str(directory), f"its config.yaml cannot be read ({error})")) from None
 
 
-def _follow(directory: Path, name: str) -> int:
+def _follow_run(directory: Path, name: str) -> int:
     """Send a run's numbers to a service while its driver, which has started this process, lives; return the exit
     status. The driver's first line is JSON with the configuration, its last the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -82,7 +82,7 @@ def _follow(directory: Path, name: str) -> int:
     run = SinkRun(directory, start["config"], start["command"], start["driver"])
     with alone(directory, name):
         follower = Follower(name, run, SINKS[name].open)
-        _say(said, follower.sink.where)
+        _tell_driver(said, follower.sink.where)
         rest, ended = "", False
         while not ended:
             ready, _, _ = select.select([driver], [], [], EVERY_SECONDS)
@@ -103,7 +103,7 @@ def _message_channel() -> int:
     return said
 
 
-def _say(channel: int, line: str) -> None:
+def _tell_driver(channel: int, line: str) -> None:
     """Send the driver a line on this service for the run's user; nothing if the driver has died."""
     with suppress(OSError):
         os.write(channel, (line + "\n").encode())

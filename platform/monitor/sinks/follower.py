@@ -18,9 +18,9 @@ from platform.boundary.schema import Malformed
 from platform.monitor.records import events
 from platform.monitor.records.metrics import named_numbers, read_row
 from platform.monitor.records.records import JOURNAL, METRICS
-from platform.monitor.sinks.alerts import Alerts
 from platform.monitor.sinks.new_lines import new_lines
-from platform.monitor.sinks.sink import Numbers, Sink, SinkRun
+from platform.monitor.sinks.services.alerts import Alerts
+from platform.monitor.sinks.services.sink import Numbers, Sink, SinkRun
 
 FOLDER = "sinks"  # in the run directory: how far each service is
 MOST_HELD = 1000  # steps that are held back for a service that cannot replace them
@@ -39,7 +39,7 @@ class Follower:
         """Open the service `name` by `open_sink` for a run, to go on where the last process ended; the caller has
         locked it (`alone`)."""
         self._run, self._file = run, run.directory / FOLDER / f"{name}.json"
-        self._metrics, self._journal, self._sent = _places(self._file, run.state)
+        self._metrics, self._journal, self._sent = _places_in(self._file, run.state)
         self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
         self._held: list[tuple[int, int, Numbers]] = []  # step, place of its line, numbers
         self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
@@ -49,7 +49,7 @@ class Follower:
         for event, _ in self._events(0, self._journal):
             self._note(event)
             self.sink.remember(event)
-            for _ in self._alerts.of(event):
+            for _ in self._alerts.alerts_of(event):
                 pass  # an earlier process has sent it
 
     def catch_up(self) -> None:
@@ -59,7 +59,7 @@ class Follower:
         for event, place in self._events(self._journal, inf):
             self._note(event)
             self.sink.event(event)
-            for alert in self._alerts.of(event):
+            for alert in self._alerts.alerts_of(event):
                 if alert.time > time() - STALE_SECONDS:
                     self.sink.alert(alert)
             self._journal = place
@@ -129,9 +129,8 @@ class Follower:
         self._store(0)
 
 
-def _places(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
-    """Read how far a service is: the places in metrics and journal, and the last step that it has; fills `state` with
-    what it remembers."""
+def _places_in(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
+    """Read a service's places in metrics and journal and its last step from `file`, and its notes into `state`."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         there = json.loads(file.read_text())
         found = int(there[METRICS]), int(there[JOURNAL]), int(there["step"])

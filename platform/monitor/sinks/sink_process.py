@@ -14,7 +14,7 @@ from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.config.fields import Config
-from platform.monitor.sinks.table import SINKS
+from platform.monitor.sinks.sink_table import SINKS
 
 ROOT = Path(__file__).parents[3]
 END_SECONDS = 60.0  # that the end of a run waits for its services, all together

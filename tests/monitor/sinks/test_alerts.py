@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor.sinks.alerts import GRACE_SECONDS, Alerts
+from platform.monitor.sinks.services.alerts import GRACE_SECONDS, Alerts
 from tests.harness.happenings import happening
 from tests.monitor.sinks.a_run import ARun
 
 
 def found(*events, goodput_below: float = 0.0) -> list[tuple[str, str, str]]:
     alerts, happened = Alerts(goodput_below), [happening(time, word, **fields) for time, word, fields in events]
-    return [(a.kind, a.level, a.text) for event in happened for a in alerts.of(event)]
+    return [(a.kind, a.level, a.text) for event in happened for a in alerts.alerts_of(event)]
 
 
 @pytest.mark.parametrize(

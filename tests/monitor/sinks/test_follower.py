@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from platform.monitor.sinks.follower import MOST_HELD, Follower
-from platform.monitor.sinks.sink import Sink, SinkRun
+from platform.monitor.sinks.services.sink import Sink, SinkRun
 from tests.monitor.sinks.a_run import ONCE, ARun, rewound_twice, rounded
 
 
@@ -49,10 +49,10 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 def use(kind: type[Seen], monkeypatch: pytest.MonkeyPatch) -> None:
-    from platform.monitor.sinks import table
+    from platform.monitor.sinks import sink_table
 
     monkeypatch.setattr(Seen, "got", [])
-    monkeypatch.setitem(table.SINKS, "seen", table.SinkKind("Seen", "", lambda m: True, kind))
+    monkeypatch.setitem(sink_table.SINKS, "seen", sink_table.SinkKind("Seen", "", lambda m: True, kind))
 
 
 def steps() -> list[tuple[int, float]]:

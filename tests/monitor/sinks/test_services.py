@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor.sinks.mlflow_sink import MlflowSink
-from platform.monitor.sinks.tensorboard_sink import TensorboardSink
+from platform.monitor.sinks.services.mlflow_sink import MlflowSink
+from platform.monitor.sinks.services.tensorboard_sink import TensorboardSink
 from tests.monitor.sinks.a_run import ONCE, ARun, rewound_twice, rounded
 
 

@@ -100,7 +100,7 @@ def test_checkpoints_are_references_that_the_run_made_and_went_on_from(parts: li
     [second, third] = models(parts[0])
     assert second[1:] == (False, ["latest", "step-2"], [f"{folder}/step-2/manifest.json"])
     assert third[1:] == (False, ["latest", "step-3"], [f"{folder}/step-3"]) and third[0] != second[0]
-    assert models(parts[1]) == [(second[0], True, [], second[3])]  # the same version of the same artifact
+    assert models(parts[1]) == [(second[0], True, ["latest"], second[3])]  # the same version of the same artifact
 
 
 def test_the_tables_have_all_events_and_texts_of_the_run(parts: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory, `tensorboard --logdir runs` shows those of all runs."""
+"""TensorBoard: files of events in the run directory; `tensorboard --logdir runs` shows all runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from platform.monitor.records import events
 from platform.monitor.records.events import JournalEvent
-from platform.monitor.sinks.alerts import Alert
-from platform.monitor.sinks.sink import Numbers, Sink, SinkRun
+from platform.monitor.sinks.services.alerts import Alert
+from platform.monitor.sinks.services.sink import Numbers, Sink, SinkRun
 
 
 class TensorboardSink(Sink):
@@ -44,7 +44,7 @@ class TensorboardSink(Sink):
         quoted = "    " + text.replace("\n", "\n    ")  # shown as it is: it is read as Markdown
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         tensor = TensorProto(dtype=DT_STRING, string_val=[quoted.encode()])
-        self._write(self._texts, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)], step, time)
+        self._add_values(self._texts, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)], step, time)
 
     def steps(self, rows: Sequence[Numbers]) -> None:
         """Write the numbers and histograms of committed steps by their names; one that comes again removes for
@@ -56,9 +56,9 @@ class TensorboardSink(Sink):
             if step < self._next or not self._next:
                 self._curves.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
             self._next = step + 1
-            self._write(self._curves, [_value(name, x) for name, x in row.items() if name != "step"], step)
+            self._add_values(self._curves, [_value(name, x) for name, x in row.items() if name != "step"], step)
 
-    def _write(self, writer: Any, values: list[Any], step: int, time: float | None = None) -> None:
+    def _add_values(self, writer: Any, values: list[Any], step: int, time: float | None = None) -> None:
         """Write values of one step of the run into a file of TensorBoard."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -66,7 +66,7 @@ class TensorboardSink(Sink):
         writer.add_event(Event(step=step, wall_time=time or _now(), summary=Summary(value=values)))
 
     def flush(self) -> None:
-        """Store what was written for TensorBoard on disk."""
+        """Store the curves and texts of the run for TensorBoard on disk."""
         self._curves.flush()
         self._texts.flush()
 

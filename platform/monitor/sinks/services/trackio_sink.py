@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from platform.boundary.redaction import bare_url
-from platform.monitor.sinks.alerts import Alert
-from platform.monitor.sinks.histograms import binned
-from platform.monitor.sinks.sink import Numbers, Sink, SinkRun
+from platform.monitor.sinks.services.alerts import Alert
+from platform.monitor.sinks.services.histograms import binned
+from platform.monitor.sinks.services.sink import Numbers, Sink, SinkRun
 
 
 class TrackioSink(Sink):

@@ -1,4 +1,4 @@
-"""What every service that gets a run's numbers is asked to do; each does what it can, and the rest is left out."""
+"""Interface of every service that gets a run's numbers; each does its part of it, and leaves out the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from platform.monitor.records.events import JournalEvent
-from platform.monitor.sinks.alerts import Alert
+from platform.monitor.sinks.services.alerts import Alert
 
 RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 
@@ -18,8 +18,8 @@ Numbers = Mapping[str, float | list[int]]  # of a step, by W&B name; a list is a
 @dataclass
 class SinkRun:
     """Run whose numbers a service gets. `config`: its configuration without secrets; `command`: monitor.alert_command;
-    `driver`: the id of its process, 0 if it has ended; `state`: what the service has to remember of the run from one
-    process to the next, kept in RUN_DIR/sinks/."""
+    `driver`: the id of its process, 0 if it has ended; `state`: notes of the service on the run for the
+    next process, kept in RUN_DIR/sinks/."""
 
     directory: Path
     config: dict[str, Any]

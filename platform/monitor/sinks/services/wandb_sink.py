@@ -15,9 +15,9 @@ from typing import Any
 from platform.boundary.redaction import bare_url
 from platform.monitor.records import events
 from platform.monitor.records.events import JournalEvent
-from platform.monitor.sinks.alerts import Alert
-from platform.monitor.sinks.histograms import binned
-from platform.monitor.sinks.sink import RESUMABLE, Numbers, Sink, SinkRun
+from platform.monitor.sinks.services.alerts import Alert
+from platform.monitor.sinks.services.histograms import binned
+from platform.monitor.sinks.services.sink import RESUMABLE, Numbers, Sink, SinkRun
 
 _TABLE_SECONDS = 600.0  # between versions of the tables of a run that goes on: each holds all rows
 _TABLE_ROWS = 10_000  # as many as W&B shows
@@ -40,7 +40,7 @@ class WandbSink(Sink):
         or disabled if WANDB_MODE says so."""
         import wandb
 
-        self._of, self._step, self._own_checkpoints = run, 0, _checkpoints(run)
+        self._of, self._step, self._own_checkpoints = run, 0, _checkpoint_folder(run)
         self._rows: dict[str, list[list[Any]]] = {name: [] for name in _TABLES}
         self._logged, self._new = monotonic(), False
         wandb_dir = run.directory / "wandb"
@@ -153,7 +153,7 @@ class WandbSink(Sink):
         self._run.finish(exit_code=1 if status is None else status)
 
 
-def _checkpoints(run: SinkRun) -> str:
+def _checkpoint_folder(run: SinkRun) -> str:
     """Return the URL of the folder of checkpoints of a run that W&B gets references to."""
     url = bare_url(run.config["checkpoint"]["url"] or str(run.directory / "checkpoints"))
     return url.rstrip("/") if "://" in url else Path(url).absolute().as_uri()
@@ -169,7 +169,7 @@ def _reference(name: str, url: str, metadata: dict[str, Any]) -> Any:
     if not artifact.manifest.entries:  # without one, all such artifacts would be the same
         from wandb.sdk.artifacts.artifact_manifest_entry import ArtifactManifestEntry
 
-        artifact.manifest.add_entry(ArtifactManifestEntry(path="checkpoint", ref=url, digest=url))
+        artifact.manifest.add_entry(ArtifactManifestEntry(path="checkpoint", ref=url, digest=url))  # type: ignore
     return artifact
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from platform.boundary.redaction import bare_url
 from platform.monitor.records.records import JOURNAL
-from platform.monitor.sinks.alerts import Alert
-from platform.monitor.sinks.sink import RESUMABLE, Numbers, Sink, SinkRun
+from platform.monitor.sinks.services.alerts import Alert
+from platform.monitor.sinks.services.sink import RESUMABLE, Numbers, Sink, SinkRun
 
 _AT_ONCE = 900  # numbers in one request: MLflow takes 1,000
 _PARAMS_AT_ONCE, _LONGEST_PARAM = 100, 500
@@ -19,7 +19,7 @@ _STATUS = {0: "FINISHED", RESUMABLE: "KILLED"}
 
 
 class MlflowSink(Sink):
-    """MLflow run of a run directory, shared by all its processes. MLflow cannot replace a number that it has."""
+    """MLflow run of a run directory, shared by all its processes. MLflow cannot replace a number."""
 
     replaces = False
 
@@ -30,7 +30,7 @@ class MlflowSink(Sink):
 
         self._of, self._client, monitor = run, MlflowClient(), run.monitor
         if "run" not in run.state:
-            found = self._client.get_experiment_by_name(monitor["project"])
+            found = self._client.get_experiment_by_mlflow_name(monitor["project"])
             experiment = found.experiment_id if found else self._client.create_experiment(monitor["project"])
             tags = dict.fromkeys(monitor.get("tags") or [], "true") | {"directory": str(run.directory)}
             tags |= {"mlflow.note.content": monitor["notes"]} if monitor.get("notes") else {}
@@ -40,13 +40,13 @@ class MlflowSink(Sink):
             self._log_configuration()
         self._run: str = run.state["run"]
         self._client.update_run(self._run, status="RUNNING")
-        self.where = f"run {self._run} of {monitor['project']} at {_address()}"
+        self.where = f"run {self._run} of {monitor['project']} at {_mlflow_place()}"
 
     def _log_configuration(self) -> None:
         """Log the run's configuration as the parameters of the MLflow run, which cannot change any more."""
         from mlflow.entities import Param
 
-        found = [Param(_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _flat(self._of.config)]
+        found = [Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _parameters(self._of.config)]
         for first in range(0, len(found), _PARAMS_AT_ONCE):
             self._client.log_batch(self._of.state["run"], params=found[first : first + _PARAMS_AT_ONCE])
 
@@ -60,7 +60,7 @@ class MlflowSink(Sink):
 
         now = round(time() * 1000)
         found = [
-            Metric(_name(name), float(value), now, int(row["step"]))  # type: ignore[arg-type]
+            Metric(_mlflow_name(name), float(value), now, int(row["step"]))  # type: ignore[arg-type]
             for row in rows
             for name, value in row.items()
             if name != "step" and not isinstance(value, list)
@@ -76,26 +76,26 @@ class MlflowSink(Sink):
         self._client.set_terminated(self._run, _STATUS.get(status, "FAILED") if status is not None else "FAILED")
 
 
-def _address() -> str:
-    """Return where MLflow keeps its data, without what is secret in it."""
+def _mlflow_place() -> str:
+    """Return where MLflow keeps its data, without secrets."""
     import mlflow
 
     return bare_url(mlflow.get_tracking_uri())
 
 
-def _name(name: str) -> str:
+def _mlflow_name(name: str) -> str:
     """Return the name of a metric or key with the characters that MLflow takes.
 
-    >>> _name("comm/all_gather/data+t")
+    >>> _mlflow_name("comm/all_gather/data+t")
     'comm/all_gather/data_t'
     """
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each key of the run's configuration, joined by dots, and its value, for MLflow."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _parameters(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from platform.config.fields import Config
 from platform.config.groups.execution_group import Monitor
-from platform.monitor.sinks.command_sink import CommandSink
-from platform.monitor.sinks.mlflow_sink import MlflowSink
-from platform.monitor.sinks.sink import Sink, SinkRun
-from platform.monitor.sinks.tensorboard_sink import TensorboardSink
-from platform.monitor.sinks.trackio_sink import TrackioSink
-from platform.monitor.sinks.wandb_sink import WandbSink
+from platform.monitor.sinks.services.command_sink import CommandSink
+from platform.monitor.sinks.services.mlflow_sink import MlflowSink
+from platform.monitor.sinks.services.sink import Sink, SinkRun
+from platform.monitor.sinks.services.tensorboard_sink import TensorboardSink
+from platform.monitor.sinks.services.trackio_sink import TrackioSink
+from platform.monitor.sinks.services.wandb_sink import WandbSink
 
 
 class SinkKind(NamedTuple):

@@ -7,8 +7,8 @@ import subprocess
 from contextlib import suppress
 from dataclasses import asdict
 
-from platform.monitor.sinks.alerts import Alert
-from platform.monitor.sinks.sink import Sink, SinkRun
+from platform.monitor.sinks.services.alerts import Alert
+from platform.monitor.sinks.services.sink import Sink, SinkRun
 
 SECONDS = 60.0  # that a command may take
 

@@ -6,8 +6,7 @@ from typing import Any
 
 
 def binned(counts: list[int], most: int) -> tuple[Any, Any]:
-    """Return `counts` as a histogram of at most `most` bins, of neighbours together, and the edges of its bins, as
-    services such as W&B take it."""
+    """Return `counts` as a histogram of at most `most` bins, for services such as W&B, and the edges of its bins."""
     import numpy as np
 
     each = -(-len(counts) // most)

@@ -1,4 +1,4 @@
-"""Alerts on a run: what its journal says that somebody should know at once, each event once."""
+"""Alerts on a run: made of events in its journal, for people to know at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COUNTED = (  # kinds of event that goodput is computed from
 @dataclass(frozen=True, kw_only=True)
 class Alert:
     """Alert on a run: `kind` is spike, failure, recovery, straggler, goodput or end; `level` INFO, WARN or ERROR;
-    `time` that of its event, in seconds since the epoch; `step`: the last one that the journal named before."""
+    `time`: the time of its event, in seconds since the epoch; `step`: the last one that the journal named before."""
 
     kind: str
     level: str
@@ -49,7 +49,7 @@ class Alerts:
         self._failed: list[float] = []  # times of failures that no step has followed yet
         self.step = 0
 
-    def of(self, event: JournalEvent) -> Iterator[Alert]:
+    def alerts_of(self, event: JournalEvent) -> Iterator[Alert]:
         """Yield the alerts that the run's next event gives."""
         self.step = getattr(event, "step", self.step)
         if how := OF_EVENTS.get(type(event)):
