@@ -99,10 +99,10 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x, gain, eps):
         """Return the RMSNorm of x, keeping x and one number a row."""
         over = tuple(range(-gain.dim(), 0))
-        rstd = torch.linalg.vector_norm(x, dim=over, keepdim=True)
-        rstd = rstd.square_().div_(gain.numel()).add_(eps).rsqrt_()
+        length = torch.linalg.vector_norm(x, dim=over, keepdim=True)
+        rstd = torch.rsqrt(length.square() / gain.numel() + eps)
         ctx.save_for_backward(x, gain, rstd)
-        return (x * rstd).mul_(gain)
+        return x * rstd * gain  # nothing in place, since torch derives its own gradient where a block is traced
 
     @staticmethod
     def backward(ctx, gradient):
