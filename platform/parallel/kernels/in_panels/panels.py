@@ -61,6 +61,11 @@ class Hiding(NamedTuple):
     drawing: Drawing | None = None
 
 
+def _apart(stretch: Stretch, others: Sequence[Stretch]) -> bool:
+    """Return True if a stretch of positions has none in common with the others."""
+    return all(stretch.end <= other.first or other.end <= stretch.first for other in others)
+
+
 class _Whole:
     """Result of an attention of queries q over the keys that were merged so far, with values of `width`."""
 
@@ -68,6 +73,7 @@ class _Whole:
         """Prepare the result of queries q that have seen no key yet."""
         self.q, self.width = q, width
         self.out: Tensor | None = None
+        self.added: list[Stretch] = []  # queries of which there is a result
         self.lse = q.new_empty(0)
 
     def begun(self) -> Tensor:
@@ -80,11 +86,17 @@ class _Whole:
 
     def add(self, rows: Stretch, out: Tensor, lse: Tensor) -> None:
         """Merge the result of one pair, for the queries `rows`, into the attention's result."""
-        if self.out is None and rows.size == self.q.shape[2]:
+        first = _apart(rows, self.added)
+        self.added.append(rows)
+        if first and rows.size == self.q.shape[2]:
             self.out, self.lse = widened(out), lse
             return
         into, of_all = self.begun().narrow(2, *rows), self.lse.narrow(2, *rows)
-        merge(into, of_all, widened(out), lse)
+        if first:
+            into.copy_(out)
+            of_all.copy_(lse)
+        else:
+            merge(into, of_all, widened(out), lse)
 
     def close(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the attention's result in q's dtype and the log-sum-exp of its rows, merged with a `sink` [heads]."""
@@ -108,14 +120,18 @@ class _PairSum:
         """Prepare the gradient of x, of which no pair has given any part."""
         self.x = x
         self.total: Tensor | None = None
+        self.added: list[Stretch] = []
 
     def add(self, where: Stretch, part: Tensor) -> None:
         """Add the gradient of the stretch `where` of the block's positions."""
-        if self.total is None and where.size == self.x.shape[2]:
+        first = _apart(where, self.added)
+        self.added.append(where)
+        if first and where.size == self.x.shape[2]:
             self.total = widened(part)
-        else:
-            self.total = self.value()
-            self.total.narrow(2, *where).add_(part)
+            return
+        self.total = self.value()
+        into = self.total.narrow(2, *where)
+        (into.copy_ if first else into.add_)(part)
 
     def value(self) -> Tensor:
         """Return the sum of the block's gradients so far, 0 without any."""
