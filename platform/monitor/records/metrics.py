@@ -42,6 +42,8 @@ class MetricsRow:
     mfu: Annotated[float | None, Wandb("perf/mfu")]  # None where the hardware's peak is unknown
     comm_bytes: Annotated[dict[str, int], Wandb("comm")]
     generation: Annotated[int, Wandb("elastic/generation")]
+    workers: Annotated[dict[str, float] | None, Wandb("workers")] = None  # by GAUGE/min, GAUGE/median, GAUGE/max
+    worker_ranks: Annotated[dict[str, int] | None, Wandb("ranks")] = None  # that have these, by GAUGE/min, GAUGE/max
     skipped: Annotated[bool | None, Wandb("train/skipped")] = None  # true where the step updated nothing
     loss_scale: Annotated[float | None, Wandb("train/loss_scale")] = None  # of this step, where precision=fp16
     length: Annotated[int | None, Wandb("train/length")] = None  # tokens of a sequence, where they grow
