@@ -29,9 +29,9 @@ MAY_WAIT = {
     "train/health/link.py:settle_device": "a measurement, outside of any step",
     "train/health/measure.py:_seconds": "a measurement, outside of any step",
     "train/health/measure.py:count_wrong": "a measurement, outside of any step",
-    "train/health/rates.py:_settle": "a measurement, outside of any step",
     "train/recovery/verify.py:_same": "replicas are compared between steps",
     "train/recovery/verify.py:differing": "replicas are compared between steps",
+    "train/step/spreads.py:spreads": "host memory",
     "train/step/step_report.py:together": "host memory",
     "train/step/step_report.py:_parts_of_step": "host memory",
     "train/step/step_report.py:_slower": "host memory",
@@ -53,6 +53,7 @@ MAY_MAKE = {
     "train/generation/generator.py:score": "rows of tokens, placed later",
     "train/generation/generator.py:write": "rows of tokens, placed later",
     "train/step/step_report.py:__init__": "host memory",
+    "train/step/spreads.py:spreads": "host memory",
     "train/step/step_report.py:together": "host memory",
 }
 
