@@ -246,8 +246,7 @@ def _is_sparse(name: str) -> bool:
 
 
 def _of_spread(columns: Columns, name: str, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return a number for each part of the `rows`, of a spread over the workers or of the ranks at its ends: the mean
-    of medians, else that of the row whose min is the lowest, or whose max is the highest."""
+    """Return a number per part of `rows`: the mean of a median, else from the row of the lowest min or highest max."""
     numbers, end = np.asarray(columns.column(name.replace("ranks/", "workers/", 1)))[rows], name.rpartition("/")[2]
     if end == "median":
         return _extremes(numbers, edges[:-1])[1]

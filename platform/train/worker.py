@@ -45,16 +45,7 @@ from platform.train.candidate import Candidate
 from platform.train.generation.generator import Generator
 from platform.train.health.gauges import GAUGES
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
-from platform.train.protocol.replies import (
-    Built,
-    Copied,
-    Differences,
-    Joined,
-    StepReport,
-    Taken,
-    Unrestored,
-    Unwritten,
-)
+from platform.train.protocol.replies import Built, Copied, Differences, Joined, StepReport, Taken, Unrestored, Unwritten
 from platform.train.recovery import urls
 from platform.train.recovery.source import Source, is_divided
 from platform.train.recovery.verify import differing
@@ -206,7 +197,7 @@ class Worker(Candidate):
             else:
                 report.seconds["checkpoint"] += (seconds := self._hold(step))
                 report.step_seconds += seconds
-        report.gauges = GAUGES.read()
+        report.gauges = GAUGES.take_means()
         if (memory := self.memories.get(self.generation)) and memory.steps:
             report.held = memory.steps[-1]
         if self.communicator.log is not None:

@@ -31,7 +31,7 @@ MAY_WAIT = {
     "train/health/measure.py:count_wrong": "a measurement, outside of any step",
     "train/recovery/verify.py:_same": "replicas are compared between steps",
     "train/recovery/verify.py:differing": "replicas are compared between steps",
-    "train/step/spreads.py:spreads": "host memory",
+    "train/step/rank_ranges.py:rank_ranges": "host memory",
     "train/step/step_report.py:together": "host memory",
     "train/step/step_report.py:_parts_of_step": "host memory",
     "train/step/step_report.py:_slower": "host memory",
@@ -45,6 +45,7 @@ MAY_MAKE = {
     "parallel/communicator/host_memory.py:announce": "host memory",
     "parallel/kept/offload.py:_memory": "host memory",
     "parallel/kept/pinned.py:pinned_bytes": "host memory",
+    "train/step/rank_ranges.py:__init__": "host memory",
     "train/generation/batch.py:__init__": "rows of tokens, placed later",
     "train/generation/batch.py:_source": "rows of tokens, placed later",
     "train/generation/batch.py:data": "rows of tokens, placed later",
@@ -53,7 +54,6 @@ MAY_MAKE = {
     "train/generation/generator.py:score": "rows of tokens, placed later",
     "train/generation/generator.py:write": "rows of tokens, placed later",
     "train/step/step_report.py:__init__": "host memory",
-    "train/step/spreads.py:spreads": "host memory",
     "train/step/step_report.py:together": "host memory",
 }
 

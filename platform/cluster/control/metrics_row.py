@@ -11,7 +11,7 @@ from platform.config.fields import Config
 from platform.config.ramps.length_ramp import length_at
 from platform.costs.parts import REST
 from platform.monitor import MetricsRow
-from platform.train.protocol.replies import Spread, StepReport
+from platform.train.protocol.replies import RankRange, StepReport
 
 
 def metrics_row(
@@ -89,7 +89,7 @@ def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: flo
     }
 
 
-def _spreads(workers: Mapping[str, Spread]) -> dict[str, Any]:
+def _spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
     """Return what a row says of the spreads over the workers of a step: their numbers, and the ranks at the ends."""
     if not workers:
         return {}

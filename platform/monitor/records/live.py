@@ -78,8 +78,7 @@ class Live:
 
 
 def kernel_state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process of this machine, such as T for one that is stopped by a
-    signal, as a SeenWorker has it; "" if the process is gone."""
+    """Return the kernel's letter for the state of this machine's process, such as T if stopped; "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

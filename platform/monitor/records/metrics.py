@@ -80,7 +80,7 @@ def read_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those of the rows of a metrics file that hold, by step: a row replaces all before it from its step on."""
+    """Return the rows of a metrics file that still hold, by step: a row replaces all before it from its step on."""
     found: list[dict[str, Any]] = []
     for row in rows:
         while found and found[-1]["step"] >= row["step"]:

@@ -16,8 +16,7 @@ def activity_text(beat: Activity) -> str:
 
 
 def doings_text(doings: Iterable[tuple[int, Activity]]) -> list[str]:
-    """Format what workers do, (rank, heartbeat) of each: a line for each thing, with the ranks that do it, the most
-    frequent first."""
+    """Format what workers do, by (rank, heartbeat), as a line for each activity, the most frequent first."""
     found: dict[str, list[int]] = {}
     for rank, beat in doings:
         found.setdefault(activity_text(beat), []).append(rank)

@@ -59,8 +59,7 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
 
 
 def reach_of(plan: Plan, tiers: Tiers) -> dict[str, str]:
-    """Return how far the collectives of a plan's step reach: axes, joined by "+" -> the row of `tiers` of the two ranks
-    that are farthest apart in one of the groups along them."""
+    """Return axes of collectives, joined by "+" -> the row of `tiers` between the farthest ranks of their groups."""
     mesh, alone = plan.mesh, len(set(tiers.paths)) == 1  # all on one node
     found = {
         axes: 0 if alone else max(tiers.row(group[0], rank) for group in mesh.groups(axes) for rank in group)

@@ -1,5 +1,5 @@
 """Gauges of a worker's process and device, read once a second by a thread beside its steps. The reports of its steps
-carry the readings, so that no message is sent for them. What cannot be read is left out, never guessed."""
+carry the readings, so that no message is sent for them. An unreadable gauge is left out, never guessed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gauges:
 
     def _watch(self, gpu: str) -> None:
         """Read the gauges of this worker's process and of its GPU, "" for none, as long as the process lives."""
-        sources = list(sources_of(gpu))
+        sources = list(gauge_sources(gpu))
         while True:
             self.sample(sources)
             time.sleep(SECONDS)
@@ -54,7 +54,7 @@ class Gauges:
                 found |= source()
         self._readings.append(found)
 
-    def read(self) -> dict[str, float]:
+    def take_means(self) -> dict[str, float]:
         """Return the means of this worker's readings since the last call, by gauge; the same again if it has none."""
         readings: list[Mapping[str, float]] = []
         while self._readings:
@@ -67,7 +67,7 @@ class Gauges:
 GAUGES = Gauges()
 
 
-def sources_of(gpu: str) -> Iterator[Source]:
+def gauge_sources(gpu: str) -> Iterator[Source]:
     """Yield the sources of a worker's gauges: its process, and its GPU of that NVML name or, if it is "", the
     processors of its machine."""
     yield Process()
@@ -112,7 +112,7 @@ class Nvml:
         }
 
     def __call__(self) -> dict[str, float]:
-        """Read the gauges of the worker's GPU, without those that it does not have."""
+        """Read the gauges of the worker's GPU, leaving out unsupported ones."""
         found = {}
         for name, ask in self._asked.items():
             with suppress(self._nvml.NVMLError):

@@ -136,8 +136,8 @@ class SlowRank(NamedTuple):
 GAUGES = ("cpu", "gpu", "memory", "device_memory", "power", "temperature")
 
 
-class Spread(NamedTuple):
-    """Spread of a number over the ranks of a step: the least, the median and the most, and the ranks that have the
+class RankRange(NamedTuple):
+    """Range of a number over the ranks of a step: the least, the median and the most, and the ranks that have the
     least and the most."""
 
     least: Real
@@ -194,7 +194,7 @@ class StepReport:
     `layer_activations`: sizes by layer, where monitor.layers asks for them: a rank's own sums of squares; combined, the
     norm of the gradient, and the root mean square of the layer's output. `routed`: tokens that chose each expert, in
     all layers, and then tokens that each took; [] without experts. `gauges`: a rank's own, by GAUGES; `workers`:
-    combined, the spreads of gauges and of bandwidths by tier, "bandwidth/TIER".
+    combined, the ranges of gauges and of bandwidths by tier, "bandwidth/TIER".
     """
 
     step: Count
@@ -220,7 +220,7 @@ class StepReport:
     waits: dict[str, Real] = field(default_factory=dict)
     parts: dict[str, Real] = field(default_factory=dict)
     gauges: dict[str, Real] = field(default_factory=dict)
-    workers: dict[str, Spread] = field(default_factory=dict)
+    workers: dict[str, RankRange] = field(default_factory=dict)
     held: Count | None = None  # the newest step whose state all ranks hold in memory; None if there is none
 
 

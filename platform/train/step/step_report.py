@@ -14,8 +14,8 @@ from platform.parallel.watched import is_due, layers_of
 from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
-from platform.train.protocol.replies import GAUGES, SlowRank, Spread, StepReport, Taken
-from platform.train.step.spreads import Bandwidths, spreads
+from platform.train.protocol.replies import GAUGES, RankRange, SlowRank, StepReport, Taken
+from platform.train.step.rank_ranges import Bandwidths, rank_ranges
 from platform.train.step.trainer import SECTIONS
 
 PASSES = ("forward", "backward")
@@ -50,7 +50,7 @@ class Combiner:
         self._layers, self._routed = layers_of(plan), 2 * plan.sizes.get("experts", 0)
         self._bandwidths = Bandwidths(plan.mesh, self._moved, self._waits, reach)
         self._gauges: Mapping[str, float] = {}  # of rank 0, when the spreads were taken last
-        self._workers: dict[str, Spread] = {}
+        self._workers: dict[str, RankRange] = {}
 
     def together(self, mine: StepReport) -> StepReport | Taken:
         """Combine the ranks' reports on a training step, of which `mine` is this rank's, returned by `Trainer.step`;
@@ -78,7 +78,7 @@ class Combiner:
         if mine.gauges != self._gauges or not self._workers:  # else there are no new readings
             rates = self._bandwidths.of_step(sums, waits, sections.sum(1))
             names = [*GAUGES, *(f"bandwidth/{tier}" for tier in self._bandwidths.tiers)]
-            self._gauges, self._workers = mine.gauges, spreads(names, torch.cat([gauges, rates], 1))
+            self._gauges, self._workers = mine.gauges, rank_ranges(names, torch.cat([gauges, rates], 1))
         return replace(
             mine,
             seconds=dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),

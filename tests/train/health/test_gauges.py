@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from platform.train.health import gauges
-from platform.train.health.gauges import Gauges, Nvml, Process, Processors, sources_of
+from platform.train.health.gauges import Gauges, Nvml, Process, Processors, gauge_sources
 from platform.train.protocol.replies import GAUGES
 
 
@@ -75,7 +75,7 @@ def test_the_stand_in_is_called_as_the_package_is() -> None:
 
 def test_without_a_driver_the_gpu_is_left_out() -> None:
     """By the real package, which finds no driver here, and no GPU of that name anywhere."""
-    [only] = sources_of("GPU-00000000-0000-0000-0000-000000000000")
+    [only] = gauge_sources("GPU-00000000-0000-0000-0000-000000000000")
     assert isinstance(only, Process)
 
 
@@ -117,12 +117,12 @@ def test_a_machine_is_read_where_it_may_be(tmp_path: Path, monkeypatch: pytest.M
 
 def test_readings_are_means_since_the_report_before() -> None:
     own = Gauges()
-    assert own.read() == {}
+    assert own.take_means() == {}
     for numbers in ({"cpu": 1.0}, {"cpu": 2.0, "power": 5.0}):
         own.sample([lambda numbers=numbers: numbers, unreadable])
-    assert own.read() == {"cpu": 1.5, "power": 5.0} == own.read(), "the same again without a new one"
+    assert own.take_means() == {"cpu": 1.5, "power": 5.0} == own.take_means(), "the same again without a new one"
     own.sample([lambda: {"cpu": 4.0}])
-    assert own.read() == {"cpu": 4.0}
+    assert own.take_means() == {"cpu": 4.0}
 
 
 def unreadable() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Spreads of numbers over the ranks of a step: how far workers differ, and which ranks are at the ends."""
+"""Ranges of numbers over the ranks of a step: how far workers differ, and which ranks are at the ends."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from platform.plan.language.mesh import Mesh
-from platform.train.protocol.replies import Spread
+from platform.train.protocol.replies import RankRange
 
 LEAST_WAIT = 0.01  # share of a step, below which waiting shows no bandwidth
 
 
-def spreads(names: Sequence[str], numbers: Tensor) -> dict[str, Spread]:
-    """Return the spread of each of the `numbers` [ranks, names] over the ranks, by name. NaN is a number that a rank
-    does not know; a name that no rank knows is left out."""
+def rank_ranges(names: Sequence[str], numbers: Tensor) -> dict[str, RankRange]:
+    """Return the range over the ranks of each of the `numbers` [ranks, names], by name; NaN is unknown."""
     unknown = numbers.isnan()
     least, least_rank = numbers.masked_fill(unknown, torch.inf).min(0)
     most, most_rank = numbers.masked_fill(unknown, -torch.inf).max(0)
     middle = numbers.nanquantile(0.5, 0)
     found = zip(names, *(x.tolist() for x in (least, middle, most, least_rank, most_rank)), strict=True)
-    return {name: Spread(*spread) for name, *spread in found if not isnan(spread[1])}
+    return {name: RankRange(*spread) for name, *spread in found if not isnan(spread[1])}
 
 
 class Bandwidths:

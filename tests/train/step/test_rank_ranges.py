@@ -11,8 +11,8 @@ from platform.parallel.communicator.base import Communicator
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.tier_traffic import reach_of
 from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import Spread, StepReport
-from platform.train.step.spreads import Bandwidths, spreads
+from platform.train.protocol.replies import RankRange, StepReport
+from platform.train.step.rank_ranges import Bandwidths, rank_ranges
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import SECTIONS
 from tests.harness.oracle import configure
@@ -23,8 +23,10 @@ REACH = {"t": "inside a node", "data": "between nodes"}
 
 
 def test_a_spread_names_the_ranks_at_its_ends() -> None:
-    found = spreads(["cpu", "gpu", "power"], torch.tensor([[1.0, nan, 9.0], [0.5, nan, nan], [2.0, nan, 7.0]]).double())
-    assert found == {"cpu": Spread(0.5, 1.0, 2.0, 1, 2), "power": Spread(7.0, 8.0, 9.0, 2, 0)}
+    found = rank_ranges(
+        ["cpu", "gpu", "power"], torch.tensor([[1.0, nan, 9.0], [0.5, nan, nan], [2.0, nan, 7.0]]).double()
+    )
+    assert found == {"cpu": RankRange(0.5, 1.0, 2.0, 1, 2), "power": RankRange(7.0, 8.0, 9.0, 2, 0)}
 
 
 def test_a_bandwidth_is_the_bytes_that_a_rank_sent_over_the_seconds_that_it_waited() -> None:
@@ -77,8 +79,10 @@ def test_the_reports_of_a_step_carry_the_readings() -> None:
     every = run_threads(PLAN.mesh, work)
     nothing, one, same, new = (found for found, _ in every[0])
     assert nothing.workers.keys() == {"bandwidth/inside a node"}
-    assert one.workers["cpu"] == Spread(1.0, 2.5, 4.0, 0, 3) and one.workers["power"] == Spread(50.0, 50.0, 50.0, 3, 3)
+    assert one.workers["cpu"] == RankRange(1.0, 2.5, 4.0, 0, 3) and one.workers["power"] == RankRange(
+        50.0, 50.0, 50.0, 3, 3
+    )
     assert one.workers["bandwidth/inside a node"].least == 100.0 and not one.gauges
     assert same.workers == one.workers, "they are taken anew once rank 0 has a new reading"
-    assert new.workers["cpu"] == Spread(2.0, 2.0, 2.0, 0, 0)
+    assert new.workers["cpu"] == RankRange(2.0, 2.0, 2.0, 0, 0)
     assert {messages for rank in every for _, messages in rank} == {1}, "no message of their own"
