@@ -43,10 +43,13 @@ class Alone(SingleRank):
 
 
 def in_turn(works: Sequence[Callable[[], Any]], rounds: int = ROUNDS) -> list[float]:
-    """Return the median seconds of the thread's CPU time of each of the works, which are done in turn."""
+    """Return the median seconds of the thread's CPU time of each of the works, which are done in turn, in an order that
+    changes, each after a first call that warms the caches."""
     spent: list[list[float]] = [[] for _ in works]
-    for _ in range(rounds):
-        for work, seconds in zip(works, spent, strict=True):
+    numbered = [*zip(works, spent, strict=True)]
+    for i in range(rounds):
+        for work, seconds in numbered[i % len(works) :] + numbered[: i % len(works)]:
+            work()
             begin = time.thread_time()
             work()
             seconds.append(time.thread_time() - begin)
@@ -93,27 +96,27 @@ def of_rows(folder: Path) -> list[float]:
 
 
 def quick() -> Config:
-    """Return the model of gpt_quick, whose step is short."""
-    c = configure(layers=4, d_model=128, heads=4, length=128, vocab=4096, global_batch=4, microbatch=4)
+    """Return a model smaller than gpt_quick's, whose step is short."""
+    c = configure(layers=2, d_model=64, heads=4, length=64, vocab=1024, global_batch=4, microbatch=4)
     return replace(c, precision="fp32")
 
 
 def of_steps() -> tuple[list[float], float]:
-    """Return the wall seconds of steps without and with gauges, in turn, and the median of pairs' differences."""
+    """Return the CPU seconds of all threads in steps without and with gauges, in turn, and the median difference of
+    pairs, of which every other one has its steps the other way round."""
     c = quick()
     plan = make_plan(c)
     communicator = SingleRank(plan.mesh)
     trainer, combiner, own = trainer_of(c, plan, communicator), Combiner(plan, communicator, 1.5), Gauges()
     steps, spent = iter(range(1, 1 << 30)), ([], [])
-    for _ in range(60):
-        for gauged in (False, True):
-            if gauged and own._process == 0:
-                own.start(torch.device("cpu"))
-            begin = time.perf_counter()
+    own.start(torch.device("cpu"))
+    for i in range(400):
+        for gauged in (False, True) if i % 2 else (True, False):
+            begin = time.process_time()
             report = trainer.step(next(steps))
             report.gauges = own.take_means() if gauged else {}
             combiner.together(report)
-            spent[gauged].append(time.perf_counter() - begin)
+            spent[gauged].append(time.process_time() - begin)
     pairs = [after - before for before, after in zip(*spent, strict=True)]
     return [median(seconds) for seconds in spent], median(pairs)
 

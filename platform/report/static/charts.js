@@ -145,7 +145,7 @@ function drawSpread(panel, curves, box, now) {
     bands.push({ series: [data.length + 2, data.length], fill: `${colour(i)}40` });
     data.push(min, median, max);
     series.push(edge, { stroke: colour(i), width: 1.5, points: { show: median.length < 40, size: 5, fill: colour(i) } }, edge);
-    keys.append(el("div", "spread", ...(spreads.size > 1 ? [swatch(colour(i)), head, " "] : []), key));
+    keys.append(el("div", "spread", ...(head ? [swatch(colour(i)), `${head}: `] : []), key));
     return [head, key, { min, median, max }];
   });
   box.append(keys);
@@ -156,7 +156,7 @@ function drawSpread(panel, curves, box, now) {
       while (j > 0 && columns.median[j] == null) j--;
       last = Math.max(last, j);
       const rank = (end) => ((of[[panel.ranks, head, end].filter(Boolean).join("/")] || [])[1] || [])[j];
-      const said = (end) => [`${end} `, el("b", "", shown(columns[end][j], panel.unit)), rank(end) == null ? "" : ` (rank ${rank(end)})`];
+      const said = (end) => [`${end}\u00a0`, el("b", "", shown(columns[end][j], panel.unit)), rank(end) == null ? "" : `\u00a0(rank\u00a0${rank(end)})`];
       key.replaceChildren(...said("min"), " · ", ...said("median"), " · ", ...said("max"));
     }
     now.textContent = at(axis, x[axis][index == null ? last : index]);
