@@ -54,8 +54,8 @@ def pairs(
 ) -> list[Pair]:
     """Return the pairs in which queries see keys. `queries`, `keys`: the global positions of two blocks, in their order
     in the block. With a `window`, a query sees so many keys, itself included, and is `causal`. `block`: the most rows,
-    and columns, of a pair, for masks and scores that have to be made; `diagonal`: of a DIAGONAL one, for a kernel that
-    computes what it hides; 0: as many as there are."""
+    and columns, of a pair, for masks and scores that have to be made; `diagonal`: the most rows of a
+    DIAGONAL one, for a kernel that computes what it hides; 0: as many as there are."""
     rows, columns = _placed(queries), _placed(keys)
     if block:
         rows, columns = ([x for x in found for x in _in_blocks(*x, block)] for found in (rows, columns))
