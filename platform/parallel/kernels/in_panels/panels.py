@@ -61,7 +61,7 @@ class Hiding(NamedTuple):
     drawing: Drawing | None = None
 
 
-def _apart(stretch: Stretch, others: Sequence[Stretch]) -> bool:
+def _untouched(stretch: Stretch, others: Sequence[Stretch]) -> bool:
     """Return True if a stretch of positions has none in common with the others."""
     return all(stretch.end <= other.first or other.end <= stretch.first for other in others)
 
@@ -86,7 +86,7 @@ class _Whole:
 
     def add(self, rows: Stretch, out: Tensor, lse: Tensor) -> None:
         """Merge the result of one pair, for the queries `rows`, into the attention's result."""
-        first = _apart(rows, self.added)
+        first = _untouched(rows, self.added)
         self.added.append(rows)
         if first and rows.size == self.q.shape[2]:
             self.out, self.lse = widened(out), lse
@@ -124,7 +124,7 @@ class _PairSum:
 
     def add(self, where: Stretch, part: Tensor) -> None:
         """Add the gradient of the stretch `where` of the block's positions."""
-        first = _apart(where, self.added)
+        first = _untouched(where, self.added)
         self.added.append(where)
         if first and where.size == self.x.shape[2]:
             self.total = widened(part)
@@ -239,7 +239,7 @@ def _add_gradients(
             dbias.narrow(2, *pair.rows).narrow(3, pair.start, pair.columns.size).add_(parts[3])
 
 
-def _halves(found: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
+def _in_halves(found: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
     """Return the first pairs that have half of the products of all, or just more, and the others."""
     whole = sum(pair.products for pair in found)
     cut = 1 + sum(2 * done < whole for done in accumulate(pair.products for pair in found))
@@ -269,7 +269,7 @@ class _Panels(torch.autograd.Function):
         every = gradient, out, finite(lse)
         turns = _in_turn(communicator, plan, k, v, AGAIN)
         owner, *mine = next(turns)
-        now, later = _halves(read.pairs(owner))  # under the first message of keys, and the last one of gradients
+        now, later = _in_halves(read.pairs(owner))  # under the first message of keys, and the last one of gradients
         _add_gradients(read, now, every, (q, *mine), sums, dbias)
         coming: Handle | Arrived | None = None
         for owner, *panel in turns:
