@@ -21,6 +21,7 @@ import yaml
 
 from platform.boundary.command_line import DONE, command_line, run_command
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
+from platform.boundary.terminal import print_line
 from platform.monitor.records.records import METRICS
 from platform.monitor.sinks.follower import Follower, alone
 from platform.monitor.sinks.services.sink import SinkRun
@@ -54,7 +55,7 @@ def _answer(given: argparse.Namespace) -> int:
     for name in given.sinks:
         with alone(directory, name):
             follower = Follower(name, SinkRun(directory, config), SINKS[name].open)
-            print(f"{SINKS[name].title}: {follower.sink.where}")
+            print_line(f"{SINKS[name].title}: {follower.sink.where}")
             follower.close(DONE)
     return DONE
 
