@@ -76,7 +76,7 @@ def of_reports(world: int) -> list[float]:
         lambda: gauged.together(same),
         lambda: renewed.together(replace(mine, gauges=FOUND | {"cpu": float(next(count))})),
     ]
-    return in_turn(works)
+    return in_turn(works, 30 if world > 64 else ROUNDS)
 
 
 def of_rows(folder: Path) -> list[float]:
