@@ -141,7 +141,7 @@ def main() -> None:
     (without, with_), pairs = of_steps()
     low, middle, high = (pairs[int(len(pairs) / 2 + side * len(pairs) ** 0.5)] / without for side in (-0.98, 0, 0.98))
     print(f"steps in turn: {without * 1e3:.2f} ms of CPU time without, {with_ * 1e3:.2f} ms with")
-    print(f"pairs of them differ by {middle:+.2%} (95 % of {low:+.2%} to {high:+.2%})")
+    print(f"pairs of them differ by {middle:+.2%} (95 % interval of the median: {low:+.2%} to {high:+.2%})")
 
 
 if __name__ == "__main__":
