@@ -146,8 +146,7 @@ class PlannedOperation:
 
     @cached_property
     def again(self) -> Counter[Collective]:
-        """Return the collectives of the forward pass that this planned operation launches again in the backward pass,
-        each with how often, because it is recomputed."""
+        """Count the forward collectives of this planned operation that recomputation launches again."""
         forward = Counter(c for c in self.collectives if c.phase == "forward" and self.operation.recomputed)
         return forward - Counter(self.results)
 

@@ -234,13 +234,9 @@ def meter_group(
     local = ops.operands(use, group, operands)
     whole = ops.forward(x, group.x)
     ops.ahead.onward(use)
-    left_out = planned.once and ops.ahead.again
     joined = group.joinable and _follow(ops, operands) and (not biases or _follow(ops, biases))
-    read = [] if left_out else [_read(ops, group, v.storage, v.elements) for v in (whole, *local)]
-    products = [] if left_out else _products(ops, planned, group, joined)
-    converted = zip(products, einsums, strict=True) if products else ()
-    found = [ops.block(o) for o in outs] if left_out else [ops.forward(y, e.output) for y, e in converted]
-    del products, read, converted
+    left_out = planned.once and ops.ahead.again
+    found = [ops.block(o) for o in outs] if left_out else _results(ops, planned, group, (whole, *local), joined)
     stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
     saved = tuple((s if again else t).storage for s, t, again in zip(stored, [whole, *local], regathered, strict=True))
     widths, lengths = [w.elements for w in stored], [y.elements for y in found]
@@ -284,6 +280,13 @@ def meter_group(
 
     ops.note(found, [x, *operands, *biases], saved, backward)
     return found
+
+
+def _results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
+    """Count the results of an einsum group, and the products that are converted to them, of which operands are read."""
+    cast = [_read(ops, group, v.storage, v.elements) for v in read]  # noqa: F841  (until the products are converted)
+    products = _products(ops, planned, group, joined)
+    return [ops.forward(y, e.output) for y, e in zip(products, group.einsums, strict=True)]
 
 
 def _read(ops, group: EinsumGroup, operand: MeteredStorage | None, elements: int) -> MeteredStorage | None:
