@@ -113,7 +113,7 @@ class WorkRecorder(Recorder):
         """Judge nothing: the plan has been made of these operations."""
 
     def _note(self, forward: Part, backward: Part, again: Part | None = None) -> None:
-        """Count a part of the forward and of the backward pass, which has what is recomputed, `again`, too."""
+        """Count a part of the forward and one of the backward pass; `again`: what is recomputed in the latter."""
         self.work.forward[forward] += 1
         self.work.backward[backward] += 1
         if self._recomputing:
