@@ -113,7 +113,7 @@ class WorkRecorder(Recorder):
         """Judge nothing: the plan has been made of these operations."""
 
     def _note(self, forward: Part, backward: Part, again: Part | None = None) -> None:
-        """Count a part of the forward and one of the backward pass; `again`: what is recomputed in the latter."""
+        """Count a part of the forward and of the backward pass, of which a recomputed operation is part `again`."""
         self.work.forward[forward] += 1
         self.work.backward[backward] += 1
         if self._recomputing:
