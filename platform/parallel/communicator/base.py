@@ -191,9 +191,12 @@ class Communicator(ABC):
     ) -> Handle:
         """Start a collective from the buffer `given`; return its handle, whose result `finish` returns."""
         clock = self.clock
-        begin = clock.mark() if clock.detailed else None
-        wait = start()
-        flight = None if begin is None else clock.launched(what, begin, wait, given)
+        if not clock.detailed:
+            return Handle(clock, start(), finish, along="+".join(what.axes), what=what)
+        begin = clock.mark()
+        with clock.launching(what.name):
+            wait = start()
+        flight = clock.launched(what, begin, wait, given)
         return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
 
     @abstractmethod
