@@ -181,12 +181,13 @@ class _Trace:
 
     def _absolute(self, name: PartName, events: Iterator[Event]) -> Iterator[Event]:
         """Yield the events of a part in its process, at nanoseconds since the epoch."""
-        pid, base = self._pids[name[1:]], self._heads[name].left + self._shifts[name]
+        pid, part = self._pids[name[1:]], [*self._heads].index(name)
+        base = self._heads[name].left + self._shifts[name]
         for event in events:
             event["ts"] += base
             event["pid"] = pid
             if "id" in event:  # of arrows, unique in the trace
-                event["id"] = (pid << 32) + int(event["id"])
+                event["id"] = (part << 32) + int(event["id"])
             yield event
 
     def _own(self, name: PartName) -> list[Event]:

@@ -15,9 +15,11 @@ MOST_STEPS, MOST_RANKS = 10, 64  # of a profile, each with up to some 10 MB
 def violations_of_profile(config: Config) -> Iterator[str]:
     """Yield a refusal line for each thing that is wrong with the steps of `monitor.profile`, or their ranks."""
     key, steps, last = "monitor.profile", config.monitor.profile, config.train.steps
-    if config.monitor.profile_ranks and not steps:
+    ranks = config.monitor.profile_ranks
+    shown = f"[{', '.join(ranks)}]"
+    if ranks and not steps:
         legal = ["monitor.profile=[10,12]", []]
-        yield refused(config, "monitor.profile_ranks", "monitor.profile names no steps", legal)
+        yield violation("monitor.profile_ranks", shown, "monitor.profile names no steps", legal)
     if steps and len(steps) != 2:
         yield refused(config, key, "must be [] or [FIRST,LAST]", [[steps[0], steps[-1]], []])
     elif steps and not 1 <= steps[0] <= steps[1] <= last:
@@ -29,9 +31,8 @@ def violations_of_profile(config: Config) -> Iterator[str]:
         yield refused(
             config, key, f"must be at most {MOST_STEPS} steps, as a trace takes megabytes for each", [nearest]
         )
-    ranks = config.monitor.profile_ranks
     if EVERY in ranks and len(ranks) > 1:
-        yield refused(config, "monitor.profile_ranks", "must be ranks, or [all] alone", [[EVERY]])
+        yield violation("monitor.profile_ranks", shown, "must be ranks, or [all] alone", [f"[{EVERY}]"])
 
 
 def absent_profiles(config: Config, workers: int) -> Iterator[str]:
@@ -39,9 +40,11 @@ def absent_profiles(config: Config, workers: int) -> Iterator[str]:
     grow to `elastic.max_workers`, and one if there are too many of them."""
     key, ranks, most = "monitor.profile_ranks", config.monitor.profile_ranks, max(workers, config.elastic.max_workers)
     for rank in ranks:
-        if rank != EVERY and int(rank) >= most:
+        if rank.isdecimal() and int(rank) >= most:
             yield violation(key, rank, f"must be below the {most} ranks that the run has", [most - 1])
     count = most if ranks == [EVERY] else len(set(ranks))
     if count > MOST_RANKS:
         legal = [[*range(0, most, -(-most // 4))], []]
-        yield violation(key, ranks, f"{count} ranks; at most {MOST_RANKS} can be profiled at once", legal)
+        yield violation(
+            key, f"[{', '.join(ranks)}]", f"{count} ranks; at most {MOST_RANKS} can be profiled at once", legal
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ class RankProfile:
     def __init__(self, trainer: Trainer, step: int):
         """Start to record what the rank of `trainer` does, on its CPU and its GPU, if it has one."""
         self.step, self.timeline, self._trainer = step, RankTimeline(), trainer
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # it would say on stderr that it starts and stops
         on_gpu = [ProfilerActivity.CUDA] * (trainer.communicator.device.type == "cuda")
         self._recorder: Any = profile(activities=[ProfilerActivity.CPU, *on_gpu])
         self._recorder.start()
