@@ -1,4 +1,4 @@
-"""What a driver may have a worker record of itself: profiles of training steps, launches of collectives."""
+"""Records that a worker keeps of itself: profiles of training steps, launches of collectives."""
 
 from __future__ import annotations
 

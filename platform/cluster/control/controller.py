@@ -19,7 +19,7 @@ from platform.cluster.control.forming.former import Former
 from platform.cluster.control.forming.reform_advisor import ReformAdvisor
 from platform.cluster.control.metrics_row import metrics_row
 from platform.cluster.control.pace import Pace
-from platform.cluster.control.profiles import Profiles
+from platform.cluster.control.profiling.profiles import Profiles
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp, Reform, WorkerFailed

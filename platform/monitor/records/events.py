@@ -299,15 +299,6 @@ class Reforming(Committed):
     step: Steps
 
 
-class Profiled(JournalEvent):
-    """The trace of profiled steps is written: its file and bytes, the steps in it, and the number of ranks."""
-
-    file: str
-    steps: list[int]
-    ranks: int
-    bytes: int
-
-
 class Released(JournalEvent):
     """The workers have left their generation: `lost` (their numbers) died, `alive` can join the next. Without fields:
     all are gone, as the driver ends."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from platform.cluster.control.profile_trace import StepNote, merge, predicted_spans, write_note
+from platform.cluster.control.profiling.profile_trace import StepNote, merge, predicted_spans, write_note
 from platform.cluster.driver import run
 from platform.monitor import JsonLines
 from platform.plan.schedule.lowering import lower

@@ -43,7 +43,7 @@ class PredictedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNote:
-    """What a driver knows of a profiled step: by rank its `names`, `nodes` and `stages`; the seconds of the step's
+    """Note of a driver on a profiled step: by rank its `names`, `nodes` and `stages`; the seconds of the step's
     parts as `measured` and, on a `hardware`, as `predicted`; by stage its predicted `spans`."""
 
     names: list[str]

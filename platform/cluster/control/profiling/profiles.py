@@ -12,7 +12,7 @@ from platform.boundary.schema import Malformed
 from platform.boundary.terminal import tolerated
 from platform.cluster.control.forecast import Forecast
 from platform.cluster.control.forming.context import Generation, RunContext
-from platform.cluster.control.profile_trace import (
+from platform.cluster.control.profiling.profile_trace import (
     PredictedSpan,
     StepNote,
     merge,
@@ -24,7 +24,7 @@ from platform.cluster.crew.base.crew import Crew
 from platform.config.rules.profile_rules import EVERY
 from platform.costs.parts import OPTIMIZER
 from platform.monitor import MetricsRow
-from platform.monitor.records import events
+from platform.monitor.records.step_events import Profiled
 from platform.plan.language.numbers import count_of
 from platform.planning.choose_schedule import schedules_of
 from platform.train.protocol.profile_part import PARTS, PROFILE
@@ -107,9 +107,7 @@ class Profiles:
             return self._say(f"WARNING: no step of monitor.profile={[*self._run.config.monitor.profile]} was done here")
         missing = [step for step in self._steps if step not in found.steps]
         self._merged = found.steps
-        self._run.journal.write(
-            events.Profiled(file=str(self.path), steps=found.steps, ranks=found.ranks, bytes=found.bytes)
-        )
+        self._run.journal.write(Profiled(file=str(self.path), steps=found.steps, ranks=found.ranks, bytes=found.bytes))
         lacks = f"; steps {', '.join(map(str, missing))} are not in it" if missing else ""
         cut = f"; the {found.cut} shortest events are left out" if found.cut else ""
         size, ranks = f"{found.bytes / 1e6:.1f} MB", count_of(found.ranks, "rank")
