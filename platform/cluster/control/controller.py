@@ -76,8 +76,7 @@ class Controller:
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
-        """Train on a crew of workers until the last step, re-forming the mesh after failures. Raise GaveUp, Stopped;
-        ConfigError only until the first mesh has formed."""
+        """Train to the last step, re-forming after failures. Raise GaveUp, Stopped; until a mesh has formed ConfigError."""
         try:
             while self.state is not RunState.DONE:
                 self._go_on(crew)

@@ -1,4 +1,4 @@
-"""Part of a run's profile: what one rank did in one training step, as its worker writes it and its driver merges it.
+"""Part of a run's profile: the work of one rank in one training step, as its worker writes it and its driver merges it.
 
 A file of JSON lines, compressed: the part's head, then its trace events in order of time, in the Trace Event Format,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, but times are whole nanoseconds since
@@ -71,7 +71,7 @@ class PartName(NamedTuple):
 class PartHead:
     """Head of a part of a profile. `left`: when the rank left the step's barrier, in nanoseconds since the epoch, by
     its machine's clock; `began`: nanoseconds after that, when its timeline begins; `threads`: names of the threads and
-    streams of its events, by number; `events`: how many there are, and `cut`, how many were left out."""
+    streams of its events, by number; `events`: their number, and `cut`, the number of events left out."""
 
     left: Annotated[int, Span(0, 1 << 63)]
     began: int
@@ -96,8 +96,7 @@ def part_of(trace: Mapping[str, Any], left: int, timeline: RankTimeline) -> tupl
 
 
 def longest(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[list[Event], int]:
-    """Return the `most` longest of a trace's events, in their order, and the number of the others; ranges of the plan
-    are kept before all else."""
+    """Return the `most` longest events of a trace, all ranges of the plan first, and the number of the others."""
     cut = len(events) - most
     if cut <= 0:
         return list(events), 0
@@ -107,8 +106,8 @@ def longest(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[list[Even
 
 
 def nested(events: Iterable[Event], threads: dict[str, str]) -> Iterator[Event]:
-    """Yield a trace's events, ordered by their beginning, such that those of a thread lie inside or beside each other,
-    as viewers need it: one that overlaps others moves to a further row of its thread, which `threads` gets too."""
+    """Yield a trace's events, ordered by their beginning, such that all events of a thread lie inside or beside each
+    other, as viewers need it: one that crosses another moves to a further row of its thread, which `threads` gets."""
     rows: dict[int, list[list[int]]] = {}  # thread -> per row the ends of the open events, the innermost last
     for event in events:
         if event["ph"] == "X":
@@ -138,7 +137,7 @@ def _is_kept(event: Event) -> bool:
 
 
 def _thread(event: Event, numbers: dict[Any, int]) -> int:
-    """Return the number of an exported event's thread, or stream, in a part; `numbers`: those of threads so far."""
+    """Return the number of an exported event's thread, or stream, in a part; `numbers`: threads' numbers so far."""
     if _on_device(event):
         return FIRST_STREAM + int(event["tid"])
     return numbers.setdefault(event["tid"], FIRST_THREAD + len(numbers))
@@ -161,8 +160,7 @@ def _on_device(event: Event) -> bool:
 
 
 def _event(event: Event, base: int, thread: int) -> Event:
-    """Return an exported event, whose times are microseconds, as a part has it. `base`: nanoseconds from leaving the
-    step's barrier to time 0 of the export."""
+    """Return an exported event, as a part has it. `base`: nanoseconds from the step's barrier to the export's 0."""
     start = base + round(event["ts"] * 1e3)
     out = {"ph": event["ph"], "tid": thread, "ts": start, "name": event["name"], "cat": event["cat"]}
     if event["ph"] != "X":

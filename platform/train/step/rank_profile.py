@@ -16,8 +16,8 @@ from platform.train.step.trainer import Trainer
 
 
 class RankProfile:
-    """Recording of a rank's training step `step` by torch's profiler, from its construction to `stop`. `timeline`: what
-    the rank's clock has noted of the step meanwhile."""
+    """Recording of a rank's training step `step` by torch's profiler, from its construction to `stop`. `timeline`: the
+    notes of the rank's clock on the step."""
 
     def __init__(self, trainer: Trainer, step: int):
         """Start to record what the rank of `trainer` does, on its CPU and its GPU, if it has one."""
@@ -37,7 +37,7 @@ class RankProfile:
         self._recorder.stop()
 
     def part(self) -> tuple[PartHead, list[Event]]:
-        """Return what was recorded, after `stop`, as a part of the run's profile."""
+        """Return the record, after `stop`, as a part of the run's profile."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self._recorder.export_chrome_trace(str(path))

@@ -1,5 +1,6 @@
-"""Trace of a run's profiled steps: the parts that its workers wrote, merged into one file for Perfetto, with what was
-predicted beside it. It depends on the files alone, so that a later driver can go on where an earlier one ended.
+"""Trace of a run's profiled steps: its workers' parts, merged into one file for Perfetto, beside the predicted step.
+
+It depends on the files alone, so that a later driver can go on where an earlier one ended.
 
 Clocks of machines are compared by the barrier with which each profiled step begins, which all ranks leave together: it
 is as exact as that barrier is. Ranks on one machine share its clock.
@@ -89,8 +90,8 @@ def read_note(run_dir: Path, step: int, generation: int) -> StepNote:
 def predicted_spans(
     simulated: Sequence[tuple[str, float, float]], makespan: float, parts: Mapping[str, float], optimizer: str
 ) -> list[PredictedSpan]:
-    """Return the spans of a stage's predicted step: around all the step, its `simulated` actions, and, after the
-    `makespan` of all stages, what is left of the reduction and the update. `parts`: predicted seconds; `optimizer`:
+    """Return the spans of a stage's predicted step: one around the whole, the `simulated` actions, and, after the
+    `makespan` of all stages, the rest of the reduction and the update. `parts`: predicted seconds; `optimizer`:
     name of the update among them."""
     reduce, update = END_OF_STEP
     end = max(sum(parts.values()), makespan)
@@ -104,7 +105,7 @@ def predicted_spans(
 
 
 def newest_parts(run_dir: Path) -> list[tuple[PartName, Path]]:
-    """Return the parts of a run's profile, in order: of each step those of the generation that took it last."""
+    """Return the parts of a run's profile, in order: of each step the parts of the generation that took it last."""
     paths = sorted((run_dir / PROFILE / PARTS).glob("step-*.rank-*.json.gz"))
     named = sorted((name, path) for path in paths if (name := PartName.parse(path)))
     newest = {name.step: name.generation for name, _ in named}
@@ -112,7 +113,7 @@ def newest_parts(run_dir: Path) -> list[tuple[PartName, Path]]:
 
 
 def merge(run_dir: Path, path: Path) -> Merged | None:
-    """Merge the parts of a run's profile into the trace `path`; return what is in it, None if there are no parts.
+    """Merge the parts of a run's profile into the trace `path`; return an account of it, None if there are no parts.
     Raises Malformed, OSError."""
     found = newest_parts(run_dir)
     if not found:
@@ -128,8 +129,8 @@ def merge(run_dir: Path, path: Path) -> Merged | None:
 
 
 def shifts(heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]) -> dict[PartName, int]:
-    """Return by how many nanoseconds the clock of each part's machine lags behind that of its generation's first rank,
-    as the median over the steps of when the first rank of each machine left the barrier."""
+    """Return, for each part of a profile, the nanoseconds by which its machine's clock lags behind the clock of the
+    generation's first rank: a median over the steps, in each of which a machine's first rank leaves the barrier."""
     node = {name: _at(notes[name[:2]].nodes, name.rank, f"rank {name.rank}") for name in heads}
     left: dict[tuple[int, str], dict[int, int]] = defaultdict(dict)  # generation, node -> step -> time
     for name, head in heads.items():
@@ -144,8 +145,8 @@ def shifts(heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], S
 
 
 class _Trace:
-    """Events of a merged trace: a process per rank and generation, with a thread for what was predicted, the threads
-    of its timeline, and the threads and streams that torch's profiler saw; and one for the parts of the steps."""
+    """Events of a merged trace: a process per rank and generation, with a thread for the prediction, the threads of its
+    timeline, and the threads and streams that torch's profiler saw; and a process for the parts of the steps."""
 
     def __init__(self, heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]):
         """Lay out the trace of parts with these `heads`, and `notes` by step and generation."""
@@ -158,7 +159,7 @@ class _Trace:
         self._owned = {name: self._own(name) for name in heads}
 
     def text(self, events: Mapping[PartName, Iterator[Event]]) -> Iterator[str]:
-        """Yield the JSON text of the trace, piece by piece; `events`: of each part."""
+        """Yield the JSON text of the trace, piece by piece; `events`: the events of each part."""
         yield '{"displayTimeUnit":"ms","traceEvents":[\n'
         streams = [self._absolute(name, found) for name, found in events.items()]
         streams += map(iter, [*self._owned.values(), sorted(self._parts(), key=_order)])
@@ -191,7 +192,7 @@ class _Trace:
             yield event
 
     def _own(self, name: PartName) -> list[Event]:
-        """Return the events of a part's timeline and of what was predicted of it, in order; name their threads."""
+        """Return the events of a part's timeline and of its prediction, in order; name their threads."""
         head, note = self._heads[name], self._notes[name[:2]]
         base, threads = head.left + self._shifts[name] + head.began, self._threads[self._pids[name[1:]]]
         actions = {s.section: a for s in head.timeline.sections if (a := _action(s.section))}

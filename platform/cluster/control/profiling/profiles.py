@@ -1,4 +1,4 @@
-"""Profile of the steps that monitor.profile names: has the workers record them, and merges what they wrote."""
+"""Profile of the steps that monitor.profile names: has the workers record them, and merges their parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Profiles:
     has ended: a step that is done again after a failure replaces its part, and the merged trace is made again."""
 
     def __init__(self, run: RunContext, forecast: Forecast):
-        """Prepare the profile of a run; `forecast` has what is predicted of its steps."""
+        """Prepare the profile of a run; `forecast`: its predictions of steps."""
         first, last = run.config.monitor.profile or (0, -1)
         self._steps, self._ranks = range(first, last + 1), run.config.monitor.profile_ranks
         self._run, self._forecast, self._say = run, forecast, run.monitor.say
@@ -57,7 +57,7 @@ class Profiles:
     @contextmanager
     def of_step(self, crew: Crew, generation: Generation, step: int) -> Iterator[None]:
         """Have the chosen ranks record training step `step` during the block, if it is to be profiled, and write their
-        parts after it. If the step fails, what was recorded of it is dropped."""
+        parts after it. A record of a step that fails is dropped."""
         if step not in self._steps:
             yield
             return
@@ -70,7 +70,7 @@ class Profiles:
             self._say(f"WARNING: step {step} has no profile of {count_of(len(why), 'rank')} ({why[0]})")
 
     def note(self, generation: Generation, row: MetricsRow) -> None:
-        """Note what is known of a profiled step that is committed, `row`; merge the parts after the last of them."""
+        """Write the note on a profiled step that is committed, `row`; merge all parts after the last of these steps."""
         if row.step not in self._steps:
             return
         with tolerated(self._say, str(self._directory / PROFILE)):
@@ -80,7 +80,7 @@ class Profiles:
             self._merging.start()
 
     def _known(self, generation: Generation, row: MetricsRow) -> StepNote:
-        """Return what is known of a step: names and places of its ranks, its parts as measured and as predicted."""
+        """Return the note on a profiled step: names and places of its ranks, its parts as measured and as predicted."""
         nodes, job = generation.formed.domains, generation.job
         names = [f"{job.name(rank)} on {node.partition('/')[0]}" for rank, node in enumerate(nodes)]
         measured, stages = dict(row.parts or {}), [at["stage"] for at in job.coordinates]
@@ -97,8 +97,8 @@ class Profiles:
         return StepNote(names, nodes, stages, measured, forecast.hardware, dict(forecast.parts), spans)
 
     def _merge(self) -> None:
-        """Merge the parts that there are into one trace, and say what is in it. An error there is said, and ends
-        nothing."""
+        """Merge the parts of the profile so far into one trace, and say which steps and ranks it has. An error there is
+        said, and ends nothing."""
         try:
             found = merge(self._directory, self.path)
         except (OSError, Malformed) as error:
