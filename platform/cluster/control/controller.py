@@ -76,7 +76,7 @@ class Controller:
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
-        """Train to the last step, re-forming after failures. Raise GaveUp, Stopped; until a mesh has formed ConfigError."""
+        """Train to the last step, re-forming after failures. Raise GaveUp, Stopped; at first ConfigError."""
         try:
             while self.state is not RunState.DONE:
                 self._go_on(crew)
