@@ -1,16 +1,24 @@
-"""Records that a worker keeps of itself: profiles of training steps, launches of collectives."""
+"""Records that a worker keeps of itself: profiles of steps, launches of collectives, a dump where it does not go on."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from contextlib import suppress
+from dataclasses import asdict
 
 from platform.boundary.documents import error_line
+from platform.boundary.files.local_files import replace_text
+from platform.boundary.redaction import redact
 from platform.boundary.terminal import print_line, tolerated
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Launch
-from platform.parallel.communicator.progress import PROGRESS
+from platform.parallel.communicator.flight_records import flight_records
+from platform.parallel.communicator.progress import PROGRESS, stacks
 from platform.train.candidate import Candidate
+from platform.train.protocol.dumped import DUMP, Stand, stand_path
 from platform.train.protocol.profile_part import PartName, write_part
 from platform.train.protocol.replies import RankTimeline, Recorded, StepReport
 from platform.train.step.rank_profile import RankProfile
@@ -18,10 +26,10 @@ from platform.train.step.trainer import Trainer
 
 
 class Observed(Candidate):
-    """Worker as far as it records what it does. `rank`, `generation`: its seat."""
+    """Worker as far as it records its own work. `rank`, `generation`: its seat; `number`: in the crew."""
 
-    trainer: Trainer | None
-    rank = generation = 0
+    trainer: Trainer | None = None
+    rank = generation = number = 0
 
     def __init__(self, config: Config, device: str, run_dir: str):
         """Initialise a worker that records nothing yet."""
@@ -63,6 +71,34 @@ class Observed(Candidate):
             self._profile.timeline = report.timeline
             if not self.config.monitor.timeline:
                 report.timeline = RankTimeline()
+
+    def dump(self, name: str) -> None:
+        """Write into the run directory's dump `name` where this worker stands: its sections, the collective that it
+        waits for, the stacks of all its threads, and torch's records of its last collectives. Called by another thread
+        while a call does not go on."""
+        here, folder, now = PROGRESS.here(), self.run_dir / DUMP / name, time.time()
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        threads = ["\n".join([f"{thread}:", *frames, ""]) for thread, frames in stacks().items()]
+        replace_text(folder / f"rank-{self.rank}.stacks.txt", redact("\n".join(threads)))
+        trainer, communicator, records = self.trainer, self.communicator, flight_records()
+        for backend, record in records.items():
+            replace_text(folder / f"rank-{self.rank}.{backend}.json", json.dumps(redact(record), indent=1) + "\n")
+        stand = Stand(
+            now,
+            self.rank,
+            self.number,
+            self.generation,
+            socket.gethostname(),
+            os.getpid(),
+            here.call,
+            trainer.clock.path if trainer else [here.section] * bool(here.section),
+            here.waiting,
+            here.seconds,
+            here.wait,
+            {"+".join(of): n for of, n in [*communicator.launched.items()]} if communicator else {},
+            [*records],
+        )
+        replace_text(stand_path(folder, self.rank), json.dumps(redact(asdict(stand)), indent=1) + "\n")
 
     def _end_recording(self) -> None:
         """End the profile under way, if any."""

@@ -168,6 +168,7 @@ class Monitor:
         [], "ranks that are profiled; [] = one of each pipeline stage, [all] = every one",
         pattern=r"[0-9]{1,7}|all", constraint="must be ranks, or [all]",
     )  # fmt: skip
+    dump: bool = key(True, "when a call of the workers does not go on, let them write stacks and collectives to dump/")
     timing: bool = key(False, "print and journal how long each phase of the run's start and end took")
     log_launches: bool = key(False, "write every collective that every worker launches to logs/")
     prometheus: bool = key(True, "cluster=ray: offer all metrics to Prometheus, by way of Ray")

@@ -277,7 +277,7 @@ class Notice(JournalEvent):
 
 class Failure(Committed):
     """A call of a method failed on a member, which ends the generation. `kind`: class of the failure; `step`: the one
-    not done; `seen`: lines on other ranks' waits for it; `stack`: frames of the member itself, the innermost last."""
+    not done; `seen`: what other ranks did; `stack`: the member's frames; `dump`: the folder of all ranks' stands."""
 
     number: int
     rank: int | None
@@ -290,6 +290,7 @@ class Failure(Committed):
     step: Steps
     seen: list[str] | None = None
     stack: list[str] | None = None
+    dump: str | None = None
 
 
 class Reforming(Committed):

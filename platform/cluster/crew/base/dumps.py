@@ -1,0 +1,54 @@
+"""Dumps of a crew whose call does not go on: a folder for each in the run directory, and a table of it for people."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from platform.boundary import documents, schema
+from platform.boundary.files.local_files import replace_text
+from platform.boundary.schema import Malformed
+from platform.monitor.verdict.telling import wait_text
+from platform.train.protocol.dumped import DUMP, Stand, stand_path
+
+DUMP_SECONDS = 2.0  # for workers to write theirs; then the driver acts
+KEPT = 10  # dumps of a run, the newest
+SUMMARY = "summary.txt"
+
+
+def new_folder(run_dir: Path, call: str) -> Path:
+    """Return the folder of the next dump of a run's workers, named by time and `call`; delete the oldest ones."""
+    there = sorted(path for path in (run_dir / DUMP).glob("*-*") if path.is_dir() and not path.is_symlink())
+    for old in there[: max(0, len(there) - KEPT + 1)]:
+        shutil.rmtree(old, ignore_errors=True)
+    words = "-".join(re.findall(r"[0-9a-z]+", call.lower()))[:40]
+    return run_dir / DUMP / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{words}"
+
+
+def summarize(folder: Path, names: Mapping[int, str]) -> int:
+    """Write a table of the workers' stands in a dump; return the number of them. `names`: the ranks' names."""
+    rows = []
+    for rank, name in sorted(names.items()):
+        try:
+            raw = documents.read_bytes(stand_path(folder, rank))
+            rows.append((name, *_cells(schema.read(Stand, documents.from_json(raw)))))
+        except (OSError, Malformed):
+            rows.append((name, "", "no answer", ""))
+    count = sum(bool(row[1]) for row in rows)
+    if count:
+        table = [("rank", "since", "in", "waits for"), *rows]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+        replace_text(folder / SUMMARY, "".join(f"{line}\n" for line in lines))
+    return count
+
+
+def _cells(stand: Stand) -> tuple[str, str, str]:
+    """Return for how long a worker has stood in one place, in which, and for which of all collectives it waits."""
+    place = " > ".join([stand.call, *stand.sections])
+    wait = stand.wait
+    waits = f"{wait_text(wait)}, number {wait.number}" if wait else "other ranks" if stand.waiting else ""
+    return f"{stand.seconds:.1f} s", place, waits
