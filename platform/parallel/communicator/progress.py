@@ -168,10 +168,11 @@ def stack_of(thread: int) -> list[str]:
 
 
 def stacks() -> dict[str, list[str]]:
-    """Return the frames of all threads of this process, by their names, the innermost last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames().items()
-    return {f"{names.get(n, 'thread')} {n}": [line.rstrip() for line in format_stack(frame)] for n, frame in frames}
+    """Return the frames of all other threads of this process, by their names, the main one first, innermost last."""
+    frames, known = sys._current_frames(), threading.enumerate()
+    names = {threading.main_thread().ident: "main thread"} | {thread.ident: thread.name for thread in known[1:]}
+    ordered = sorted(frames.keys() - {get_ident()}, key=lambda n: (n != threading.main_thread().ident, n))
+    return {f"{names.get(n, 'thread')} ({n})": [*map(str.rstrip, format_stack(frames[n]))] for n in ordered}
 
 
 def _active(thread: int) -> float | None:

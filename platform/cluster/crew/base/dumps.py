@@ -36,19 +36,20 @@ def summarize(folder: Path, names: Mapping[int, str]) -> int:
             raw = documents.read_bytes(stand_path(folder, rank))
             rows.append((name, *_cells(schema.read(Stand, documents.from_json(raw)))))
         except (OSError, Malformed):
-            rows.append((name, "", "no answer", ""))
+            rows.append((name, "", "no answer", "", ""))
     count = sum(bool(row[1]) for row in rows)
     if count:
-        table = [("rank", "since", "in", "waits for"), *rows]
-        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        table = [("rank", "since", "in", "waits for", "launched"), *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
         replace_text(folder / SUMMARY, "".join(f"{line}\n" for line in lines))
     return count
 
 
-def _cells(stand: Stand) -> tuple[str, str, str]:
-    """Return for how long a worker has stood in one place, in which, and for which of all collectives it waits."""
+def _cells(stand: Stand) -> tuple[str, str, str, str]:
+    """Return the cells of a worker's stand: its seconds, its place, its wait, and its launches."""
     place = " > ".join([stand.call, *stand.sections])
     wait = stand.wait
     waits = f"{wait_text(wait)}, number {wait.number}" if wait else "other ranks" if stand.waiting else ""
-    return f"{stand.seconds:.1f} s", place, waits
+    launched = ", ".join(f"{number} over {axes}" for axes, number in stand.launched.items())
+    return f"{stand.seconds:.1f} s", place, waits, launched
