@@ -20,7 +20,7 @@ from platform.parallel.communicator.progress import PROGRESS, stacks
 from platform.train.candidate import Candidate
 from platform.train.protocol.dumped import DUMP, Stand, stand_path
 from platform.train.protocol.profile_part import PartName, write_part
-from platform.train.protocol.replies import RankTimeline, Recorded, StepReport
+from platform.train.protocol.replies import PartWritten, RankTimeline, StepReport
 from platform.train.step.rank_profile import RankProfile
 from platform.train.step.trainer import Trainer
 
@@ -49,7 +49,7 @@ class Observed(Candidate):
             return error_line(error)
         return ""
 
-    def end_profile(self) -> Recorded | None:
+    def end_profile(self) -> PartWritten | None:
         """End the profile of the last training step, and write this rank's part of it; return what it holds, None if
         this rank was not profiled."""
         assert self.trainer
@@ -62,8 +62,8 @@ class Observed(Candidate):
                 head, events = found.part()
                 size = write_part(PartName(found.step, self.generation, self.rank).path(self.run_dir), head, events)
             except Exception as error:  # likewise
-                return Recorded(0, 0, 0, error_line(error))
-        return Recorded(head.events, head.cut, size)
+                return PartWritten(0, 0, 0, error_line(error))
+        return PartWritten(head.events, head.cut, size)
 
     def _noted(self, report: StepReport) -> None:
         """Move the timeline in this rank's report on a training step into the step's profile, if there is one."""

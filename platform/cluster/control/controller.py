@@ -84,7 +84,7 @@ class Controller:
             self._profiles.close(self.state is RunState.DONE)
 
     def _go_on(self, crew: Crew) -> None:
-        """Do the work of the run's present state, and enter the next one."""
+        """Run the work of the run's present state, and enter the next one."""
         try:
             self.state = self._does[self.state](crew)
         except WorkerFailed as failure:

@@ -60,8 +60,7 @@ class Launched(NamedTuple):
 
 
 class Aborted(RuntimeError):
-    """Failure of a rank whose collectives were interrupted (`Communicator.abort`): what they left behind means
-    nothing."""
+    """Failure of a rank whose collectives were interrupted (`Communicator.abort`): their results mean nothing."""
 
 
 class Handle:

@@ -83,7 +83,7 @@ class PartHead:
 
 def part_of(trace: Mapping[str, Any], left: int, timeline: RankTimeline) -> tuple[PartHead, list[Event]]:
     """Return head and events of a rank's part of a profile, from the trace that torch's profiler exported."""
-    found, cut = longest([e for e in trace["traceEvents"] if _is_kept(e)])
+    found, cut = longest([e for e in trace["traceEvents"] if _belongs(e)])
     base = trace.get("baseTimeNanoseconds", 0) - left
     of_step = next((e for e in found if e["name"] == STEP and e["cat"] == _RANGES[0]), None)
     numbers: dict[Any, int] = {of_step["tid"]: FIRST_THREAD} if of_step else {}
@@ -129,7 +129,7 @@ def nested(events: Iterable[Event], threads: dict[str, str]) -> Iterator[Event]:
         yield event
 
 
-def _is_kept(event: Event) -> bool:
+def _belongs(event: Event) -> bool:
     """Return True if an event that torch's profiler exported belongs into a profile: spans and arrows of threads."""
     if event["ph"] == "X":
         return isinstance(event["pid"], int) and event["dur"] >= 0
@@ -184,14 +184,14 @@ def write_part(path: Path, head: PartHead, events: Iterable[Event]) -> int:
 def opened_part(path: Path) -> Iterator[tuple[PartHead, Iterator[Event]]]:
     """Open a part of a profile: its head and its events. Raises Malformed, OSError."""
     with open_regular(path) as raw, gzip.open(raw) as file:
-        lines = (_line(line) for line in file)
+        lines = (_object_in(line) for line in file)
         head = next(lines, None)
         if head is None:
             raise Malformed(f"{path.name} is empty")
         yield schema.read(PartHead, head), lines
 
 
-def _line(line: bytes) -> Event:
+def _object_in(line: bytes) -> Event:
     """Return the JSON object in a line of a part of a profile. Raises Malformed."""
     try:
         found = json.loads(line)

@@ -215,7 +215,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class PartWritten:
     """Part of a run's profile that a rank has written: its number of `events`, how many were `cut`, and its bytes; or
     `why` there is none."""
 
@@ -259,7 +259,7 @@ _REPLIES: dict[str, Any] = {
     "begin": Unrestored | None,
     "rehearse": str,
     "begin_profile": str,
-    "end_profile": Recorded | None,
+    "end_profile": PartWritten | None,
     "continue_texts": list[Written],
     "score_texts": list[Scored],
 }

@@ -131,7 +131,7 @@ def merge(run_dir: Path, path: Path) -> Merged | None:
 def shifts(heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]) -> dict[PartName, int]:
     """Return, for each part of a profile, the nanoseconds by which its machine's clock lags behind the clock of the
     generation's first rank: a median over the steps, in each of which a machine's first rank leaves the barrier."""
-    node = {name: _at(notes[name[:2]].nodes, name.rank, f"rank {name.rank}") for name in heads}
+    node = {name: _value_at(notes[name[:2]].nodes, name.rank, f"rank {name.rank}") for name in heads}
     left: dict[tuple[int, str], dict[int, int]] = defaultdict(dict)  # generation, node -> step -> time
     for name, head in heads.items():
         times = left[name.generation, node[name]]
@@ -149,7 +149,7 @@ class _Trace:
     timeline, and the threads and streams that torch's profiler saw; and a process for the parts of the steps."""
 
     def __init__(self, heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]):
-        """Lay out the trace of parts with these `heads`, and `notes` by step and generation."""
+        """Prepare the trace of parts with these `heads`, and `notes` by step and generation."""
         self._heads, self._notes, self._shifts = heads, notes, shifts(heads, notes)
         seats = sorted({name[1:] for name in heads})  # generation, rank
         self._pids = {seat: pid for pid, seat in enumerate(seats, 1)}
@@ -195,12 +195,12 @@ class _Trace:
         """Return the events of a part's timeline and of its prediction, in order; name their threads."""
         head, note = self._heads[name], self._notes[name[:2]]
         base, threads = head.left + self._shifts[name] + head.began, self._threads[self._pids[name[1:]]]
-        actions = {s.section: a for s in head.timeline.sections if (a := _action(s.section))}
+        actions = {s.section: a for s in head.timeline.sections if (a := _named_action(s.section))}
         found = []
         for thread, start, end, more in rank_events(actions, name.step, head.timeline):
             threads[str(TIMELINE + thread)] = thread_name(thread)
             found.append(self._span(name, TIMELINE + thread, base, start, end) | more)
-        stage = _at(note.stages, name.rank, 0)
+        stage = _value_at(note.stages, name.rank, 0)
         for span in note.spans[stage] if stage < len(note.spans) else ():
             threads[str(PREDICTED)] = f"predicted on {note.hardware}"
             more = {"name": span.name, "cat": "predicted", "args": {"step": name.step}}
@@ -230,7 +230,7 @@ class _Trace:
         """Yield the events that name processes and threads."""
         names = {}
         for name in self._heads:
-            title = _at(self._notes[name[:2]].names, name.rank, f"rank{name.rank}")
+            title = _value_at(self._notes[name[:2]].names, name.rank, f"rank{name.rank}")
             names[self._pids[name[1:]]] = title + (f", generation {name.generation}" if self._several else "")
         if any(note.measured for note in self._notes.values()):
             hardware = next((note.hardware for note in self._notes.values() if note.hardware), "")
@@ -245,13 +245,13 @@ class _Trace:
                 yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _action(name: str) -> Action | None:
+def _named_action(name: str) -> Action | None:
     """Return the action of a pipeline schedule of that name, None if it is none."""
     found = _ACTION.fullmatch(name)
     return Action(Kind(found[2]), int(found[3]), int(found[1])) if found else None
 
 
-def _at(values: Sequence[Any], i: int, otherwise: Any) -> Any:
+def _value_at(values: Sequence[Any], i: int, otherwise: Any) -> Any:
     """Return values[i], or another value where there are fewer."""
     return values[i] if i < len(values) else otherwise
 

@@ -28,7 +28,7 @@ from platform.monitor.records.step_events import Profiled
 from platform.plan.language.numbers import count_of
 from platform.planning.choose_schedule import schedules_of
 from platform.train.protocol.profile_part import PARTS, PROFILE
-from platform.train.protocol.replies import Recorded
+from platform.train.protocol.replies import PartWritten
 
 
 class Profiles:
@@ -56,7 +56,7 @@ class Profiles:
 
     @contextmanager
     def of_step(self, crew: Crew, generation: Generation, step: int) -> Iterator[None]:
-        """Have the chosen ranks record training step `step` during the block, if it is to be profiled, and write their
+        """Let the chosen ranks record training step `step` during the block, if it is to be profiled, and write their
         parts after it. A record of a step that fails is dropped."""
         if step not in self._steps:
             yield
@@ -64,7 +64,7 @@ class Profiles:
         self._wait()
         refused = crew.call("begin_profile", step, self.chosen(generation))
         yield
-        written: list[Recorded | None] = crew.call("end_profile")
+        written: list[PartWritten | None] = crew.call("end_profile")
         why = [*filter(None, refused), *(part.why for part in written if part and part.why)]
         if why:
             self._say(f"WARNING: step {step} has no profile of {count_of(len(why), 'rank')} ({why[0]})")
