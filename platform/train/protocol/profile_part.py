@@ -83,7 +83,7 @@ class PartHead:
 
 def part_of(trace: Mapping[str, Any], left: int, timeline: RankTimeline) -> tuple[PartHead, list[Event]]:
     """Return head and events of a rank's part of a profile, from the trace that torch's profiler exported."""
-    found, cut = longest([e for e in trace["traceEvents"] if _belongs(e)])
+    found, cut = longest([e for e in trace["traceEvents"] if _is_drawn(e)])
     base = trace.get("baseTimeNanoseconds", 0) - left
     of_step = next((e for e in found if e["name"] == STEP and e["cat"] == _RANGES[0]), None)
     numbers: dict[Any, int] = {of_step["tid"]: FIRST_THREAD} if of_step else {}
@@ -129,7 +129,7 @@ def nested(events: Iterable[Event], threads: dict[str, str]) -> Iterator[Event]:
         yield event
 
 
-def _belongs(event: Event) -> bool:
+def _is_drawn(event: Event) -> bool:
     """Return True if an event that torch's profiler exported belongs into a profile: spans and arrows of threads."""
     if event["ph"] == "X":
         return isinstance(event["pid"], int) and event["dur"] >= 0
