@@ -15,9 +15,9 @@ from platform.boundary.redaction import redact
 from platform.boundary.terminal import print_line, tolerated
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Launch
-from platform.parallel.communicator.flight_records import flight_records
 from platform.parallel.communicator.progress import PROGRESS, stacks
 from platform.train.candidate import Candidate
+from platform.train.health.flight_records import flight_records
 from platform.train.protocol.dumped import DUMP, Stand, stand_path
 from platform.train.protocol.profile_part import PartName, write_part
 from platform.train.protocol.replies import PartWritten, RankTimeline, StepReport

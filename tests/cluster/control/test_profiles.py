@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from platform.cluster.control.profiling.profile_trace import StepNote, merge, predicted_spans, write_note
+from platform.cluster.control.profiling.profile_trace import StepNote, merge, predicted_spans, write_step_note
 from platform.cluster.driver import run
 from platform.monitor import JsonLines
 from platform.plan.schedule.lowering import lower
@@ -90,7 +90,9 @@ def part(directory, step, generation, rank, left, name="op"):
     event = {"ph": "X", "tid": 100, "ts": SECOND, "dur": SECOND // 2, "name": name, "cat": "cpu_op"}
     head = PartHead(left, 0, {"100": "main thread"}, TIMELINE, 1)
     write_part(PartName(step, generation, rank).path(directory), head, [event])
-    write_note(directory, step, generation, StepNote(["a on n0", "b on n1"], ["n0", "n1"], [0, 0], {"computing": 1.0}))
+    write_step_note(
+        directory, step, generation, StepNote(["a on n0", "b on n1"], ["n0", "n1"], [0, 0], {"computing": 1.0})
+    )
 
 
 def merged(directory):

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from platform.cluster.crew.base.dumps import KEPT, new_folder, summarize
 from platform.cluster.driver import run
 from platform.monitor import JsonLines
-from platform.parallel.communicator.flight_records import flight_records
 from platform.parallel.communicator.progress import stacks
 from platform.planning.make_plan import make_plan
 from platform.status.__main__ import status_text
 from platform.status.seen_run import look
+from platform.train.health.flight_records import flight_records
+from platform.train.protocol.dumped import KEPT, new_folder, summarize
 from tests.harness.oracle import configure
 
 
@@ -35,9 +35,9 @@ def test_a_blocked_rank_and_its_peer_write_where_they_stand(tmp_path):
     waits, blocked = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert blocked["sections"][-1] == "backward" and not blocked["waiting"] and blocked["wait"] is None
     assert "strike" in (folder / "rank-1.stacks.txt").read_text()
-    assert waits["waiting"] and waits["wait"]["axes"] == ["data"]
+    assert waits["waiting"] and waits["wait"][2] == ["data"]
     number = waits["launched"]["data"]
-    assert waits["wait"]["number"] <= number and number > blocked["launched"]["data"], "who is behind"
+    assert waits["wait"][-1] <= number and number > blocked["launched"]["data"], "who is behind"
     for rank, stand in enumerate((waits, blocked)):
         assert stand["call"] == "step(3)" and stand["rank"] == rank and stand["records"] == ["gloo"]
         record = json.loads((folder / f"rank-{rank}.gloo.json").read_text())

@@ -71,14 +71,14 @@ def note_path(run_dir: Path, step: int, generation: int) -> Path:
     return run_dir / PROFILE / PARTS / f"step-{step}.generation-{generation}.json"
 
 
-def write_note(run_dir: Path, step: int, generation: int, note: StepNote) -> None:
+def write_step_note(run_dir: Path, step: int, generation: int, note: StepNote) -> None:
     """Write a driver's note on a profiled step. Raises OSError."""
     path = note_path(run_dir, step, generation)
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     replace_text(path, json.dumps(redact(asdict(note))) + "\n")
 
 
-def read_note(run_dir: Path, step: int, generation: int) -> StepNote:
+def read_step_note(run_dir: Path, step: int, generation: int) -> StepNote:
     """Read a driver's note on a profiled step, empty if there is none. Raises Malformed, OSError."""
     try:
         raw = documents.read_bytes(note_path(run_dir, step, generation), LARGEST_NOTE)
@@ -118,7 +118,7 @@ def merge(run_dir: Path, path: Path) -> Merged | None:
     found = newest_parts(run_dir)
     if not found:
         return None
-    notes = {(n.step, n.generation): read_note(run_dir, n.step, n.generation) for n, _ in found}
+    notes = {(n.step, n.generation): read_step_note(run_dir, n.step, n.generation) for n, _ in found}
     with ExitStack() as stack:
         opened = [(name, *stack.enter_context(opened_part(part))) for name, part in found]
         heads = {name: head for name, head, _ in opened}

@@ -18,7 +18,7 @@ from platform.cluster.control.profiling.profile_trace import (
     merge,
     newest_parts,
     predicted_spans,
-    write_note,
+    write_step_note,
 )
 from platform.cluster.crew.base.crew import Crew
 from platform.config.rules.profile_rules import EVERY
@@ -74,7 +74,7 @@ class Profiles:
         if row.step not in self._steps:
             return
         with tolerated(self._say, str(self._directory / PROFILE)):
-            write_note(self._directory, row.step, generation.number, self._known(generation, row))
+            write_step_note(self._directory, row.step, generation.number, self._known(generation, row))
         if row.step == self._steps[-1]:
             self._merging = threading.Thread(target=self._merge, name="profile", daemon=True)
             self._merging.start()

@@ -12,7 +12,6 @@ from typing import Any
 
 from platform.boundary.schema import Malformed
 from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
-from platform.cluster.crew.base.dumps import DUMP_SECONDS, new_folder, summarize
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import START, Job
 from platform.cluster.crew.base.launcher import Launcher
@@ -23,9 +22,11 @@ from platform.cluster.crew.base.watch import BEAT_SECONDS, CALM_SECONDS, Watch
 from platform.cluster.wire.channel import framed, text
 from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Dump, Dumped, Raised, Said
 from platform.train.protocol import replies
+from platform.train.protocol.dumped import new_folder, summarize
 
 SUSPENSE_SECONDS = (0.0, 0.5, 2.0)  # to wait for a likelier culprit, indexed by `Failure.innocence`
 LEAVE_SECONDS = 5.0  # without progress in any member that is to leave its call and groups; then those left are killed
+DUMP_SECONDS = 2.0  # for members to write where they stand, before the driver acts
 CLOSE_SECONDS = 10.0  # for the members to close by themselves; then they are killed
 FOLLOWED = 64  # ranks from which rank 0 passes the order to take a step on to the others, instead of the driver
 
