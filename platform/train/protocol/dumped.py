@@ -1,4 +1,4 @@
-"""Dump of a crew whose call does not go on: where each worker stands, as it writes it, and a table of all for people."""
+"""Dump of a crew whose call does not go on: where each worker stands, as it writes it, and a table of all."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from platform.cluster.control.profiling.profile_trace import StepNote, merge, predicted_spans, write_step_note
+from platform.cluster.control.profiling.profile_trace import StepNote, merge_parts, predicted_spans, write_step_note
 from platform.cluster.driver import run
 from platform.monitor import JsonLines
 from platform.plan.schedule.lowering import lower
@@ -97,7 +97,7 @@ def part(directory, step, generation, rank, left, name="op"):
 
 def merged(directory):
     """Merge the parts of a directory; return the trace, without a fault."""
-    merge(directory, path := directory / "merged.json.gz")
+    merge_parts(directory, path := directory / "merged.json.gz")
     assert list(faults(trace := read_trace(path))) == []
     return trace
 
@@ -126,7 +126,7 @@ def test_a_step_that_is_done_again_replaces(tmp_path):
 
 
 def test_nothing_is_merged_without_parts(tmp_path):
-    assert merge(tmp_path, tmp_path / "merged.json.gz") is None and not [*tmp_path.iterdir()]
+    assert merge_parts(tmp_path, tmp_path / "merged.json.gz") is None and not [*tmp_path.iterdir()]
 
 
 def test_spans_that_cross_get_rows_of_their_own():

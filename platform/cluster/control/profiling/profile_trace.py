@@ -112,7 +112,7 @@ def newest_parts(run_dir: Path) -> list[tuple[PartName, Path]]:
     return [(name, path) for name, path in named if newest[name.step] == name.generation]
 
 
-def merge(run_dir: Path, path: Path) -> Merged | None:
+def merge_parts(run_dir: Path, path: Path) -> Merged | None:
     """Merge the parts of a run's profile into the trace `path`; return an account of it, None if there are no parts.
     Raises Malformed, OSError."""
     found = newest_parts(run_dir)

@@ -15,7 +15,7 @@ from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.profiling.profile_trace import (
     PredictedSpan,
     StepNote,
-    merge,
+    merge_parts,
     newest_parts,
     predicted_spans,
     write_step_note,
@@ -100,7 +100,7 @@ class Profiles:
         """Merge the parts of the profile so far into one trace, and say which steps and ranks it has. An error there is
         said, and ends nothing."""
         try:
-            found = merge(self._directory, self.path)
+            found = merge_parts(self._directory, self.path)
         except (OSError, Malformed) as error:
             return self._say(f"WARNING: {self.path} cannot be written ({error_line(error)})")
         if not found:
