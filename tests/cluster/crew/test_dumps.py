@@ -1,6 +1,7 @@
 """A call that does not go on: all workers that answer write where they stand, before the driver acts."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -74,6 +75,9 @@ def test_files_that_are_no_stands_count_as_no_answer(tmp_path):
     assert summarize(tmp_path, {0: "rank0", 1: "rank1"}) == 0 and not (tmp_path / "summary.txt").exists()
 
 
-def test_a_process_shows_its_stacks_and_no_record_where_there_was_no_collective():
-    first = next(iter(stacks()), "main thread")
-    assert first.startswith("main thread") and isinstance(flight_records(), dict)
+def test_another_thread_sees_the_stacks_of_a_process():
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(stacks).result()
+    name, frames = next(iter(found.items()))
+    assert name.startswith("main thread (") and any("test_another_thread_sees" in frame for frame in frames)
+    assert isinstance(flight_records(), dict)
