@@ -218,7 +218,7 @@ def einsums(
     communicator, group = coming.communicator, coming.group
     if group.panels:
         assert not biases
-        return summa(communicator, group, apply(communicator, x, group.x), operands)
+        return summa(communicator, group, apply(communicator, [x], [group.x])[0], operands)
     if group.local and not group.wide and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
