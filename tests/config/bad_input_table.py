@@ -341,7 +341,7 @@ monitor.profile=[299,301] | monitor.profile=[299, 301]: must be [FIRST,LAST] | [
 monitor.profile=[10,20] | monitor.profile=[10, 20]: must be at most 10 steps | [10, 19]
 monitor.profile_ranks=[0] | monitor.profile_ranks=[0]: monitor.profile names no steps | monitor.profile=[10,12]
 monitor.profile=[1,2] monitor.profile_ranks=[4] | monitor.profile_ranks=4: must be below the 4 ranks | 3
-monitor.profile=[1,2] monitor.profile_ranks=[all] parallel.data=128 | monitor.profile_ranks=[all]: 256 ranks | [0, 64, 128
+monitor.profile=[1,2] monitor.profile_ranks=[all] parallel.data=128 | monitor.profile_ranks=[all]: 256 | [0, 64, 128
 monitor.profile=[1,2] monitor.profile_ranks=[one] | monitor.profile_ranks=one: must be ranks, or [all]
 monitor.profile=[1,2] monitor.profile_ranks=[all,1] | monitor.profile_ranks=[all, 1]: must be ranks, or | [all]
 """
