@@ -211,7 +211,7 @@ class _Teller:
         self._phases: list[LongPhase] = []
         self._change = threading.Condition()
         self._drawn = False
-        threading.Thread(target=self._tell, name="phases", daemon=True).start()
+        threading.Thread(target=self._keep_telling, name="phases", daemon=True).start()
 
     def take_up(self, one: LongPhase) -> None:
         """Begin to show a phase."""
@@ -227,7 +227,7 @@ class _Teller:
             if one.spoken:
                 print_line(f"{one.what}: took {_time(monotonic() - one.began)}", sys.stderr)
 
-    def _tell(self) -> None:
+    def _keep_telling(self) -> None:
         """Show the innermost phase that takes long, again and again."""
         while True:
             with self._change:
@@ -246,7 +246,7 @@ class _Teller:
             if long[-1].due(now):
                 print_line(f"{long[-1].what}: {long[-1].far(now)}", sys.stderr)
             return
-        line = _bar(long[-1], now)
+        line = _drawn_phase(long[-1], now)
         _Stand.transient = True  # so that it takes the place of what stands there
         write_text(sys.stderr, line)
         _Stand.transient = self._drawn = True
@@ -268,7 +268,7 @@ def _teller() -> _Teller:
     return _known[0]
 
 
-def _bar(one: LongPhase, now: float) -> str:
+def _drawn_phase(one: LongPhase, now: float) -> str:
     """Return the line of a terminal that shows a phase."""
     from rich.console import Console
     from rich.progress_bar import ProgressBar

@@ -112,10 +112,10 @@ class Outlook:
         self._next = now + LOOK_SECONDS
         self.call = call, now
         known = method == "step" and self._steps
-        self._shown = self._answering(method) if method in _SHOWN and not known else nullcontext()
+        self._shown = self._phase_of(method) if method in _SHOWN and not known else nullcontext()
         self._steps = method == "step" or (self._steps and doing != _OTHERWISE)
 
-    def _answering(self, method: str) -> AbstractContextManager[Any]:
+    def _phase_of(self, method: str) -> AbstractContextManager[Any]:
         """Return the context in which a user sees how many workers have answered the call of a method."""
         workers = len(self.pending)
         if workers < 2:
