@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,12 @@ def _answer(given: argparse.Namespace) -> int:
     refuse_all(lines)
     config = _configuration(directory)
     for name in given.sinks:
-        with alone(directory, name):
+        say = partial(print, f"{SINKS[name].title}:", flush=True)
+        with alone(directory, name, say):
             follower = Follower(name, SinkRun(directory, config), SINKS[name].open)
-            print(f"{SINKS[name].title}: {follower.sink.where}")
-            follower.close(DONE)
+            say(follower.sink.where)
+            follower.catch_up()
+            follower.close(follower.status)
     return DONE
 
 
